@@ -1,0 +1,1 @@
+"""hybridflow: reinforcement learning of language models as one driver script."""

@@ -1,0 +1,229 @@
+"""Strategy values: frozen, keyword-only dataclasses that say how a model trains and generates. Pure.
+
+A strategy is a plain value: it is validated when written, compared, printed, saved, and chosen by the planner. The
+backend is chosen by its type (`Megatron(...)`, `VLLM(...)`), never by a string.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+
+from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.topology import RankGrid
+
+DType = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["constant", "linear", "cosine"]
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+    """Build a config dataclass from a mapping. Errors: ConfigError for an unknown key, with the nearest known one."""
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{cls.__name__} has no setting {key!r}.{nearest(key, known)}")
+    return cls(**values)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _at_least(owner: object, minimum: float, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is None:
+            continue
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        _require(good and value >= minimum, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
+
+
+def _one_of(owner: object, name: str, literal: Any) -> None:
+    value, known = getattr(owner, name), get_args(literal)
+    if value not in known:
+        raise ConfigError(f"{type(owner).__name__}({name}={value!r}) is unknown.{nearest(str(value), known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What Adam and SGD share. `clip_grad` is the largest global gradient norm (0 switches clipping off).
+
+    The learning rate rises linearly over `warmup_steps` optimizer steps and then follows `schedule` down to `min_lr`
+    over `total_steps` (needed unless the schedule is constant).
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "lr", "weight_decay", "clip_grad", "warmup_steps", "min_lr")
+        _at_least(self, 1, "total_steps")
+        _one_of(self, "schedule", Schedule)
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ConfigError(f"{type(self).__name__}(schedule={self.schedule!r}) needs total_steps=.")
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (0-based)."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant" or self.total_steps is None:
+            return self.lr
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        shape = 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.min_lr + (self.lr - self.min_lr) * shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """AdamW (decoupled weight decay)."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(self, 0, "eps")
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"Adam(betas={self.betas}): two in [0, 1)."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum."""
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least(self, 0, "momentum")
+
+
+@runtime_checkable
+class TrainStrategy(Protocol):
+    """A value that says how a model is sharded for training; its type chooses the backend."""
+
+    def grid(self, devices: int) -> RankGrid:
+        """Rank grid over `devices` devices. Errors: PlacementError when the sizes do not fit."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron:
+    """Megatron-core 3D parallelism: pipeline, tensor and data parallel sizes (`dp` follows from the pool).
+
+    `dtype` is the dtype of parameters and activations: None means bfloat16 on CUDA and float32 on CPU; with a 16-bit
+    dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch (rows
+    padded to the longest among them); a single longer row still forms a micro-batch of its own.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    sequence_parallel: bool = False
+    dtype: DType | None = None
+    micro_tokens: int = 16384
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp"):
+            value = getattr(self, name)
+            if not (name == "dp" and value is None) and (type(value) is not int or value < 1):
+                raise ConfigError(f"Megatron({name}={value!r}): must be a whole number of at least 1.")
+        _at_least(self, 1, "micro_tokens")
+        if self.dtype is not None:
+            _one_of(self, "dtype", DType)
+
+    def grid(self, devices: int) -> RankGrid:
+        model = self.tp * self.pp
+        dp = self.dp if self.dp is not None else max(1, devices // model)
+        if model * dp != devices:
+            fit = (
+                f"Use Megatron(tp={self.tp}, pp={self.pp}) on {model * max(1, round(devices / model))} devices"
+                if devices < model or devices % model
+                else f"Use Megatron(tp={self.tp}, pp={self.pp}, dp={devices // model})"
+            )
+            raise PlacementError(
+                f"Megatron(tp={self.tp}, pp={self.pp}, dp={self.dp}) needs p*t*d = {self.pp}*{self.tp}*{dp} = "
+                f"{model * dp} devices, the pool has {devices}. {fit} or other sizes."
+            )
+        return RankGrid(p=self.pp, t=self.tp, d=dp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn. `top_k=0` and `top_p=1` do not truncate; `greedy=True` ignores the temperature.
+
+    `n` responses are drawn per prompt. Log-probabilities returned with the responses are those of the distribution
+    after temperature and before top-k/top-p (truncation renormalises: with it, the ratio to a training policy's
+    log-probabilities is that of the untruncated policies). `ignore_eos=True` always draws `max_tokens` tokens.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    n: int = 1
+    greedy: bool = False
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_tokens", "n")
+        _at_least(self, 0, "top_k", "top_p", "temperature")
+        _require(0 < self.top_p <= 1, f"Sampling(top_p={self.top_p}): must be in (0, 1].")
+        _require(
+            self.greedy or self.temperature > 0, "Sampling(temperature=0) has no log-probabilities: use greedy=True."
+        )
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLM:
+    """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
+
+    `max_tokens` ... `ignore_eos` are the default `Sampling` of `generate_sequences`. `max_length` bounds prompt plus
+    response (None: the model's context); `memory_fraction` (CUDA) is the share of device memory for weights and KV
+    cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dtype: DType | None = None
+    max_length: int | None = None
+    max_sequences: int = 256
+    memory_fraction: float = 0.5
+    kv_cache_gb: float = 0.25
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    n: int = 1
+    greedy: bool = False
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "tp", "pp", "max_length", "max_sequences")
+        _at_least(self, 0, "kv_cache_gb")
+        _require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
+        if self.dtype is not None:
+            _one_of(self, "dtype", DType)
+        _ = self.sampling()
+
+    def sampling(self, **changes: Any) -> Sampling:
+        """The default sampling with `changes`. Errors: ConfigError for an unknown setting."""
+        own = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        return from_dict(Sampling, own | changes)

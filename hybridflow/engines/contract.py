@@ -1,0 +1,112 @@
+"""The two seams behind which any training framework and any generation engine fits.
+
+A `TrainEngine` holds one rank's part of one model. Its inputs are the rows of this rank's data parallel replica as
+`prompt_ids` and `response_ids` (ragged); its outputs are ragged over response tokens. A loss sees flat token values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from torch import Tensor
+
+from hybridflow.config import Sampling
+from hybridflow.engine3d.layout import Layout
+from hybridflow.ragged import Ragged
+from hybridflow.topology import GenerationGrid, RankGrid
+
+if TYPE_CHECKING:
+    from hybridflow.batch import Batch
+
+Output = Literal["log_probs", "entropy", "values"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a mini-batch holds over *all* data parallel ranks: denominators that do not depend on how it was split.
+
+    `tokens` counts True entries of response_mask, `rows` the rows, `sequence_tokens` all prompt + response tokens.
+    """
+
+    tokens: float
+    rows: float
+    sequence_tokens: float = 0.0
+
+
+LossFunction = Callable[[Mapping[str, Ragged], "Batch", Totals], tuple[Tensor, dict[str, Tensor]]]
+"""`loss(outputs, rows, totals) -> (scalar, metrics)`.
+
+`outputs` are the engine's differentiable outputs for one micro-batch, `rows` the micro-batch's columns on the same
+device. The scalar and every metric are this micro-batch's *share* of a global quantity (sums divided by `totals`), so
+that adding over micro-batches and ranks gives the value of the whole mini-batch.
+"""
+
+
+class TrainEngine(Protocol):
+    """One rank of a sharded model that computes and trains."""
+
+    grid: RankGrid
+
+    def forward(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> dict[str, Ragged] | None:
+        """Without gradients: each output ragged [B, R] float32 on the CPU, rows in order; None off the last stage.
+
+        `log_probs` are of `response_ids` after dividing logits by `temperature`; `values` [B, R] are at the positions
+        that predict each response token. Also accepts an empty batch (all ranks take part in collectives).
+        """
+        ...
+
+    def score(self, batch: Batch) -> Tensor | None:
+        """[B] float32: the value head at the last token of prompt + response; None off the last stage."""
+        ...
+
+    def forward_backward(
+        self, batch: Batch, loss: LossFunction, outputs: Sequence[Output], temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Add this rank's gradients of one mini-batch, reduced over data parallel ranks; metrics summed likewise."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`."""
+        ...
+
+    def layout(self) -> Layout:
+        """Boxes of every rank of the group."""
+        ...
+
+    def storage(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by the names that `layout().regions(rank)` uses."""
+        ...
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response: token ids and the sampling policy's log-probabilities of them, of equal length."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finished: bool  # ended by a stop token or stop string rather than by max_tokens
+
+
+class GenerateEngine(Protocol):
+    """One rank of a sharded model that generates."""
+
+    grid: GenerationGrid
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """`sampling.n` completions of each prompt; `seeds` one per prompt, so results do not depend on the split.
+
+        All ranks of one generation replica are called with the same prompts and return the same completions.
+        """
+        ...
+
+    def weights_changed(self) -> None:
+        """Forget what was cached under the old weights (prefix cache)."""
+        ...
+
+    def layout(self) -> Layout: ...
+
+    def storage(self) -> Mapping[str, Tensor]: ...

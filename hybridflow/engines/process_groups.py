@@ -1,0 +1,83 @@
+"""Process groups built by their members only, under explicit names and explicit timeouts.
+
+`torch.distributed.new_group` must be called by every process of the world, names groups by a per-process counter and
+ignores the default timeout. Here a group is formed by its members alone, from a store and a name, so groups on slices
+of a pool, and several models in the same processes, never have to agree with anybody else.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from hybridflow.topology import Coords, RankGrid
+
+
+@dataclass
+class ProcessGroups:
+    """Builds the process groups of one model group.
+
+    `ranks[i]` is the rank of member i in the host processes' torch world, `rank` this process's index in `ranks`,
+    `name` is unique per model group, `timeout` in seconds bounds every collective.
+    """
+
+    store: dist.Store
+    name: str
+    ranks: Sequence[int]
+    rank: int
+    device: torch.device
+    timeout: float = 600.0
+    _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
+
+    def new(self, name: str, members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """The process group `name` of `members` (ranks of the model group, this one among them), built once.
+
+        Every member must ask for it, nobody else. `backend` defaults to gloo on CPU and nccl on CUDA.
+        """
+        backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        full = f"{self.name}/{name}/{'-'.join(map(str, members)) if len(members) < 64 else hash(tuple(members))}"
+        if (found := self._built.get((full, backend))) is not None:
+            return found
+        world = [self.ranks[m] for m in members]
+        group, _ = c10d._new_process_group_helper(
+            len(world),
+            list(members).index(self.rank),
+            world,
+            c10d.Backend(backend),
+            dist.PrefixStore(f"{full}/{backend}", self.store),
+            group_name=c10d.GroupName(f"{full}/{backend}"),
+            timeout=datetime.timedelta(seconds=self.timeout),
+            device_id=self.device if backend == "nccl" else None,
+        )
+        c10d._world.pg_group_ranks[group] = {world_rank: i for i, world_rank in enumerate(world)}
+        self._built[(full, backend)] = group
+        return group
+
+    def everyone(self, backend: str | None = None) -> dist.ProcessGroup:
+        return self.new("all", range(len(self.ranks)), backend)
+
+    def close(self) -> None:
+        """Destroy the groups that were built. Call on every member."""
+        for group in self._built.values():
+            dist.destroy_process_group(group)
+        self._built.clear()
+
+
+@dataclass
+class RankContext:
+    """Who a worker is: its role, its rank in the group's grid, its device and its process groups."""
+
+    role: str
+    rank: int
+    grid: RankGrid
+    device: torch.device
+    groups: ProcessGroups
+
+    @property
+    def coords(self) -> Coords:
+        return self.grid.coords(self.rank)

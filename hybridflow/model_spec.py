@@ -1,0 +1,161 @@
+"""ModelSpec: what a decoder-only model is made of, read from a Hugging Face `config.json`. Pure.
+
+Canonical tensors are those of the Hugging Face checkpoint: names and shapes. Everything that moves weights speaks in
+boxes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridflow.errors import CheckpointError, ModelError, nearest
+
+Head = Literal["lm", "value"]
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes of a Llama-style decoder. `head="value"` has a `score.weight` [1, hidden] instead of an output embedding.
+
+    Errors: ModelError when a field is missing or sizes do not fit.
+    """
+
+    family: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, float], ...] = ()
+    context: int = 4096
+    sliding_window: int | None = None
+    head: Head = "lm"
+
+    @classmethod
+    def from_hf_config(cls, config: Any, head: Head = "lm") -> ModelSpec:
+        """From a `config.json` mapping or a transformers config object."""
+        get = config if isinstance(config, Mapping) else config.to_dict()
+        family = get.get("model_type")
+        if family not in FAMILIES:
+            raise ModelError(f"model_type {family!r} is not supported.{nearest(str(family), FAMILIES)}")
+        if missing := [name for name in _NEEDED if not isinstance(get.get(name), int)]:
+            raise ModelError(f"the config of this {family} model lacks {', '.join(missing)}.")
+        if (act := get.get("hidden_act", "silu")) != "silu":
+            raise ModelError(f"hidden_act={act!r} is not supported: {family} models use 'silu'.")
+        if get.get("mlp_bias"):
+            raise ModelError("mlp_bias=True is not supported.")
+        if family == "llama" and get.get("attention_bias"):
+            raise ModelError("attention_bias=True is not supported for llama (it would add a bias to o_proj).")
+        heads, hidden = get["num_attention_heads"], get["hidden_size"]
+        # transformers >= 5 nests rope settings under `rope_parameters`, older checkpoints have them at the top
+        rope = dict(get.get("rope_parameters") or get.get("rope_scaling") or {})
+        theta = rope.pop("rope_theta", None) or get.get("rope_theta") or 10000.0
+        kind = rope.pop("rope_type", rope.pop("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ModelError(f"rope type {kind!r} is not supported. Known: default, llama3.")
+        layer_types = get.get("layer_types") or []
+        windowed = get.get("use_sliding_window", family == "mistral") and "full_attention" not in layer_types
+        return cls(
+            family=family,
+            hidden=hidden,
+            intermediate=get["intermediate_size"],
+            layers=get["num_hidden_layers"],
+            heads=heads,
+            kv_heads=get.get("num_key_value_heads") or heads,
+            head_dim=get.get("head_dim") or hidden // heads,
+            vocab=get["vocab_size"],
+            tied=bool(get.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            norm_eps=float(get.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(theta),
+            rope_scaling=tuple(sorted((k, float(v)) for k, v in rope.items())) if kind == "llama3" else (),
+            context=int(get.get("max_position_embeddings", 4096)),
+            sliding_window=get.get("sliding_window") if windowed else None,
+            head=head,
+        )
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path, head: Head = "lm") -> ModelSpec:
+        """From a Hugging Face directory. Errors: CheckpointError without a readable `config.json`."""
+        path = Path(directory) / "config.json"
+        try:
+            config = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{directory} is not a Hugging Face checkpoint directory: {path} does not exist."
+            ) from None
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+        return cls.from_hf_config(config, head)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ModelError(f"{name}={getattr(self, name)!r} must be a positive whole number.")
+        if self.heads % self.kv_heads:
+            raise ModelError(f"{self.heads} heads cannot share {self.kv_heads} kv-heads evenly.")
+
+    def check_parallel(self, p: int, t: int, role: str = "the model") -> None:
+        """Errors: ModelError when heads, kv-heads, the MLP or layers do not divide by t and p."""
+        for what, count in (("heads", self.heads), ("kv-heads", self.kv_heads), ("MLP columns", self.intermediate)):
+            if count % t:
+                sizes = [n for n in range(1, t + 1) if math.gcd(self.heads, self.kv_heads) % n == 0]
+                raise ModelError(f"{role} has {count} {what}, not divisible by t={t}. Use tp in {sizes}.")
+        if self.layers % p:
+            sizes = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
+            raise ModelError(f"{role} has {self.layers} layers, not divisible by p={p}. Use pp in {sizes}.")
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of one decoder layer."""
+        at, q, kv = f"model.layers.{layer}.", self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (q, self.hidden),
+            "self_attn.k_proj.weight": (kv, self.hidden),
+            "self_attn.v_proj.weight": (kv, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, q),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+        }
+        if self.qkv_bias:
+            shapes |= {
+                "self_attn.q_proj.bias": (q,),
+                "self_attn.k_proj.bias": (kv,),
+                "self_attn.v_proj.bias": (kv,),
+            }
+        if self.qk_norm:
+            shapes |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+        return {at + name: shape for name, shape in shapes.items()}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of the whole checkpoint, in model order."""
+        out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            out |= self.layer_tensors(layer)
+        out["model.norm.weight"] = (self.hidden,)
+        if self.head == "value":
+            out["score.weight"] = (1, self.hidden)
+        elif not self.tied:
+            out["lm_head.weight"] = (self.vocab, self.hidden)
+        return out
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.tensors().values())

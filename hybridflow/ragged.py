@@ -1,0 +1,143 @@
+"""Ragged: rows of different length as flat values and offsets. Pure.
+
+Torch's jagged nested tensors cannot be added when built apart, sliced, stacked, empty or pickled out of band; a pair of
+plain tensors can. Shapes: B rows, N values in all, `*F` trailing feature dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import BatchError
+
+
+class Ragged:
+    """B rows of lengths `lengths`: `values` [N, *F] any dtype, `offsets` [B+1] int64 on the CPU, offsets[0] == 0.
+
+    Arithmetic goes through `values` and `with_values`; a `Ragged` itself is immutable and rows are views.
+    Errors: BatchError when offsets do not fit the values.
+    """
+
+    __slots__ = ("offsets", "values")
+
+    def __init__(self, values: Tensor, offsets: Tensor) -> None:
+        if offsets.ndim != 1 or len(offsets) < 1 or offsets.dtype != torch.int64:
+            raise BatchError(f"offsets must be int64 of shape [rows + 1], got {offsets.dtype} {tuple(offsets.shape)}.")
+        if int(offsets[0]) != 0 or int(offsets[-1]) != len(values):
+            raise BatchError(
+                f"offsets run from {int(offsets[0])} to {int(offsets[-1])}, there are {len(values)} values."
+            )
+        self.values, self.offsets = values, offsets
+
+    @classmethod
+    def from_lengths(cls, values: Tensor, lengths: Tensor | Sequence[int]) -> Ragged:
+        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        if len(lengths) and int(lengths.min()) < 0:
+            raise BatchError("row lengths must not be negative.")
+        return cls(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Tensor | Sequence], dtype: torch.dtype | None = None) -> Ragged:
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype or torch.int64)
+        return cls.from_lengths(values, [len(row) for row in tensors])
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64."""
+        return self.offsets.diff()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.offsets.nbytes
+
+    def row(self, i: int) -> Tensor:
+        """Row i as a view [length, *F]."""
+        i = range(len(self))[i]
+        return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+    def rows(self) -> list[Tensor]:
+        return list(self.values.split(self.lengths.tolist()))
+
+    def tolist(self) -> list[list]:
+        return [row.tolist() for row in self.rows()]
+
+    def with_values(self, values: Tensor) -> Ragged:
+        """The same rows with other values [N, *G]."""
+        return Ragged(values, self.offsets)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Ragged:
+        return self.with_values(function(self.values))
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows start:stop as views of the values."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    def index(self, rows: Tensor | Sequence[int]) -> Ragged:
+        """The rows at indices `rows` [K] int64, copied, in that order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        lengths = self.lengths[rows]
+        return Ragged.from_lengths(self.values[spans(self.offsets[:-1][rows], lengths)], lengths)
+
+    @staticmethod
+    def concat(parts: Sequence[Ragged]) -> Ragged:
+        """Rows of all parts, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+    def row_index(self) -> Tensor:
+        """[N] int64: the row that each value belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def row_sum(self) -> Tensor:
+        """[B, *F]: the sum of each row (0 for an empty one), in the values' dtype, differentiable."""
+        out = self.values.new_zeros(len(self), *self.values.shape[1:])
+        return out.index_add(0, self.row_index().to(self.values.device), self.values)
+
+    def expand(self, per_row: Tensor) -> Tensor:
+        """[N, *F]: a per-row tensor [B, *F] repeated for every value of the row."""
+        return per_row[self.row_index().to(per_row.device)]
+
+    def pad(self, value: float | int | bool = 0, length: int | None = None) -> Tensor:
+        """[B, L, *F] right-padded to the longest row (or `length`). For display and inside engines only."""
+        width = int(self.lengths.max()) if len(self) else 0
+        width = width if length is None else length
+        out = self.values.new_full((len(self), width, *self.values.shape[1:]), value)
+        if len(self.values):
+            rows = self.row_index()
+            out[rows, torch.arange(len(self.values)) - self.offsets[:-1][rows]] = self.values
+        return out
+
+    def to(self, *args, **kwargs) -> Ragged:
+        """`Tensor.to` on the values; offsets stay on the CPU."""
+        return self.with_values(self.values.to(*args, **kwargs))
+
+    def clone(self) -> Ragged:
+        return Ragged(self.values.clone(), self.offsets.clone())
+
+    def equal(self, other: Ragged) -> bool:
+        return torch.equal(self.offsets, other.offsets) and torch.equal(self.values, other.values)
+
+    def __repr__(self) -> str:
+        lengths = self.lengths
+        span = f"{int(lengths.min())}..{int(lengths.max())}" if len(self) else "-"
+        return f"Ragged({len(self)} rows, lengths {span}, {str(self.dtype).removeprefix('torch.')})"
+
+
+def spans(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[sum(lengths)] int64: the integers starts[i] .. starts[i]+lengths[i]-1 of every span, one after the other."""
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    return torch.arange(total) + torch.repeat_interleave(starts - (ends - lengths), lengths)

@@ -1,0 +1,157 @@
+"""RankGrid: topology is arithmetic.
+
+Ranks of a 3D-parallel group are laid out with tensor parallelism fastest, then pipeline, then data parallelism
+(the paper's order, section 5): `rank = (d_i * p + p_i) * t + t_i`. Every group of ranks is a slice of that array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hybridflow.errors import PlacementError
+
+Axis = Literal["p", "t", "d"]
+GroupingRule = Literal["hybridflow", "vanilla"]
+
+
+class Coords(NamedTuple):
+    """Position of a rank in the grid."""
+
+    p: int
+    t: int
+    d: int
+
+
+class GenerationCoords(NamedTuple):
+    """Position of a rank in the generation grid: `micro` in 0..d_g-1 within training replica `d`."""
+
+    p: int
+    t: int
+    micro: int
+    d: int
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks of one group: pipeline, tensor and data parallel *sizes* p, t, d.
+
+    Errors: PlacementError when a size is below one.
+    """
+
+    p: int = 1
+    t: int = 1
+    d: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("p", self.p), ("t", self.t), ("d", self.d)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlacementError(f"parallel size {name}={size!r} must be a whole number of at least 1.")
+
+    @property
+    def size(self) -> int:
+        return self.p * self.t * self.d
+
+    def coords(self, rank: int) -> Coords:
+        self._check(rank)
+        rest, t_i = divmod(rank, self.t)
+        d_i, p_i = divmod(rest, self.p)
+        return Coords(p_i, t_i, d_i)
+
+    def rank(self, p: int = 0, t: int = 0, d: int = 0) -> int:
+        """Rank at these coordinates; negative indices count from the end, as in Python."""
+        p, t, d = p % self.p, t % self.t, d % self.d
+        return (d * self.p + p) * self.t + t
+
+    def ranks(self, p: int | None = None, t: int | None = None, d: int | None = None) -> list[int]:
+        """All ranks whose given coordinates match, ascending; an omitted coordinate runs over its whole axis."""
+        pick = [range(size) if at is None else (at % size,) for at, size in ((p, self.p), (t, self.t), (d, self.d))]
+        return [self.rank(p_i, t_i, d_i) for d_i in pick[2] for p_i in pick[0] for t_i in pick[1]]
+
+    def group(self, rank: int, *axes: Axis) -> list[int]:
+        """Ranks that differ from `rank` only along `axes`: `group(r, "t")` is r's tensor parallel group."""
+        at = self.coords(rank)
+        fixed = {axis: getattr(at, axis) for axis in ("p", "t", "d") if axis not in axes}
+        return self.ranks(**fixed)
+
+    def groups(self, *axes: Axis) -> list[list[int]]:
+        """All groups along `axes`, ordered by their first rank."""
+        return [group for rank in range(self.size) if (group := self.group(rank, *axes))[0] == rank]
+
+    def generation(self, p: int = 1, t: int = 1, rule: GroupingRule = "hybridflow") -> GenerationGrid:
+        """The generation grid with sizes p_g, t_g over the same ranks (paper, section 5.3 and figure 8)."""
+        return GenerationGrid(self, p, t, rule)
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise IndexError(f"rank {rank} is not in a grid of {self.size} ranks")
+
+
+@dataclass(frozen=True)
+class GenerationGrid:
+    """Generation groups (p_g, t_g, d_g, d) over the ranks of a training grid (paper, section 5.3).
+
+    With `rule="hybridflow"` generation TP and PP groups take ranks at intervals of t/t_g and p/p_g and micro data
+    parallel groups are neighbouring ranks, so each device's generation shard contains its training shard. With
+    `rule="vanilla"` ranks are simply counted through in the training order with the smaller sizes.
+
+    Errors: PlacementError when t_g does not divide t or p_g does not divide p.
+    """
+
+    train: RankGrid
+    p: int = 1
+    t: int = 1
+    rule: GroupingRule = "hybridflow"
+
+    def __post_init__(self) -> None:
+        for name, size, whole in (("p_g", self.p, self.train.p), ("t_g", self.t, self.train.t)):
+            if size < 1 or whole % size:
+                raise PlacementError(
+                    f"generation size {name}={size} must divide the training size {name[0]}={whole}. "
+                    f"Use one of {[n for n in range(1, whole + 1) if whole % n == 0]}."
+                )
+
+    @property
+    def micro(self) -> int:
+        """d_g = p*t / (p_g*t_g): generation replicas within one training replica."""
+        return self.train.p * self.train.t // (self.p * self.t)
+
+    @property
+    def replicas(self) -> int:
+        """All generation replicas, d * d_g."""
+        return self.micro * self.train.d
+
+    @property
+    def size(self) -> int:
+        return self.train.size
+
+    def coords(self, rank: int) -> GenerationCoords:
+        at = self.train.coords(rank)
+        if self.rule == "vanilla":
+            rest, t_i = divmod(at.p * self.train.t + at.t, self.t)
+            micro, p_i = divmod(rest, self.p)
+            return GenerationCoords(p_i, t_i, micro, at.d)
+        every_p, every_t = self.train.p // self.p, self.train.t // self.t
+        micro = (at.p % every_p) * every_t + at.t % every_t
+        return GenerationCoords(at.p // every_p, at.t // every_t, micro, at.d)
+
+    def replica(self, rank: int) -> int:
+        """Index of the rank's generation replica in 0..replicas-1; it takes rows in that order."""
+        at = self.coords(rank)
+        return at.d * self.micro + at.micro
+
+    def group(self, rank: int, *axes: Literal["p", "t", "micro", "d"]) -> list[int]:
+        """Ranks whose generation coordinates differ from `rank`'s only along `axes`, in (d, micro, p, t) order."""
+        at = self.coords(rank)
+        same = [axis for axis in GenerationCoords._fields if axis not in axes]
+        members = [r for r in range(self.size) if all(getattr(self.coords(r), a) == getattr(at, a) for a in same)]
+        return sorted(members, key=lambda r: (c := self.coords(r)) and (c.d, c.micro, c.p, c.t))
+
+    def groups(self, *axes: Literal["p", "t", "micro", "d"]) -> list[list[int]]:
+        """All groups along `axes`, ordered by their smallest rank."""
+        seen: dict[tuple, list[int]] = {}
+        for rank in range(self.size):
+            at = self.coords(rank)
+            seen.setdefault(tuple(getattr(at, a) for a in GenerationCoords._fields if a not in axes), []).append(rank)
+        order = {r: (c.d, c.micro, c.p, c.t) for r in range(self.size) for c in [self.coords(r)]}
+        return [sorted(group, key=order.__getitem__) for group in seen.values()]
