@@ -1,0 +1,169 @@
+"""RowPlan: which row goes to which part. Pure.
+
+The one place that splits a batch, over data parallel ranks (parts) and over mini-batches (chunks). Chunks are
+contiguous ranges of rows that do not depend on the number of parts, so an update sees the same mini-batches at any
+data parallel size; inside a chunk the rows go to the parts contiguously or balanced by weight (tokens per row).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import BatchError
+
+Assignment = list[list[Tensor]]
+"""[part][chunk] -> row indices int64, ascending."""
+
+
+def even_bounds(rows: int, parts: int) -> list[int]:
+    """[parts + 1]: where each of `parts` contiguous ranges begins; sizes differ by at most one, larger ones first."""
+    small, larger = divmod(rows, parts)
+    return [part * small + min(part, larger) for part in range(parts + 1)]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """`rows` rows over `parts` parts, in `chunks` mini-batches. Parts and chunks may be empty; no row is lost.
+
+    Errors: BatchError when rows is negative or parts or chunks is below one.
+    """
+
+    rows: int
+    parts: int
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("rows", 0), ("parts", 1), ("chunks", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < minimum:
+                raise BatchError(f"RowPlan({name}={value!r}): must be a whole number of at least {minimum}.")
+
+    def counts(self) -> list[list[int]]:
+        """[part][chunk] -> number of rows, whatever the weights are (with groups the counts depend on them)."""
+        per_chunk = [_sizes(rows, self.parts) for rows in _sizes(self.rows, self.chunks)]
+        return [[sizes[part] for sizes in per_chunk] for part in range(self.parts)]
+
+    def assign(self, weights: Tensor | None = None, groups: Tensor | None = None) -> Assignment:
+        """[part][chunk] -> row indices int64, ascending; contiguous ranges without `weights`.
+
+        `weights` [rows] (tokens per row, any number dtype) balances the load of the parts inside each chunk and never
+        leaves the heaviest part heavier than contiguous ranges would. `groups` [rows] int64 (equal ids adjacent):
+        neither chunks nor parts cut a group.
+
+        Errors: BatchError for a wrong shape, weights that are negative or not finite, and scattered groups.
+        """
+        starts = self._unit_starts(groups)
+        loads = self._unit_loads(weights, starts)
+        ends = torch.tensor(_snap(even_bounds(self.rows, self.chunks), starts))
+        out: Assignment = [[] for _ in range(self.parts)]
+        for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):  # units of one chunk
+            for part, units in enumerate(self._split_chunk(starts[first : last + 1], loads, first)):
+                out[part].append(_expand(starts, units + first))
+        return out
+
+    def _split_chunk(self, starts: Tensor, loads: Tensor | None, first: int) -> list[Tensor]:
+        """[part] -> units of one chunk (0 is its first), ascending; `starts` [units + 1] their first rows."""
+        units = len(starts) - 1
+        even = [int(starts[0]) + bound for bound in even_bounds(int(starts[-1] - starts[0]), self.parts)]
+        bounds = torch.tensor(_snap(even, starts))
+        contiguous = [torch.arange(a, b) for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+        if loads is None or self.parts == 1 or units < 2:
+            return contiguous
+        chunk_loads = loads[first : first + units]
+        balanced = balance(chunk_loads, self.parts)
+        return balanced if _heaviest(chunk_loads, balanced) < _heaviest(chunk_loads, contiguous) else contiguous
+
+    def _unit_starts(self, groups: Tensor | None) -> Tensor:
+        """[units + 1] int64: the first row of every unit (a row, or a group), and `rows` at the end."""
+        if groups is None:
+            return torch.arange(self.rows + 1)
+        if groups.shape != (self.rows,):
+            raise BatchError(f"groups must have shape [{self.rows}], one id per row, got {list(groups.shape)}.")
+        ids, lengths = torch.unique_consecutive(groups.cpu(), return_counts=True)
+        unique, runs = ids.unique(return_counts=True)
+        if len(unique) != len(ids):
+            scattered = int(unique[runs > 1][0])
+            raise BatchError(
+                f"the rows of group {scattered} are not adjacent: bring every group together first, for example with "
+                f"batch.reorder(batch['group_id'].argsort(stable=True))."
+            )
+        return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+    def _unit_loads(self, weights: Tensor | None, starts: Tensor) -> Tensor | None:
+        """[units] float64, summed over the rows of each unit."""
+        if weights is None:
+            return None
+        if weights.shape != (self.rows,):
+            raise BatchError(f"weights must have shape [{self.rows}], one per row, got {list(weights.shape)}.")
+        exact = weights.detach().cpu().to(torch.float64)
+        if not bool(torch.isfinite(exact).all() & (exact >= 0).all()):
+            raise BatchError("weights must be finite and not negative: they are the tokens of each row.")
+        total = torch.cat([exact.new_zeros(1), exact.cumsum(0)])
+        return total[starts[1:]] - total[starts[:-1]]
+
+
+def balance(loads: Tensor, parts: int) -> list[Tensor]:
+    """[part] -> units int64, ascending: loads [units] evened out, counts as those of `even_bounds(units, parts)`.
+
+    Balanced largest differencing (Michiels et al., 2003): units sorted by load fall into tuples of one unit per part;
+    the two partial partitions with the largest spread are joined, heaviest onto lightest, until one is left.
+    Deterministic: equal loads keep their row order.
+    """
+    units, rounds = len(loads), -(-len(loads) // parts)
+    order = torch.full((rounds * parts,), -1)  # -1: no unit; they are fewer than parts, so no part holds two
+    order[:units] = loads.argsort(descending=True, stable=True)
+    tuples = order.view(rounds, parts)
+    sums = torch.where(tuples < 0, 0.0, loads.to(torch.float64)[tuples])
+    heap = [(-float(row[0] - row[-1]), i, row, tuples[i][None]) for i, row in enumerate(sums)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, _, heavy, members = heapq.heappop(heap)
+        _, i, light, others = heapq.heappop(heap)
+        joined, at = (heavy + light.flip(0)).sort(descending=True, stable=True)
+        members = torch.cat([members, others.flip(1)])[:, at]
+        heapq.heappush(heap, (-float(joined[0] - joined[-1]), i, joined, members))
+    columns = [column[column >= 0].sort().values for column in heap[0][3].T] if heap else []
+    columns += [torch.empty(0, dtype=torch.int64)] * (parts - len(columns))
+    return sorted(columns, key=lambda column: (-len(column), column[:1].tolist()))
+
+
+def order(assignment: Assignment) -> Tensor:
+    """[rows] int64: all rows in the order in which the parts hold them, part after part and chunk after chunk."""
+    return torch.cat([rows for part in assignment for rows in part])
+
+
+def inverse(order: Tensor) -> Tensor:
+    """[rows] int64: where each row stands in `order`, so that `column[order][inverse(order)]` is `column`."""
+    out = torch.empty_like(order)
+    out[order] = torch.arange(len(order))
+    return out
+
+
+def _sizes(rows: int, parts: int) -> list[int]:
+    bounds = even_bounds(rows, parts)
+    return [stop - start for start, stop in zip(bounds, bounds[1:])]
+
+
+def _snap(bounds: Sequence[int], starts: Tensor) -> list[int]:
+    """Index of the entry of `starts` (ascending) nearest to each bound; a tie goes to the earlier one."""
+    at = torch.tensor(bounds)
+    right = torch.searchsorted(starts, at).clamp(max=len(starts) - 1)
+    left = (right - 1).clamp(min=0)
+    return torch.where(at - starts[left] <= starts[right] - at, left, right).tolist()
+
+
+def _expand(starts: Tensor, units: Tensor) -> Tensor:
+    """The rows of these units."""
+    if len(starts) == int(starts[-1]) + 1:  # every unit is one row
+        return units
+    from_to = zip(starts[units].tolist(), starts[units + 1].tolist(), strict=True)
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(a, b) for a, b in from_to)])
+
+
+def _heaviest(loads: Tensor, split: Sequence[Tensor]) -> float:
+    return max(float(loads[units].sum()) for units in split)
