@@ -36,17 +36,22 @@ class GenerationCoords(NamedTuple):
 class RankGrid:
     """The ranks of one group: pipeline, tensor and data parallel *sizes* p, t, d.
 
-    Errors: PlacementError when a size is below one.
+    An actor's grid also knows the sizes `p_g`, `t_g` of its generation groups (those of training when it has none).
+    Errors: PlacementError when a size is below one, or when t_g does not divide t or p_g does not divide p.
     """
 
     p: int = 1
     t: int = 1
     d: int = 1
+    p_g: int | None = None
+    t_g: int | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("p", self.p), ("t", self.t), ("d", self.d)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlacementError(f"parallel size {name}={size!r} must be a whole number of at least 1.")
+        if self.p_g is not None or self.t_g is not None:
+            GenerationGrid(self, self.p_g or self.p, self.t_g or self.t)
 
     @property
     def size(self) -> int:
@@ -78,9 +83,11 @@ class RankGrid:
         """All groups along `axes`, ordered by their first rank."""
         return [group for rank in range(self.size) if (group := self.group(rank, *axes))[0] == rank]
 
-    def generation(self, p: int = 1, t: int = 1, rule: GroupingRule = "hybridflow") -> GenerationGrid:
-        """The generation grid with sizes p_g, t_g over the same ranks (paper, section 5.3 and figure 8)."""
-        return GenerationGrid(self, p, t, rule)
+    def generation(
+        self, p: int | None = None, t: int | None = None, rule: GroupingRule = "hybridflow"
+    ) -> GenerationGrid:
+        """The generation grid over the same ranks (paper, section 5.3 and figure 8); sizes default to p_g, t_g."""
+        return GenerationGrid(self, p or self.p_g or self.p, t or self.t_g or self.t, rule)
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:

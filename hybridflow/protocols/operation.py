@@ -1,0 +1,127 @@
+"""@register: one declaration says everything that the controller must know about an operation (architecture, idea 2).
+
+From it follow dispatch, column-pruned transfer, early errors for missing columns, and the dataflow graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from hybridflow.errors import ConfigError, MissingColumnError
+from hybridflow.protocols.protocol import Protocol
+
+Settings = Mapping[str, Any]
+"""Keyword arguments: of the worker's constructor, or of one call."""
+
+Reads = Sequence[str] | Callable[[Settings, Settings], Sequence[str] | None] | None
+"""Columns that an operation reads. "a|b" means the first of them that is there, "a?" means a if it is there. A callable
+gets the worker's settings and the call's; None reads every column."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "__hybridflow_operation__"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The declaration of one worker method.
+
+    `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` makes
+    the call wait for its result. `groups` never splits the rows of one `group_id`; `balance` names a column with
+    tokens per row by which rows are spread evenly over ranks; `chunks` names the setting that says into how many
+    mini-batches the rows fall, each of which is split over all ranks (so that a mini-batch holds the same rows
+    whatever the data parallel size). `repeat(worker settings, call settings)` says how many output rows come from one
+    input row, and `carries` that the input's columns come back with the output. `check` validates a call's settings
+    on the driver.
+    """
+
+    name: str
+    protocol: Protocol
+    reads: Reads = ()
+    writes: tuple[str, ...] | Callable[[Settings, Settings], Sequence[str]] = ()
+    blocking: bool = False
+    groups: bool = False
+    balance: str | None = None
+    chunks: str | None = None
+    repeat: Callable[[Settings, Settings], int] | None = field(default=None, repr=False)
+    carries: bool = False
+    check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
+
+    def columns_read(self, settings: Settings, call: Settings, available: Iterable[str]) -> tuple[str, ...]:
+        """The columns to send. Errors: MissingColumnError whose `.column` names the first that is not there."""
+        have = list(available)
+        declared = self.reads(settings, call) if callable(self.reads) else self.reads
+        if declared is None:
+            return tuple(have)
+        out: dict[str, None] = {}
+        for entry in declared:
+            options = entry.removesuffix("?").split("|")
+            found = next((name for name in options if name in have), None)
+            if found is not None:
+                out[found] = None
+            elif not entry.endswith("?"):
+                error = MissingColumnError(f"{self.name} reads {options[0]!r}; no call has written it.")
+                error.column = options[0]  # type: ignore[attr-defined]
+                raise error
+        if self.balance and self.balance in have:
+            out[self.balance] = None
+        return tuple(out)
+
+    def columns_written(self, settings: Settings, call: Settings) -> tuple[str, ...]:
+        return tuple(self.writes(settings, call) if callable(self.writes) else self.writes)
+
+
+def register(
+    protocol: Protocol,
+    *,
+    reads: Reads = (),
+    writes: Sequence[str] | Callable[[Settings, Settings], Sequence[str]] = (),
+    blocking: bool = False,
+    groups: bool = False,
+    balance: str | None = None,
+    chunks: str | None = None,
+    repeat: Callable[[Settings, Settings], int] | None = None,
+    carries: bool = False,
+    check: Callable[[Settings, Settings], None] | None = None,
+) -> Callable[[F], F]:
+    """Declare a worker method as an operation of its group; see `Operation`.
+
+    Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
+    """
+    if not isinstance(protocol, Protocol):
+        raise ConfigError(f"@register takes a Protocol first, got {protocol!r}. Write @register(DP_PROTO, reads=...).")
+    for what, columns in (("reads", reads), ("writes", writes)):
+        if isinstance(columns, str):
+            raise ConfigError(f"@register({what}={columns!r}): give a tuple of columns, ({columns!r},).")
+
+    def mark(method: F) -> F:
+        declared = tuple(writes) if not callable(writes) else writes
+        wanted = reads if callable(reads) or reads is None else tuple(reads)
+        operation = Operation(
+            name=method.__name__,
+            protocol=protocol,
+            reads=wanted,
+            writes=declared,
+            blocking=blocking,
+            groups=groups,
+            balance=balance,
+            chunks=chunks,
+            repeat=repeat,
+            carries=carries,
+            check=check,
+        )
+        setattr(method, _MARK, operation)
+        return method
+
+    return mark
+
+
+def operations(worker_class: type) -> dict[str, Operation]:
+    """The operations that a class declares or inherits, by method name."""
+    out = {}
+    for name in dir(worker_class):
+        operation = getattr(getattr(worker_class, name, None), _MARK, None)
+        if isinstance(operation, Operation):
+            out[name] = operation
+    return out
