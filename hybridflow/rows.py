@@ -8,6 +8,7 @@ data parallel size; inside a chunk the rows go to the parts contiguously or bala
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,7 +147,7 @@ def inverse(order: Tensor) -> Tensor:
 
 def _sizes(rows: int, parts: int) -> list[int]:
     bounds = even_bounds(rows, parts)
-    return [stop - start for start, stop in zip(bounds, bounds[1:])]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 
 def _snap(bounds: Sequence[int], starts: Tensor) -> list[int]:
