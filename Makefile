@@ -1,0 +1,54 @@
+# Each target sets up .venv by itself, once: see tools/setup_env.py.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+SEED ?= 1
+TESTS ?= tests
+ARGS ?=
+
+PY := .venv/bin/python
+RUN_ENV := .venv/.ready-run
+DEV_ENV := .venv/.ready-dev
+CODE := hybridflow recipes tests benchmarks tools
+BENCHMARKS := controller iteration
+
+# One thread per process: a run is many processes, and the models that fit a CPU are small.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help quickstart test lint format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart [SEED=1]    PPO on a small model, start to finish, on this machine"
+	@echo "make test [TESTS=path] [ARGS=...]   the tests (pytest)"
+	@echo "make lint                   ruff and pyright"
+	@echo "make format                 let ruff rewrite what it can"
+	@echo "make bench                  the benchmark programs, one JSON line each"
+	@echo "make clean                  remove the environment and caches; runs/ stays"
+
+$(RUN_ENV): pyproject.toml tools/setup_env.py
+	@$(PYTHON) tools/setup_env.py run
+
+$(DEV_ENV): pyproject.toml tools/setup_env.py
+	@$(PYTHON) tools/setup_env.py dev
+
+quickstart: $(RUN_ENV)
+	$(PY) recipes/ppo.py seed=$(SEED) $(ARGS)
+
+test: $(DEV_ENV)
+	$(PY) -m pytest $(TESTS) -q --durations=15 --timeout=300 $(ARGS)
+
+lint: $(DEV_ENV)
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m basedpyright --level error
+
+format: $(DEV_ENV)
+	$(PY) -m ruff check --fix $(CODE)
+	$(PY) -m ruff format $(CODE)
+
+bench: $(RUN_ENV)
+	@for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || exit 1; done
+
+clean:
+	rm -rf .venv .cache build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
