@@ -8,8 +8,11 @@ safetensors each have one adapter that yields a layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Label = TypeVar("Label")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,11 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The range of the first dimension; a scalar counts as one row."""
+        return (self.start[0], self.stop[0]) if self.start else (0, 1)
+
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None when it is empty or the tensors differ."""
         if self.tensor != other.tensor:
@@ -53,6 +61,60 @@ class Box:
                 rest.append(Box(self.tensor, (*start[:i], common.stop[i], *start[i + 1 :]), tuple(stop)))
             start[i], stop[i] = common.start[i], common.stop[i]
         return rest
+
+    def split(self, max_numel: int) -> list[Box]:
+        """Disjoint boxes of at most `max_numel` (at least one) elements that cover this one, in index order."""
+        if self.numel <= max_numel or self.numel <= 1:
+            return [self]
+        axis = next(i for i, size in enumerate(self.shape) if size > 1)
+        length, inner = self.shape[axis], self.numel // self.shape[axis]
+        step = max(1, max_numel // inner)
+        parts = []
+        for at in range(self.start[axis], self.start[axis] + length, step):
+            end = min(at + step, self.stop[axis])
+            start = (*self.start[:axis], at, *self.start[axis + 1 :])
+            stop = (*self.stop[:axis], end, *self.stop[axis + 1 :])
+            parts += Box(self.tensor, start, stop).split(max_numel)
+        return parts
+
+    def __str__(self) -> str:
+        return f"{self.tensor}[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+def partition(items: Iterable[tuple[Box, Label]]) -> list[tuple[Box, list[Label]]]:
+    """Cut labelled boxes of one tensor into disjoint boxes, each with the labels of all boxes that contain it.
+
+    Sorted by start. Boxes that are equal or disjoint, the usual case, stay whole, and n disjoint row ranges cost
+    n log n: only boxes whose rows overlap are compared with each other. Empty boxes vanish.
+    """
+    same: dict[Box, list[Label]] = {}
+    for box, label in items:
+        if box.numel:
+            same.setdefault(box, []).append(label)
+    done: list[tuple[Box, list[Label]]] = []
+    cluster: list[tuple[Box, list[Label]]] = []
+    cluster_stop = 0
+    for box in sorted(same, key=lambda b: (b.start, b.stop)):
+        if cluster and box.rows[0] >= cluster_stop:
+            done += cluster
+            cluster = []
+        cluster_stop = max(cluster_stop, box.rows[1])
+        cluster = _insert(cluster, box, same[box])
+    return sorted(done + cluster, key=lambda atom: atom[0].start)
+
+
+def _insert(atoms: list[tuple[Box, list[Label]]], box: Box, labels: list[Label]) -> list[tuple[Box, list[Label]]]:
+    out: list[tuple[Box, list[Label]]] = []
+    rest = [box]
+    for atom, owners in atoms:
+        common = atom.intersect(box)
+        if common is None:
+            out.append((atom, owners))
+            continue
+        out.append((common, owners + labels))
+        out += [(part, owners) for part in atom.subtract(common)]
+        rest = [part for piece in rest for part in piece.subtract(common)]
+    return out + [(part, labels) for part in rest]
 
 
 @dataclass(frozen=True, slots=True)
