@@ -7,6 +7,7 @@ be copied.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridflow import batch_display, batch_records, columns
+from hybridflow import batch_display, batch_records
+from hybridflow import columns as kinds
 from hybridflow.columns import Column
 from hybridflow.errors import BatchError, MissingColumnError, nearest
 from hybridflow.ragged import Ragged
@@ -38,7 +40,7 @@ class Batch:
     __slots__ = ("_data", "_rows", "_shared", "chunk_rows")
 
     def __init__(self, columns: Mapping[str, Any], *, chunk_rows: Sequence[int] | None = None) -> None:
-        made, shared = _checked(columns)
+        made, shared = kinds.checked(columns)
         self._set(made, len(next(iter(made.values()), ())), shared, chunk_rows)
 
     def _set(
@@ -77,7 +79,7 @@ class Batch:
 
     @property
     def tensordict(self) -> TensorDict:
-        """The storage, batch_size []: tensors, {values, offsets} for ragged columns, non-tensor data for objects."""
+        """The storage, to be read: tensors, {values, offsets} of ragged columns, non-tensor data for objects."""
         return self._data
 
     @property
@@ -96,7 +98,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; Python objects count as 0."""
-        return sum(columns.size_of(column) for column in self._peek_all().values())
+        return sum(kinds.size_of(column) for column in self._peek_all().values())
 
     def peek(self, name: str) -> Column:
         """The column without the private copy: for reading only, the memory may be shared."""
@@ -130,7 +132,7 @@ class Batch:
 
     def with_columns(self, **new: Any) -> Batch:
         """These columns added, or put in the place of those with the same name."""
-        made, shared = _checked(new, rows=self._rows if self.columns else None)
+        made, shared = kinds.checked(new, rows=self._rows if self.columns else None)
         rows = self._rows if self.columns else len(next(iter(made.values()), ()))
         kept = (self._shared - made.keys()) | shared
         return Batch._of(self._peek_all() | made, rows, kept, self.chunk_rows if rows == self._rows else None)
@@ -144,7 +146,7 @@ class Batch:
             raise BatchError(
                 f"cannot unite a batch of {self._rows} rows with one of {other._rows}: give the same rows."
             )
-        if "row_id" in self and "row_id" in other and not columns.same(self.peek("row_id"), other.peek("row_id")):
+        if "row_id" in self and "row_id" in other and not kinds.same(self.peek("row_id"), other.peek("row_id")):
             raise BatchError(
                 "cannot unite two batches whose row_id differ: their rows are different or in another order. "
                 "Bring one into the other's order with reorder(index), or drop row_id to unite by position."
@@ -186,7 +188,7 @@ class Batch:
         for i, part in enumerate(parts):
             if differing := set(first.columns) ^ set(part.columns):
                 raise BatchError(f"batches 0 and {i} cannot be joined: only one of them has {sorted(differing)}.")
-        made = {name: columns.join(name, [part.peek(name) for part in parts]) for name in first.columns}
+        made = {name: kinds.join(name, [part.peek(name) for part in parts]) for name in first.columns}
         return Batch._of(made, sum(part.rows for part in parts))
 
     def repeat(self, n: int) -> Batch:
@@ -228,20 +230,20 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """All tensors on `device` (offsets of ragged columns stay on the CPU)."""
         device = torch.device(device)
-        made = {name: columns.to_device(column, device, non_blocking) for name, column in self._peek_all().items()}
+        made = {name: kinds.to_device(column, device, non_blocking) for name, column in self._peek_all().items()}
         shared = {name for name in self._shared if _memory(made[name]) == _memory(self.peek(name))}
         return Batch._of(made, self._rows, shared, self.chunk_rows)
 
     def clone(self) -> Batch:
         """A copy with memory of its own."""
-        made = {name: columns.copy(column) for name, column in self._peek_all().items()}
+        made = {name: kinds.copy(column) for name, column in self._peek_all().items()}
         return Batch._of(made, self._rows, (), self.chunk_rows)
 
     def equal(self, other: Batch) -> bool:
         """Same rows and columns (in any order), with equal types and values."""
         if self._rows != other._rows or set(self.columns) != set(other.columns):
             return False
-        return all(columns.same(self.peek(name), other.peek(name)) for name in self.columns)
+        return all(kinds.same(self.peek(name), other.peek(name)) for name in self.columns)
 
     # Records
 
@@ -267,19 +269,19 @@ class Batch:
         return self._rows
 
     def __contains__(self, name: object) -> bool:
-        return name in self._data.keys()  # noqa: SIM118 - `in` of a TensorDict asks about values
+        return isinstance(name, str) and self._data.get(name, None) is not None
 
     def __getitem__(self, key: str | int | slice) -> Any:
         """A column by name (copied out of shared memory the first time), or rows as a batch of views."""
         if isinstance(key, str):
             if key in self._shared:
-                self._store(key, columns.copy(self.peek(key)))
+                self._store(key, kinds.copy(self.peek(key)))
                 self._shared.discard(key)
             return self.peek(key)
         if isinstance(key, slice):
             picked = range(self._rows)[key]
-        elif -self._rows <= key < self._rows:
-            picked = range(key % self._rows, key % self._rows + 1)
+        elif -self._rows <= (row := operator.index(key)) < self._rows:
+            picked = range(row % self._rows, row % self._rows + 1)
         else:
             raise IndexError(f"row {key} of a batch of {self._rows} rows")
         return self._slice(picked.start, picked.stop) if picked.step == 1 else self._take(torch.tensor(list(picked)))
@@ -294,7 +296,7 @@ class Batch:
         return self.union(other) if isinstance(other, Batch) else NotImplemented
 
     def __reduce__(self):
-        packed = {name: columns.pack(column) for name, column in self._peek_all().items()}
+        packed = {name: kinds.pack(column) for name, column in self._peek_all().items()}
         return _unpickle, (packed, self._rows, self.chunk_rows)
 
     def __repr__(self) -> str:
@@ -321,7 +323,7 @@ class Batch:
 
     def _slice(self, start: int, stop: int, chunk_rows: Sequence[int] | None = None) -> Batch:
         stop = max(start, stop)
-        made = {name: columns.row_slice(column, start, stop) for name, column in self._peek_all().items()}
+        made = {name: kinds.row_slice(column, start, stop) for name, column in self._peek_all().items()}
         return Batch._of(made, stop - start, self._shared, chunk_rows)
 
     def _take(self, index: Tensor, chunk_rows: Sequence[int] | None = None) -> Batch:
@@ -329,7 +331,7 @@ class Batch:
         start = int(index[0]) if len(index) else 0
         if torch.equal(index, torch.arange(start, start + len(index))):
             return self._slice(start, start + len(index), chunk_rows)
-        made = {name: columns.take(column, index) for name, column in self._peek_all().items()}
+        made = {name: kinds.take(column, index) for name, column in self._peek_all().items()}
         return Batch._of(made, len(index), (), chunk_rows)
 
     def _row_weights(self, name: str) -> Tensor:
@@ -340,24 +342,6 @@ class Batch:
         return column.lengths if isinstance(column, Ragged) else column
 
 
-def _checked(given: Mapping[str, Any], rows: int | None = None) -> tuple[dict[str, Column], set[str]]:
-    """The columns, all of `rows` rows (of equal rows when None), and the names of those in read-only memory."""
-    made: dict[str, Column] = {}
-    shared: set[str] = set()
-    for name, value in given.items():
-        if not isinstance(name, str) or not name:
-            raise BatchError(f"a column name must be a text that is not empty, got {name!r}.")
-        made[name], read_only = columns.as_column(name, value)
-        if read_only:
-            shared.add(name)
-    counts = {name: len(column) for name, column in made.items()}
-    if len({*counts.values(), *([] if rows is None else [rows])}) > 1:
-        each = ", ".join(f"{name!r} {count}" for name, count in counts.items())
-        wanted = f"; the batch has {rows}" if rows is not None else ""
-        raise BatchError(f"all columns need the same number of rows, got {each}{wanted}.")
-    return made, shared
-
-
 def _memory(column: Column) -> int:
     if isinstance(column, list):
         return id(column)
@@ -365,6 +349,6 @@ def _memory(column: Column) -> int:
 
 
 def _unpickle(packed: Mapping[str, Any], rows: int, chunk_rows: tuple[int, ...] | None) -> Batch:
-    made = {name: columns.unpack(value) for name, value in packed.items()}
+    made = {name: kinds.unpack(value) for name, value in packed.items()}
     shared = {name for name, (_, read_only) in made.items() if read_only}
     return Batch._of({name: column for name, (column, _) in made.items()}, rows, shared, chunk_rows)

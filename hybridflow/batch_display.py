@@ -17,7 +17,7 @@ _ROWS, _NUMBERS, _LETTERS = 6, 6, 48
 
 def summary(columns: Mapping[str, Column], rows: int, chunk_rows: tuple[int, ...] | None) -> str:
     """One line per column: name, type, lengths or range of the numbers, and the first row."""
-    chunks = f", {len(chunk_rows)} chunks" if chunk_rows is not None else ""
+    chunks = f", chunks: {len(chunk_rows)}" if chunk_rows is not None else ""
     title = f"Batch({rows} rows, {len(columns)} columns{chunks})"
     cells = [(name, kind(column), extent(column), cell(column, 0) if rows else "") for name, column in columns.items()]
     widths = [max((len(line[i]) for line in cells), default=0) for i in range(3)]

@@ -7,7 +7,7 @@ objects (texts, ground truths). Everything that depends on the kind is here, so 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,27 @@ def as_column(name: str, value: Any) -> tuple[Column, bool]:
         f"column {name!r} is a {type(value).__name__}{shape}. A column has one entry per row: give a tensor or array "
         f"[rows, ...], a Ragged, or a list."
     )
+
+
+def checked(given: Mapping[str, Any], rows: int | None = None) -> tuple[dict[str, Column], set[str]]:
+    """The columns, all of `rows` rows (of equal rows when None), and the names of those in read-only memory.
+
+    Errors: BatchError for a bad name, a value that is no column, and row counts that differ.
+    """
+    made: dict[str, Column] = {}
+    shared: set[str] = set()
+    for name, value in given.items():
+        if not isinstance(name, str) or not name:
+            raise BatchError(f"a column name must be a text that is not empty, got {name!r}.")
+        made[name], read_only = as_column(name, value)
+        if read_only:
+            shared.add(name)
+    counts = {name: len(column) for name, column in made.items()}
+    if len({*counts.values(), *([] if rows is None else [rows])}) > 1:
+        each = ", ".join(f"{name!r} {count}" for name, count in counts.items())
+        wanted = f"; the batch has {rows}" if rows is not None else ""
+        raise BatchError(f"all columns need the same number of rows, got {each}{wanted}.")
+    return made, shared
 
 
 def from_array(array: np.ndarray) -> Tensor:

@@ -41,8 +41,13 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Tensor | Sequence], dtype: torch.dtype | None = None) -> Ragged:
-        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype or torch.int64)
+        """Empty lists take the dtype of the other rows, int64 when there are none."""
+        given = list(rows)
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in given]
+        # an empty list would become float32 and turn token ids into floats when joined
+        typed = [t for row, t in zip(given, tensors, strict=True) if len(t) or isinstance(row, Tensor)]
+        empty = torch.empty(0, dtype=dtype or torch.int64)
+        values = torch.cat(typed) if typed else empty
         return cls.from_lengths(values, [len(row) for row in tensors])
 
     def __len__(self) -> int:
