@@ -1,0 +1,1 @@
+"""Advantage estimators and losses: pure functions, one per file, with formula and citation."""

@@ -1,0 +1,35 @@
+"""Whitening over the valid tokens of the whole batch.
+
+Shapes: B rows, R response tokens, N response tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.ragged import Ragged
+
+
+def masked_moments(values_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance (divisor n, no Bessel correction) of the valid values, float64 scalars.
+
+    Without valid values both are 0. The population variance is that of `whiten` in Ziegler et al. (2019), stays
+    defined for a single token, and makes the whitened values have variance exactly 1.
+    """
+    valid = values_N[mask_N].to(torch.float64)
+    if len(valid) == 0:
+        return valid.new_zeros(()), valid.new_zeros(())
+    mean = valid.mean()
+    return mean, (valid - mean).square().mean()
+
+
+def whiten(values: Ragged, mask: Ragged, *, shift_mean: bool = True, eps: float = 1e-8) -> Ragged:
+    """Ragged [B, R]: (x - mean) / sqrt(var + eps) over all valid tokens; exactly 0 at masked ones.
+
+    With `shift_mean=False` the mean is added back. `mask` ragged [B, R] bool.
+    """
+    mean, variance = masked_moments(values.values, mask.values)
+    white = (values.values - mean) * torch.rsqrt(variance + eps)
+    white = white if shift_mean else white + mean
+    return values.with_values(torch.where(mask.values, white, 0.0).to(values.dtype))
