@@ -34,7 +34,9 @@ class ProcessGroups:
     timeout: float = 600.0
     _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
 
-    def new(self, name: str, members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def new(
+        self, name: str, members: Sequence[int], backend: str | None = None, timeout: float | None = None
+    ) -> dist.ProcessGroup:
         """The process group `name` of `members` (ranks of the model group, this one among them), built once.
 
         Every member must ask for it, nobody else. `backend` defaults to gloo on CPU and nccl on CUDA.
@@ -51,7 +53,7 @@ class ProcessGroups:
             c10d.Backend(backend),
             dist.PrefixStore(f"{full}/{backend}", self.store),
             group_name=c10d.GroupName(f"{full}/{backend}"),
-            timeout=datetime.timedelta(seconds=self.timeout),
+            timeout=datetime.timedelta(seconds=timeout or self.timeout),
             device_id=self.device if backend == "nccl" else None,
         )
         c10d._world.pg_group_ranks[group] = {world_rank: i for i, world_rank in enumerate(world)}

@@ -32,8 +32,9 @@ class Operation:
     tokens per row by which rows are spread evenly over ranks; `chunks` names the setting that says into how many
     mini-batches the rows fall, each of which is split over all ranks (so that a mini-batch holds the same rows
     whatever the data parallel size). `repeat(worker settings, call settings)` says how many output rows come from one
-    input row, and `carries` that the input's columns come back with the output. `check` validates a call's settings
-    on the driver.
+    input row, and `carries` that the input's columns come back with the output. `resizes` says that the number of
+    output rows is known only when the call is done (such a call waits). `check` validates a call's settings on the
+    driver.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Operation:
     chunks: str | None = None
     repeat: Callable[[Settings, Settings], int] | None = field(default=None, repr=False)
     carries: bool = False
+    resizes: bool = False
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
 
     def columns_read(self, settings: Settings, call: Settings, available: Iterable[str]) -> tuple[str, ...]:
@@ -83,6 +85,7 @@ def register(
     chunks: str | None = None,
     repeat: Callable[[Settings, Settings], int] | None = None,
     carries: bool = False,
+    resizes: bool = False,
     check: Callable[[Settings, Settings], None] | None = None,
 ) -> Callable[[F], F]:
     """Declare a worker method as an operation of its group; see `Operation`.
@@ -109,6 +112,7 @@ def register(
             chunks=chunks,
             repeat=repeat,
             carries=carries,
+            resizes=resizes,
             check=check,
         )
         setattr(method, _MARK, operation)

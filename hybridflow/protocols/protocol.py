@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol as Structural, Self
+from typing import Any, Self
+from typing import Protocol as Structural
 
 from hybridflow.errors import ProtocolError
 from hybridflow.topology import RankGrid

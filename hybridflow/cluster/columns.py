@@ -1,0 +1,179 @@
+"""Where the rows of a column lie: a small expression over stored parts, rearranged without touching data. Pure.
+
+A `Part` is what one rank returned from one call. Splitting, joining, repeating and token balancing only build nodes
+over parts; the process that reads a column `locate`s the rows that it wants and fetches the parts that hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.rows import RowPlan
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which call on which rank produced something: for error messages."""
+
+    role: str
+    rank: int
+    method: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The stored output of one rank: `ref` refers to its manifest. `rows` is None until its call has finished."""
+
+    ref: Any
+    rows: int | None
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """Rows `start:stop` of `source` after repeating each of its rows `repeat` times (adjacent)."""
+
+    source: Node
+    start: int
+    stop: int
+    repeat: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Concat:
+    """Rows of all nodes, one after the other; `rows[i]` of node i."""
+
+    nodes: tuple[Node, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """A row plan whose assignment may depend on data: `weights` and `groups` are columns, read where it is needed."""
+
+    plan: RowPlan
+    weights: ColumnRef | None = None
+    groups: ColumnRef | None = None
+    key: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picked:
+    """The rows that `order` assigns to part `index`."""
+
+    source: Node
+    order: Order
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored:
+    """Rows computed in the parts of `order`, back in the order that they had before it."""
+
+    nodes: tuple[Node, ...]
+    order: Order
+
+
+Node = Part | View | Concat | Picked | Restored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnRef:
+    """Column `stored` of the parts below `node`. `unique` numbers repeated rows apart (row_id)."""
+
+    stored: str
+    node: Node
+    unique: bool = False
+
+
+@dataclass(slots=True)
+class Located:
+    """For each wanted row: which of `parts` holds it and at which row; `repeats` and `copy` tell repeated rows apart."""
+
+    parts: list[Part]
+    part: Index
+    row: Index
+    repeats: int
+    copy: Index
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(part, start, stop) of maximal stretches of adjacent rows, in the wanted order."""
+        if not len(self.row):
+            return []
+        breaks = np.flatnonzero((np.diff(self.row) != 1) | (np.diff(self.part) != 0)) + 1
+        starts = np.concatenate([[0], breaks])
+        stops = np.concatenate([breaks, [len(self.row)]])
+        return [
+            (int(self.part[a]), int(self.row[a]), int(self.row[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)
+        ]
+
+
+Assign = Callable[[Order], Sequence[Index]]
+"""Gives the rows of every part of an order; the caller reads the data that this takes."""
+
+
+def locate(node: Node, assign: Assign, want: Index | None = None) -> Located:
+    """Where the wanted rows of `node` lie (all rows when `want` is omitted)."""
+    if isinstance(node, Part):
+        want = np.arange(node.rows or 0) if want is None else want
+        zeros = np.zeros(len(want), np.int64)
+        return Located([node], zeros, want, 1, zeros)
+    if isinstance(node, View):
+        expanded = np.arange(node.start, node.stop) if want is None else want + node.start
+        if node.repeat == 1:
+            return locate(node.source, assign, expanded)
+        base, copy = np.divmod(expanded, node.repeat)
+        found = locate(node.source, assign, base)
+        return Located(found.parts, found.part, found.row, found.repeats * node.repeat, found.copy * node.repeat + copy)
+    if isinstance(node, Picked):
+        rows = assign(node.order)[node.index]
+        return locate(node.source, assign, rows if want is None else rows[want])
+    if isinstance(node, Restored):
+        assigned = assign(node.order)
+        inverse = np.empty(node.order.plan.rows, np.int64)
+        inverse[np.concatenate(assigned)] = np.arange(node.order.plan.rows)
+        counts = tuple(len(rows) for rows in assigned)
+        return locate(Concat(node.nodes, counts), assign, inverse if want is None else inverse[want])
+    return _locate_in_concat(node, assign, want)
+
+
+def _locate_in_concat(node: Concat, assign: Assign, want: Index | None) -> Located:
+    bounds = np.cumsum((0, *node.rows))
+    want = np.arange(bounds[-1]) if want is None else want
+    which = np.searchsorted(bounds, want, side="right") - 1
+    parts: list[Part] = []
+    out = Located(parts, np.empty_like(want), np.empty_like(want), 1, np.zeros_like(want))
+    for i in np.unique(which):
+        mine = np.flatnonzero(which == i)
+        found = locate(node.nodes[i], assign, want[mine] - bounds[i])
+        out.part[mine], out.row[mine], out.copy[mine] = found.part + len(parts), found.row, found.copy
+        out.repeats = found.repeats
+        parts.extend(found.parts)
+    return out
+
+
+def sliced(node: Node, start: int, stop: int, rows: int) -> Node:
+    """Rows start:stop of a node of `rows` rows, without piling up views."""
+    if start == 0 and stop == rows:
+        return node
+    if isinstance(node, View):
+        return View(node.source, node.start + start, node.start + stop, node.repeat)
+    if isinstance(node, Concat):
+        kept, at = [], 0
+        for child, count in zip(node.nodes, node.rows, strict=True):
+            a, b = max(start - at, 0), min(stop - at, count)
+            if a < b:
+                kept.append((sliced(child, a, b, count), b - a))
+            at += count
+        if len(kept) == 1:
+            return kept[0][0]
+        if kept:
+            return Concat(tuple(child for child, _ in kept), tuple(count for _, count in kept))
+    return View(node, start, stop)

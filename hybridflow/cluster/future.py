@@ -1,0 +1,64 @@
+"""Future: a value that a call will return."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from hybridflow.cluster.columns import Part
+from hybridflow.cluster.store import Failure, fetch
+
+
+@dataclass(frozen=True)
+class Future:
+    """The value of one rank (`merge=None`), or those of several: as a list, or with dicts of numbers averaged."""
+
+    parts: tuple[Part, ...]
+    merge: str | None = None
+    timeout: float = 600.0
+
+    @staticmethod
+    def concat(futures: Sequence[Future]) -> Future:
+        """Joined outputs of data parallel ranks: metrics are averaged, anything else becomes a list."""
+        return Future(tuple(p for f in futures for p in f.parts), "join", futures[0].timeout)
+
+    def done(self) -> bool:
+        ready, _ = ray.wait([part.ref for part in self.parts], num_returns=len(self.parts), timeout=0)
+        return len(ready) == len(self.parts)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Wait for the value. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
+        values = fetch([p.ref for p in self.parts], self.parts, self.timeout if timeout is None else timeout)
+        failures = [value for value in values if isinstance(value, Failure)]
+        if failures:
+            # the rank that failed itself says more than those that only heard of it
+            raise next((f for f in failures if not f.upstream), failures[0]).error
+        if self.merge is None:
+            return values[0]
+        if self.merge == "join" and all(isinstance(value, Mapping) for value in values):
+            return _mean(values)
+        return values
+
+
+def _mean(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in metrics[0]:
+        column = [m[name] for m in metrics if name in m]
+        numbers = all(isinstance(v, int | float) for v in column)
+        out[name] = sum(column) / len(column) if numbers else column[0]
+    return out
+
+
+class Deadline:
+    """What is left of a number of seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())

@@ -1,0 +1,274 @@
+"""WorkerGroup: the driver's proxy of one model group. Calling a registered method dispatches it to every rank.
+
+group.method(batch, key=value)
+  -> operation.columns_read  -> batch.select          only what the method reads travels
+  -> protocol.distribute     -> one input per rank    references are rearranged
+  -> host.call on each rank                           returns at once
+  -> protocol.collect        -> BatchRef | Future
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from hybridflow.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef, OneColumn, Splitting
+from hybridflow.cluster.columns import ColumnRef, Origin, Part
+from hybridflow.cluster.future import Future
+from hybridflow.cluster.host import Call, GroupSpec
+from hybridflow.cluster.store import Failure, Reader, fetch
+from hybridflow.errors import ConfigError, EmptyBatchError, MissingColumnError, PlacementError, nearest
+from hybridflow.protocols import SKIP, Operation, operations
+from hybridflow.topology import RankGrid
+
+if TYPE_CHECKING:
+    from hybridflow.cluster.session import Session
+
+_DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
+
+
+@dataclass(frozen=True)
+class _Invocation:
+    """One call of one operation: the settings by name, and which of them are rows to distribute."""
+
+    operation: Operation
+    settings: dict[str, Any]
+    rows: dict[str, BatchRef]
+    factor: int
+
+
+class WorkerGroup:
+    """Ranks of one model on the devices of a pool (or slice); registered methods of the worker class are methods here.
+
+    They return at once with a `BatchRef` (when the operation writes columns) or a `Future`. Built by
+    `SomeWorker.on(pool, ...)` or `hf.place(SomeClass, pool, ...)`.
+    Errors: WorkerError when a rank cannot be built.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        hosts: Sequence[Any],
+        members: tuple[int, ...],
+        pool_name: str,
+        worker_class: type,
+        settings: Mapping[str, Any],
+        grid: RankGrid,
+        name: str,
+    ) -> None:
+        if grid.size != len(members):
+            raise PlacementError(
+                f"{name} has a grid of p*t*d = {grid.p}*{grid.t}*{grid.d} = {grid.size} ranks, "
+                f"the pool has {len(members)} devices."
+            )
+        self.session, self.hosts, self.members, self.pool_name = session, list(hosts), members, pool_name
+        self.worker_class, self.settings, self.grid, self.name = worker_class, dict(settings), grid, name
+        self.operations = operations(worker_class)
+        self._signatures = {op: inspect.signature(getattr(worker_class, op)) for op in self.operations}
+        self._key = f"{pool_name}/{name}/{session.sequence()}"
+        self._closed = False
+        session.groups[name] = self
+        self._create()
+
+    def _create(self) -> None:
+        spec = GroupSpec(self._key, self.name, self.grid, self.members)
+        seq = self.session.sequence()
+        built = [host.create.remote(seq, spec, self.worker_class, self.settings) for host in self.hosts]
+        parts = [Part(ref, 0, Origin(self.name, rank, "__init__")) for rank, ref in enumerate(built)]
+        try:
+            failures = [f for f in fetch(built, parts, self.session.deadlines.peers) if isinstance(f, Failure)]
+        except BaseException:
+            self.session.groups.pop(self.name, None)
+            raise
+        if failures:
+            self.close()
+            raise failures[0].error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = self.__dict__.get("operations", {})
+        if name not in known:
+            raise AttributeError(
+                f"{self.__dict__.get('name', 'group')} has no operation {name!r}.{nearest(name, known)}"
+            )
+        return partial(self._invoke, known[name])
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.operations]
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.worker_class.__name__} at (p,t,d)=({self.grid.p},{self.grid.t},{self.grid.d})>"
+
+    def _invoke(self, operation: Operation, *args: Any, **kwargs: Any) -> Any:
+        if self._closed:
+            raise PlacementError(f"{self.name} is closed.")
+        invocation = self._bind(operation, args, kwargs)
+        inputs = self._distribute(invocation)
+        outputs = self._dispatch(invocation, inputs)
+        result = operation.protocol.collect(self.grid, outputs)
+        if invocation.operation.carries:
+            carried = next(iter(invocation.rows.values())).repeat(invocation.factor)
+            result = carried | result
+        result = _several(result)
+        if operation.blocking:
+            return result.get() if isinstance(result, Future) else BatchRef.from_batch(result.get(), self.session)
+        return result
+
+    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> _Invocation:
+        """Name the arguments, and check everything that can be checked before a process is asked."""
+        signature = self._signatures[operation.name]
+        try:
+            bound = signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            known = [name for name in signature.parameters if name != "self"]
+            unknown = next((name for name in kwargs if name not in known), None)
+            hint = f" It has no setting {unknown!r}.{nearest(unknown, known)}" if unknown else ""
+            raise ConfigError(f"{self.name}.{operation.name}: {error}.{hint}") from None
+        bound.apply_defaults()
+        settings = dict(list(bound.arguments.items())[1:])
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                settings |= settings.pop(name)
+        for name, value in settings.items():
+            if isinstance(value, Batch):
+                settings[name] = BatchRef.from_batch(value, self.session)
+            elif isinstance(value, OneColumn):
+                settings[name] = value.batch
+        if operation.check is not None:
+            operation.check(self.settings, settings)
+        rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
+        rows = {name: self._pruned(operation, settings, ref) for name, ref in rows.items()}
+        factor = operation.repeat(self.settings, settings) if operation.repeat else 1
+        return _Invocation(operation, settings, rows, factor)
+
+    def _pruned(self, operation: Operation, settings: dict[str, Any], ref: BatchRef) -> BatchRef:
+        if ref.rows == 0:
+            raise EmptyBatchError(f"{self.name}.{operation.name} was given a batch without rows.")
+        try:
+            columns = operation.columns_read(self.settings, settings, ref.columns)
+        except MissingColumnError as error:
+            column = getattr(error, "column", "")
+            raise MissingColumnError(
+                f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column)}"
+            ) from None
+        chunks = settings.get(operation.chunks, 1) if operation.chunks else 1
+        if type(chunks) is not int or chunks < 1:
+            raise ConfigError(f"{self.name}.{operation.name}({operation.chunks}={chunks!r}): at least 1 is needed.")
+        return replace(
+            ref if operation.carries else ref.select(*columns),
+            splitting=Splitting(operation.balance, operation.groups, chunks),
+        )
+
+    def _who_writes(self, column: str) -> str:
+        if column in _DRIVER_WRITES:
+            return f": call {_DRIVER_WRITES[column]} first."
+        for group in self.session.groups.values():
+            for name, operation in group.operations.items():
+                if not callable(operation.writes) and column in operation.writes:
+                    return f": call {group.name}.{name}(batch) first."
+        return " and no group writes it: the prompts must bring it."
+
+    def _distribute(self, invocation: _Invocation) -> list[dict[str, Any] | None]:
+        """The settings of each rank; None for a rank that is not called."""
+        operation, size = invocation.operation, self.grid.size
+        per_rank: list[dict[str, Any] | None] = [{} for _ in range(size)]
+        read = {
+            name: operation.columns_read(self.settings, invocation.settings, ref.columns)
+            for name, ref in invocation.rows.items()
+        }
+        for name, value in invocation.settings.items():
+            moves = name in invocation.rows or operation.protocol.prepared
+            if moves:
+                parts = operation.protocol.split(self.grid, invocation.rows.get(name, value))
+            else:
+                parts = [value] * size
+            for rank, part in enumerate(parts):
+                if part is SKIP:
+                    per_rank[rank] = None
+                elif (mine := per_rank[rank]) is not None:
+                    mine[name] = part.select(*read[name]) if name in read and isinstance(part, BatchRef) else part
+        if not invocation.rows and not operation.protocol.prepared:  # who is called does not depend on rows
+            asked = operation.protocol.split(self.grid, _Nothing())
+            per_rank = [None if part is SKIP else mine for part, mine in zip(asked, per_rank, strict=True)]
+        return per_rank
+
+    def _dispatch(self, invocation: _Invocation, inputs: list[dict[str, Any] | None]) -> list[Any]:
+        """Issue the call on every rank, in rank order; one output per rank."""
+        operation, seq = invocation.operation, self.session.sequence()
+        writes = operation.columns_written(self.settings, invocation.settings)
+        by_reference = any(isinstance(v, BatchRef) for mine in inputs if mine for v in mine.values())
+        agree = by_reference and self.grid.size > 1 and all(mine is not None for mine in inputs)
+        outputs, statuses = [], []
+        for rank, (host, mine) in enumerate(zip(self.hosts, inputs, strict=True)):
+            if mine is None:
+                outputs.append(SKIP)
+                continue
+            source = next((v for v in mine.values() if isinstance(v, BatchRef)), None)
+            due = None if source is None or operation.resizes else source.rows * invocation.factor
+            call = Call(seq, self._key, operation.name, (), mine, writes, agree, due)
+            ref, status = host.call.options(num_returns=2).remote(call)
+            origin = Origin(self.name, rank, operation.name)
+            statuses.append(Part(status, None, origin))
+            outputs.append(self._output(Part(ref, due, origin), source, writes))
+        self.session.issued(statuses)
+        if writes and any(isinstance(out, BatchRef) and out.rows < 0 for out in outputs):
+            outputs = self._with_rows(outputs)
+        return outputs
+
+    def _output(self, part: Part, source: BatchRef | None, writes: tuple[str, ...]) -> BatchRef | Future:
+        if not writes:
+            return Future((part,), None, self.session.deadlines.peers)
+        rows = -1 if part.rows is None else part.rows
+        ordered = source is not None and part.rows == source.rows
+        return BatchRef(
+            rows,
+            {name: ColumnRef(name, part) for name in writes},
+            self.session,
+            order=source.order if ordered and source else None,
+            part=source.part if ordered and source else 0,
+        )
+
+    def _with_rows(self, outputs: list[Any]) -> list[Any]:
+        """Row counts that only the workers know: the documented exception that waits."""
+        parts = [next(iter(out.column_refs.values())).node for out in outputs if isinstance(out, BatchRef)]
+        counts = iter(Reader(self.session.deadlines.peers).rows(parts))
+        out: list[Any] = []
+        for output in outputs:
+            if not isinstance(output, BatchRef):
+                out.append(output)
+                continue
+            rows = next(counts)
+            old = next(iter(output.column_refs.values())).node
+            part = Part(old.ref, rows, old.origin)
+            out.append(replace(output, rows=rows, column_refs={n: ColumnRef(n, part) for n in output.columns}))
+        return out
+
+    def close(self) -> None:
+        """Free the models of this group; the pool stays. Can be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self.session.groups.pop(self.name, None)
+        dropping = [host.drop.remote(self._key) for host in self.hosts]
+        ray.wait(dropping, num_returns=len(dropping), timeout=60.0)
+
+
+class _Nothing:
+    """Rows of a call that has none."""
+
+    def split(self, parts: int) -> list[_Nothing]:
+        return [self] * parts
+
+
+def _several(result: Any) -> Any:
+    """A list of futures (one per rank or stage) as one future of a list."""
+    if isinstance(result, list) and result and all(isinstance(item, Future) for item in result):
+        return Future(tuple(part for item in result for part in item.parts), "list", result[0].timeout)
+    return result

@@ -1,0 +1,47 @@
+"""Helper: numerical work of the controller, on a process of its own that needs no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridflow.algorithms.advantage import advantage_reads, advantage_writes, check_advantage, compute_advantage
+from hybridflow.algorithms.kl import FixedKL, KLState
+from hybridflow.algorithms.metrics import METRIC_COLUMNS, batch_metrics
+from hybridflow.batch import Batch
+from hybridflow.protocols import ONE_TO_ONE, register
+from hybridflow.protocols.operation import Settings
+
+
+def _check(settings: Settings, call: Settings) -> None:
+    check_advantage(call["estimator"], call["options"], kl_coef=call["kl_coef"], kl=call["kl"])
+
+
+class Helper:
+    """Computes what needs the whole batch, but only a few of its columns."""
+
+    def __init__(self) -> None:
+        self._kl: dict[str, KLState] = {}
+
+    @register(
+        ONE_TO_ONE,
+        reads=lambda settings, call: advantage_reads(call["estimator"], kl_coef=call["kl_coef"]),
+        writes=lambda settings, call: advantage_writes(kl_coef=call["kl_coef"]),
+        check=_check,
+    )
+    def compute_advantage(
+        self,
+        batch: Batch,
+        estimator: str | Callable,
+        kl_coef: float | FixedKL | KLState,
+        kl: str,
+        controller: str,
+        options: dict[str, Any],
+    ) -> Batch:
+        """`controller` names the adaptive coefficient whose state lives here between iterations."""
+        coef = self._kl.setdefault(controller, kl_coef) if isinstance(kl_coef, KLState) else kl_coef
+        return compute_advantage(batch, estimator, kl_coef=coef, kl=kl, **options)
+
+    @register(ONE_TO_ONE, reads=tuple(f"{name}?" for name in METRIC_COLUMNS))
+    def batch_metrics(self, batch: Batch) -> dict[str, float]:
+        return batch_metrics(batch)

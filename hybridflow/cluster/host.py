@@ -1,0 +1,274 @@
+"""Host: the process of one device. It holds any number of models and runs the calls on them one after the other.
+
+    driver --Call(seq, group, method, inputs by reference)--> Host --> worker.method(Batch) --> Manifest of references
+
+A call never raises through Ray: inputs are resolved here, the ranks of a group agree that all have them before the
+first collective, and a failure travels as a value. So no rank ever skips a call that its peers run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import pickle
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from hybridflow.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.store import Failure, Manifest, Reader, write
+from hybridflow.engines.process_groups import ProcessGroups, RankContext
+from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.topology import RankGrid
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds: to wait for inputs and peers, and to be inside a collective."""
+
+    peers: float = 1800.0
+    collective: float = 600.0
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """One device of a pool: rank in the pool's torch world, the world's size (0: no torch world), and deadlines."""
+
+    pool: str
+    rank: int
+    size: int
+    use_cuda: bool
+    threads: int
+    deadlines: Deadlines
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A model group as its members see it: `members[i]` is the pool rank of group rank i."""
+
+    name: str
+    role: str
+    grid: RankGrid
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on one rank. With `agree` every rank of the group runs it, and all agree on their inputs first."""
+
+    seq: int
+    group: str
+    method: str
+    args: tuple
+    kwargs: dict[str, Any]
+    writes: tuple[str, ...]
+    agree: bool
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """When a host ran a call: seconds since the epoch; `ready` is when its inputs were there."""
+
+    seq: int
+    role: str
+    method: str
+    rank: int
+    start: float
+    ready: float
+    end: float
+
+
+@dataclass
+class _Member:
+    spec: GroupSpec
+    rank: int
+    groups: ProcessGroups | None
+    worker: Any = None
+    failure: Failure | None = None
+
+
+@dataclass
+class Host:
+    """Runs in a Ray actor; see the module's text. Methods are called by the session, the pool and groups only."""
+
+    spec: HostSpec
+    _members: dict[str, _Member] = field(default_factory=dict)
+    _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
+    _store: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.spec.use_cuda:
+            torch.set_num_threads(self.spec.threads)
+        self.device = torch.device("cuda", 0) if self.spec.use_cuda else torch.device("cpu")
+        self.reader = Reader(self.spec.deadlines.peers)
+
+    def open_store(self) -> tuple[str, int]:
+        """Start the pool's rendezvous store here; returns its address."""
+        address = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(
+            address, 0, self.spec.size, True, self._peers, wait_for_workers=False, multi_tenant=True
+        )
+        return address, self._store.port
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Join the torch world of the pool."""
+        if self._store is None:
+            self._store = dist.TCPStore(*address, self.spec.size, False, self._peers)
+        backend = "cpu:gloo,cuda:nccl" if self.spec.use_cuda else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(self.spec.pool, self._store),
+            rank=self.spec.rank,
+            world_size=self.spec.size,
+            timeout=self._peers,
+            device_id=self.device if self.spec.use_cuda else None,
+        )
+
+    @property
+    def _peers(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.spec.deadlines.peers)
+
+    def create(self, seq: int, spec: GroupSpec, worker_class: type, settings: dict[str, Any]) -> Failure | None:
+        """Build one rank of a group. A failure is kept and returned by every later call as well."""
+        rank = spec.members.index(self.spec.rank)
+        groups = None
+        if self.spec.size:
+            groups = ProcessGroups(
+                self._store, spec.name, spec.members, rank, self.device, self.spec.deadlines.collective
+            )
+        member = self._members[spec.name] = _Member(spec, rank, groups)
+        start = time.time()
+        try:
+            worker = object.__new__(worker_class)
+            if groups is not None:
+                worker.context = RankContext(spec.role, rank, spec.grid, self.device, groups)
+            worker.__init__(**settings)
+            member.worker = worker
+        except Exception as error:
+            member.failure = self._failure(member, "__init__", None, error)
+        self._events.append(Event(seq, spec.role, "__init__", rank, start, start, time.time()))
+        return member.failure
+
+    def call(self, call: Call) -> tuple[Any, Failure | None]:
+        """Run one method: (Manifest, value or Failure; and the Failure alone, which outlives the data)."""
+        member = self._members[call.group]
+        start = ready = time.time()
+        if member.failure is not None:
+            return member.failure, member.failure
+        result = self._inputs(member, call)
+        if not isinstance(result, Failure):
+            ready = time.time()
+            result = self._run(member, call, *result)
+        self._events.append(Event(call.seq, member.spec.role, call.method, member.rank, start, ready, time.time()))
+        return result, result if isinstance(result, Failure) else None
+
+    def _inputs(self, member: _Member, call: Call) -> tuple[tuple, dict] | Failure:
+        """Read the inputs; agree with the other ranks that all have them, or return the error that one of them met."""
+        try:
+            args = tuple(self._resolve(arg) for arg in call.args)
+            kwargs = {name: self._resolve(arg) for name, arg in call.kwargs.items()}
+            outcome: tuple[tuple, dict] | Failure = (args, kwargs)
+        except Exception as error:
+            outcome = self._failure(member, call.method, call, error, upstream=True)
+        if not call.agree or member.groups is None:
+            return outcome
+        try:
+            return self._agree(member, outcome)
+        except Exception as error:
+            return self._failure(member, call.method, call, error)
+
+    def _agree(self, member: _Member, outcome: Any) -> Any:
+        assert member.groups is not None
+        control = member.groups.new("control", range(member.spec.grid.size), "gloo", self.spec.deadlines.peers)
+        mine = outcome if isinstance(outcome, Failure) else None
+        failed = torch.tensor([mine is not None], dtype=torch.int32)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=control)
+        if not int(failed):
+            return outcome
+        everyone: list[Failure | None] = [None] * member.spec.grid.size
+        dist.all_gather_object(everyone, mine, group=control)
+        return mine or next(failure for failure in everyone if failure is not None)
+
+    def _resolve(self, value: Any) -> Any:
+        if isinstance(value, BatchRef):
+            return self.reader.read(value.column_refs, value.chunk_rows)
+        return value
+
+    def _run(self, member: _Member, call: Call, args: tuple, kwargs: dict) -> Any:
+        try:
+            result = getattr(member.worker, call.method)(*args, **kwargs)
+            return self._written(result, call) if call.writes else result
+        except Exception as error:
+            return self._failure(member, call.method, call, error)
+
+    def _written(self, result: Any, call: Call) -> Manifest:
+        if result is None:  # a rank whose output no protocol collects, e.g. not the last pipeline stage
+            return Manifest(0, {})
+        if not isinstance(result, Batch):
+            raise TypeError(f"{call.method} writes {call.writes} and must return a Batch, got {type(result).__name__}.")
+        if missing := [name for name in call.writes if name not in result]:
+            raise KeyError(f"{call.method} declares the columns {missing}, but returned only {list(result.columns)}.")
+        if call.rows is not None and result.rows != call.rows:
+            raise ValueError(
+                f"{call.method} returned {result.rows} rows where {call.rows} were due. "
+                f"Declare @register(..., resizes=True) if it changes the number of rows."
+            )
+        return write(result)
+
+    def _failure(
+        self, member: _Member, method: str, call: Call | None, error: Exception, upstream: bool = False
+    ) -> Failure:
+        """Keep the original error of a worker; wrap anything else with role, rank, method and traceback."""
+        if isinstance(error, WorkerError):
+            return Failure(error, upstream)
+        span = f", {call.rows} rows" if call is not None and call.rows is not None else ""
+        text = "".join(traceback.format_exception(error))
+        message = f"{member.spec.role}.{method} failed on rank {member.rank}{span}: {type(error).__name__}: {error}"
+        try:
+            pickle.loads(pickle.dumps(error))
+            cause: Exception | None = error
+        except Exception:  # an exception that cannot be pickled still has its text
+            logger.debug("the exception of %s cannot be pickled", method, exc_info=True)
+            cause = None
+        if not isinstance(error, HybridFlowError):
+            logger.debug("%s", text)
+        worker_error = WorkerError(
+            message, role=member.spec.role, rank=member.rank, method=method, cause=cause, remote_traceback=text
+        )
+        return Failure(worker_error, upstream)
+
+    def events(self) -> list[Event]:
+        return list(self._events)
+
+    def ping(self) -> int:
+        return self.spec.rank
+
+    def drop(self, name: str) -> None:
+        """Forget a group and free its model."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return
+        if (close := getattr(member.worker, "close", None)) is not None:
+            close()
+        if member.groups is not None:
+            member.groups.close()
+
+    def close(self) -> None:
+        """Free all models and leave the torch world."""
+        for name in list(self._members):
+            with contextlib.suppress(Exception):
+                self.drop(name)
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,203 @@
+"""ResourcePool: devices, and one host process for each (paper, section 4.1)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.helper import Helper
+from hybridflow.cluster.host import Event, Host, HostSpec
+from hybridflow.cluster.session import Session
+from hybridflow.errors import PlacementError
+from hybridflow.topology import RankGrid
+
+_PLACE_SECONDS = 60.0
+_CLOSE_SECONDS = 20.0
+RemoteHost = ray.remote(max_restarts=0, max_task_retries=0)(Host)
+
+
+@dataclass
+class _Reserved:
+    """What all slices of a pool share."""
+
+    name: str
+    hosts: list[Any]
+    node_of: list[int]
+    placement: PlacementGroup
+    session: Session
+    closed: bool = False
+
+
+class ResourcePool:
+    """`ResourcePool([8, 8])`: eight devices on each of two nodes, each with a host process that holds any models.
+
+    Groups on one pool take turns in call order; groups on different pools run at the same time. `pool[0:4]` is a
+    slice that shares its hosts with the pool. On a local machine without CUDA, devices are logical.
+
+    Errors: PlacementError when the cluster has not got the devices.
+    """
+
+    def __init__(self, devices: Sequence[int] | int) -> None:
+        per_node = [devices] if isinstance(devices, int) else list(devices)
+        if not per_node or any(type(n) is not int or n < 1 for n in per_node):
+            raise PlacementError(f"ResourcePool({devices!r}): give devices per node, like ResourcePool([8, 8]).")
+        session = Session.current()
+        name = f"{session.name}-{uuid.uuid4().hex[:6]}"
+        placement = _reserve(per_node, session)
+        node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
+        hosts = _start_hosts(name, node_of, placement, session)
+        self._reserved = _Reserved(name, hosts, node_of, placement, session)
+        self.members: tuple[int, ...] = tuple(range(len(hosts)))
+        session.pools.append(self)
+        if not session.has_helper:
+            session.set_helper(_start_helper(session))
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def name(self) -> str:
+        return self._reserved.name
+
+    @property
+    def session(self) -> Session:
+        return self._reserved.session
+
+    @property
+    def hosts(self) -> list[Any]:
+        """Handles of this pool's (or slice's) host processes."""
+        return [self._reserved.hosts[i] for i in self.members]
+
+    @property
+    def nodes(self) -> list[int]:
+        """Index of the node of each device."""
+        return [self._reserved.node_of[i] for i in self.members]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, key: int | slice) -> ResourcePool:
+        """A slice of the pool: the same host processes, fewer of them."""
+        picked = self.members[key] if isinstance(key, slice) else (self.members[key],)
+        if not picked:
+            raise PlacementError(f"the slice {key} of a pool of {self.size} devices is empty.")
+        part = object.__new__(ResourcePool)
+        part._reserved, part.members = self._reserved, picked
+        return part
+
+    def check_open(self) -> None:
+        if self._reserved.closed:
+            raise PlacementError("this pool is closed: make a new ResourcePool.")
+
+    def events(self) -> list[Event]:
+        """What the hosts of this pool ran and when, by start time; waits for calls under way."""
+        self.check_open()
+        found = ray.get([host.events.remote() for host in self.hosts], timeout=self.session.deadlines.peers)
+        return sorted({event for host in found for event in host}, key=lambda e: (e.start, e.rank))
+
+    def close(self) -> None:
+        """Free all models and devices of the whole pool. Can be called again."""
+        reserved = self._reserved
+        if reserved.closed:
+            return
+        reserved.closed = True
+        for group in [g for g in reserved.session.groups.values() if g.pool_name == reserved.name]:
+            del reserved.session.groups[group.name]
+        with contextlib.suppress(ray.exceptions.RayError):
+            closing = [host.close.remote() for host in reserved.hosts]
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
+        for host in reserved.hosts:
+            ray.kill(host)
+        remove_placement_group(reserved.placement)
+        reserved.session.pools = [pool for pool in reserved.session.pools if pool is not self]
+
+    def __repr__(self) -> str:
+        nodes = [self.nodes.count(node) for node in dict.fromkeys(self.nodes)]
+        return f"ResourcePool({nodes}{', closed' if self._reserved.closed else ''})"
+
+    def __enter__(self) -> ResourcePool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _reserve(per_node: list[int], session: Session) -> PlacementGroup:
+    """A placement group with one bundle per node, after checking that it can ever be placed."""
+    kind = "GPU" if session.has_cuda else "CPU"
+    wanted = sum(per_node)
+    total = int(ray.cluster_resources().get(kind, 0))
+    free = int(ray.available_resources().get(kind, 0))
+    asked = f"ResourcePool({per_node}) asks for {wanted} devices ({kind}s)"
+    if wanted > total:
+        more = "Make the pool smaller" + (
+            f", or open the session with hybridflow.init(devices={wanted})."
+            if session.started_ray and kind == "CPU"
+            else " or add nodes to the cluster."
+        )
+        raise PlacementError(f"{asked}, the cluster has {total}. {more}")
+    if wanted > free:
+        raise PlacementError(f"{asked}, {free} of the cluster's {total} are free. Close a pool or share this one.")
+    nodes = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
+    logical = session.started_ray and kind == "CPU"
+    fitting = sorted(nodes, reverse=True)[: len(per_node)]
+    fits = len(fitting) == len(per_node) and all(
+        n >= k for n, k in zip(fitting, sorted(per_node, reverse=True), strict=True)
+    )
+    if not logical and not fits:
+        raise PlacementError(f"{asked} on {len(per_node)} nodes, the cluster's nodes have {[int(n) for n in nodes]}.")
+    bundles = [{kind: float(count)} for count in per_node]
+    placement = placement_group(bundles, strategy="PACK" if logical or len(per_node) == 1 else "STRICT_SPREAD")
+    if not placement.wait(timeout_seconds=_PLACE_SECONDS):
+        remove_placement_group(placement)
+        raise PlacementError(f"{asked}; the cluster did not place them within {_PLACE_SECONDS:g} s.")
+    return placement
+
+
+def _start_hosts(name: str, node_of: list[int], placement: PlacementGroup, session: Session) -> list[Any]:
+    cores = os.cpu_count() or 1
+    hosts = []
+    for rank, node in enumerate(node_of):
+        threads = 1 if session.started_ray else max(1, cores // len(node_of))
+        spec = HostSpec(name, rank, len(node_of), session.has_cuda, threads, session.deadlines, tuple(sys.path))
+        hosts.append(
+            RemoteHost.options(
+                num_cpus=0 if session.has_cuda else 1,
+                num_gpus=1 if session.has_cuda else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=node),
+                runtime_env={"env_vars": _environment(session, threads)},
+            ).remote(spec)
+        )
+    address = hosts[0].open_store.remote()
+    for host in hosts:
+        host.join.remote(address)
+    return hosts
+
+
+def _environment(session: Session, threads: int) -> dict[str, str]:
+    names = {
+        "HYBRIDFLOW_SESSION": session.name,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path and os.path.isdir(path)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not session.has_cuda:
+        names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return names
+
+
+def _start_helper(session: Session) -> WorkerGroup:
+    """A process without a device; it outlives pools, so that a notebook can close one and make the next."""
+    spec = HostSpec(f"{session.name}-helper", 0, 0, False, 1, session.deadlines)
+    host = RemoteHost.options(num_cpus=0, runtime_env={"env_vars": _environment(session, 1)}).remote(spec)
+    return WorkerGroup(session, [host], (0,), spec.pool, Helper, {}, RankGrid(), "hybridflow")

@@ -1,0 +1,177 @@
+"""Session: the driver's connection to Ray, and what it knows of everything that it issued.
+
+One session lives in a driver process at a time; `Session.current()` opens it when the first pool is made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+
+from hybridflow.cluster.columns import Part
+from hybridflow.cluster.future import Deadline
+from hybridflow.cluster.host import Deadlines
+from hybridflow.cluster.leftovers import remove_leftovers
+from hybridflow.cluster.store import fetch
+from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from hybridflow.cluster.group import WorkerGroup
+    from hybridflow.cluster.pool import ResourcePool
+
+logger = logging.getLogger(__name__)
+LOCAL_DEVICES = 16
+
+
+class Session:
+    """Connects to the cluster at `address` (or `RAY_ADDRESS`), or starts a local one with `devices` logical devices.
+
+    On a local machine without CUDA a device is a logical slot, so a pool may be larger than the number of cores.
+    """
+
+    _current: ClassVar[Session | None] = None
+
+    def __init__(
+        self, address: str | None = None, devices: int | None = None, deadlines: Deadlines | None = None
+    ) -> None:
+        self.deadlines = deadlines or Deadlines()
+        self.name = uuid.uuid4().hex[:8]
+        self.pools: list[ResourcePool] = []
+        self.groups: dict[str, WorkerGroup] = {}
+        self._sequence = itertools.count(1)
+        self._pending: deque[list[Part]] = deque([[]])
+        self._helper: WorkerGroup | None = None
+        self.started_ray = False
+        if not ray.is_initialized():
+            self._connect(address or os.environ.get("RAY_ADDRESS"), devices)
+        self.has_cuda = any(node["Resources"].get("GPU", 0) > 0 for node in ray.nodes() if node["Alive"])
+        atexit.register(self.shutdown)
+
+    def _connect(self, address: str | None, devices: int | None) -> None:
+        # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        common: dict[str, Any] = {"include_dashboard": False, "log_to_driver": True, "logging_level": logging.ERROR}
+        if address:
+            ray.init(address=address, **(common | {"include_dashboard": None}))
+            return
+        self.started_ray = True
+        cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
+        with _terminal_signals_not_inherited():
+            ray.init(num_cpus=cores, configure_logging=False, **common)
+
+    @classmethod
+    def current(cls) -> Session:
+        """The open session; opens one with default settings if there is none."""
+        if cls._current is None:
+            cls._current = cls()
+        return cls._current
+
+    @classmethod
+    def open(cls, **settings: Any) -> Session:
+        """Open the session with settings. Errors: ConfigError when one is open already."""
+        if cls._current is not None:
+            raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
+        cls._current = cls(**settings)
+        return cls._current
+
+    @property
+    def helper(self) -> WorkerGroup:
+        """The long-lived process without a device that runs numerical work of the controller."""
+        if self._helper is None:
+            raise PlacementError("the session has no pool yet: make a ResourcePool first.")
+        return self._helper
+
+    def set_helper(self, helper: WorkerGroup) -> None:
+        self._helper = helper
+
+    @property
+    def has_helper(self) -> bool:
+        return self._helper is not None
+
+    def sequence(self) -> int:
+        return next(self._sequence)
+
+    def unique(self, role: str) -> str:
+        """A name for a group: the role, numbered when it is taken."""
+        names = itertools.chain([role], (f"{role}_{i}" for i in itertools.count(2)))
+        return next(name for name in names if name not in self.groups)
+
+    def issued(self, statuses: list[Part]) -> None:
+        """Remember calls until their iteration is waited for."""
+        self._pending[-1].extend(statuses)
+        if len(self._pending[-1]) > 4096:  # a driver without a loader: look back so that references do not pile up
+            self._settle(self._pending[-1][:2048])
+            del self._pending[-1][:2048]
+
+    def next_iteration(self, in_flight: int = 2) -> None:
+        """Begin an iteration; wait until at most `in_flight` iterations, this one included, are under way.
+
+        Errors: WorkerError of a call that failed in an iteration that is now over.
+        """
+        self._pending.append([])
+        while len(self._pending) > in_flight:
+            self._settle(self._pending.popleft())
+
+    def drain(self) -> None:
+        """Wait for everything issued so far. Errors: as `next_iteration`."""
+        while self._pending:
+            self._settle(self._pending.popleft())
+        self._pending.append([])
+
+    def _settle(self, statuses: list[Part]) -> None:
+        deadline = Deadline(self.deadlines.peers)
+        waiting = {status.ref: status for status in statuses}
+        while waiting:
+            # short waits leave room for Ctrl-C
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(1.0, deadline.left))
+            parts = [waiting.pop(ref) for ref in ready]
+            failures = [f for f in fetch([p.ref for p in parts], parts, 60.0) if f is not None]
+            if failures:
+                raise next((f for f in failures if not f.upstream), failures[0]).error
+            if waiting and not deadline.left:
+                late = {f"{p.origin.role}.{p.origin.method}" for p in waiting.values()}
+                raise WaitTimeoutError(f"{', '.join(sorted(late))} did not finish in {self.deadlines.peers:g} s.")
+
+    def shutdown(self) -> None:
+        """Close all models, pools and, if this session started it, Ray. Can be called again at any time."""
+        if Session._current is self:
+            Session._current = None
+        atexit.unregister(self.shutdown)
+        pools, self.pools = self.pools, []
+        helper, self._helper = self._helper, None
+        if ray.is_initialized():
+            for pool in pools:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    pool.close()
+            if helper is not None:
+                for host in helper.hosts:
+                    ray.kill(host)
+            if self.started_ray:
+                ray.shutdown()
+        self.groups.clear()
+        self._pending = deque([[]])
+        remove_leftovers(self.name)
+
+
+@contextlib.contextmanager
+def _terminal_signals_not_inherited():
+    """Let Ctrl-C reach the driver only: Ray's processes would die first and take the clean-up with them."""
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        yield
+        return
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

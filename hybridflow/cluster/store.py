@@ -1,0 +1,247 @@
+"""How a process stores the batches that it wrote and reads the rows that it needs, through Ray's object store.
+
+Every column is an object of its own, so a reader moves only the columns that it reads, straight from the node of the
+process that wrote them; on one node it reads the stored bytes without copying. The driver sees neither: it holds
+references to small manifests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from hybridflow.batch import Batch
+from hybridflow.cluster.columns import Assign, ColumnRef, Index, Located, Order, Part, locate
+from hybridflow.errors import WaitTimeoutError, WorkerError
+from hybridflow.ragged import Ragged
+
+Column = Tensor | Ragged | list
+_INLINE_BYTES = 2048
+_ODD_DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What one call wrote on one rank: rows, and per column a reference, or the encoded column if it is tiny."""
+
+    rows: int
+    columns: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Failure:
+    """Stands where a result would be. `upstream` says that the call never ran because an input had failed."""
+
+    error: WorkerError
+    upstream: bool = False
+
+
+def encode(column: Column) -> tuple:
+    """Plain numpy arrays, which the object store holds out of band and hands out without copying."""
+    if isinstance(column, Ragged):
+        dtype, values = _to_numpy(column.values)
+        return ("ragged", dtype, values, column.offsets.numpy())
+    if isinstance(column, Tensor):
+        return ("dense", *_to_numpy(column))
+    return ("objects", column)
+
+
+def decode(encoded: tuple) -> Column:
+    """The inverse of `encode`; tensors may share read-only memory and must not be written."""
+    kind, *rest = encoded
+    if kind == "objects":
+        return rest[0]
+    values = _from_numpy(rest[0], rest[1])
+    return values if kind == "dense" else Ragged(values, torch.from_numpy(_quietly_writable(rest[2])))
+
+
+def _to_numpy(tensor: Tensor) -> tuple[str, np.ndarray]:
+    tensor = tensor.detach().to("cpu").contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, (tensor.view(_ODD_DTYPES[tensor.dtype]) if tensor.dtype in _ODD_DTYPES else tensor).numpy()
+
+
+def _from_numpy(dtype: str, array: np.ndarray) -> Tensor:
+    tensor, wanted = torch.from_numpy(_quietly_writable(array)), getattr(torch, dtype)
+    return tensor if tensor.dtype == wanted else tensor.view(wanted)
+
+
+def _quietly_writable(array: np.ndarray) -> np.ndarray:
+    """The same memory under an array that claims to be writable: Batch guards it, torch would warn each time."""
+    if array.flags.writeable or array.size == 0:
+        return array if array.flags.writeable else array.copy()
+    pointer = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
+    return np.asarray(_Borrowed(array, pointer))
+
+
+class _Borrowed:
+    """Keeps the owner of borrowed memory alive as long as arrays over it live."""
+
+    def __init__(self, owner: np.ndarray, interface: dict) -> None:
+        self.owner, self.__array_interface__ = owner, interface
+
+
+def write(batch: Batch) -> Manifest:
+    """Store a batch column by column; the references travel in the manifest."""
+    columns: dict[str, Any] = {}
+    for name in batch.columns:
+        encoded = encode(batch.peek(name))
+        size = sum(item.nbytes for item in encoded if isinstance(item, np.ndarray))
+        tiny = encoded[0] != "objects" and size <= _INLINE_BYTES
+        # an array that is a view would be stored with the whole buffer behind it
+        columns[name] = _own(encoded) if tiny else ray.put(encoded)
+    return Manifest(batch.rows, columns)
+
+
+def _own(encoded: tuple) -> tuple:
+    return tuple(item.copy() if isinstance(item, np.ndarray) else item for item in encoded)
+
+
+@dataclass
+class Reader:
+    """Reads columns by reference, waiting at most `timeout` seconds for those who still have to write them."""
+
+    timeout: float
+    _orders: OrderedDict[int, list[Index]] = field(default_factory=OrderedDict)
+
+    def read(self, columns: Mapping[str, ColumnRef], chunk_rows: Sequence[int] | None = None) -> Batch:
+        """All columns as one batch whose tensors may be shared memory. Errors: WorkerError of whoever failed."""
+        located: dict[int, Located] = {}
+        nodes = {id(ref.node): ref.node for ref in columns.values()}
+        for key, node in nodes.items():
+            located[key] = locate(node, self._assign)
+        held = {id(part): part for found in located.values() for part in found.parts}
+        manifests = dict(zip(held, self._manifests(list(held.values())), strict=True))
+        stored = self._fetch(columns, located, manifests)
+        out = {name: _gather(ref, located[id(ref.node)], stored) for name, ref in columns.items()}
+        return Batch.from_shared(out, chunk_rows=chunk_rows)
+
+    def rows(self, parts: Sequence[Part]) -> list[int]:
+        """Row counts of parts whose calls have no fixed number of rows (waits for them)."""
+        return [manifest.rows for manifest in self._manifests(parts)]
+
+    def _manifests(self, parts: Sequence[Part]) -> list[Manifest]:
+        values = fetch([part.ref for part in parts], parts, self.timeout)
+        for part, value in zip(parts, values, strict=True):
+            if isinstance(value, Failure):
+                raise value.error
+            if part.rows is not None and value.rows != part.rows:
+                raise WorkerError(
+                    f"{part.origin.role}.{part.origin.method} on rank {part.origin.rank} returned {value.rows} rows "
+                    f"where {part.rows} were due. Declare @register(..., resizes=True) if it changes the rows."
+                )
+        return values
+
+    def _fetch(self, columns, located, manifests) -> dict[tuple[int, str], Column]:
+        """Each needed stored column of each needed part, in one request."""
+        wanted: dict[tuple[int, str], Any] = {}
+        for ref in columns.values():
+            for part in located[id(ref.node)].parts:
+                manifest: Manifest = manifests[id(part)]
+                if ref.stored not in manifest.columns:
+                    raise WorkerError(
+                        f"{part.origin.role}.{part.origin.method} on rank {part.origin.rank} declared the column "
+                        f"{ref.stored!r} and returned {sorted(manifest.columns)}."
+                    )
+                wanted[id(part), ref.stored] = (manifest.columns[ref.stored], part)
+        remote = {key: entry for key, entry in wanted.items() if isinstance(entry[0], ray.ObjectRef)}
+        values = fetch([ref for ref, _ in remote.values()], [part for _, part in remote.values()], self.timeout)
+        encoded = {key: entry for key, (entry, _) in wanted.items()} | dict(zip(remote, values, strict=True))
+        return {key: decode(value) for key, value in encoded.items()}
+
+    def _assign(self, order: Order) -> list[Index]:
+        """Rows of every part of an order, computed once per order from the columns that it names."""
+        if (known := self._orders.get(order.key)) is None:
+            refs = {name: ref for name, ref in (("w", order.weights), ("g", order.groups)) if ref is not None}
+            data = self.read(refs) if refs else None
+            weights = data.peek("w") if data is not None and "w" in data else None
+            groups = data.peek("g") if data is not None and "g" in data else None
+            if isinstance(weights, Ragged):
+                weights = weights.lengths
+            chunks = order.plan.assign(weights=weights, groups=groups)
+            known = [torch.cat(part).numpy() if part else np.empty(0, np.int64) for part in chunks]
+            self._orders[order.key] = known
+            if len(self._orders) > 64:
+                self._orders.popitem(last=False)
+        return known
+
+    @property
+    def assign(self) -> Assign:
+        return self._assign
+
+
+def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float) -> list[Any]:
+    """`ray.get` with a deadline and errors that name who was to write. Errors: WorkerError, WaitTimeoutError."""
+    if not refs:
+        return []
+    try:
+        return ray.get(list(refs), timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        late = {f"{p.origin.role}.{p.origin.method} rank {p.origin.rank}" for p in parts}
+        raise WaitTimeoutError(f"waited {timeout:g} s for {', '.join(sorted(late)[:4])} without a result.") from None
+    except ray.exceptions.RayError as error:
+        raise _lost(refs, parts, error) from None
+
+
+def _lost(refs: Sequence[Any], parts: Sequence[Part], error: Exception) -> WorkerError:
+    """Name the part that was lost: Ray's own text tells neither role nor rank."""
+    for ref, part in zip(refs, parts, strict=True):
+        try:
+            ray.get(ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except ray.exceptions.RayError as own:
+            origin = part.origin
+            reason = str(own).strip().splitlines()[0]
+            return WorkerError(
+                f"{origin.role}.{origin.method} on rank {origin.rank} was lost: its host process died or its data "
+                f"cannot be reached any more ({type(own).__name__}: {reason}).",
+                role=origin.role,
+                rank=origin.rank,
+                method=origin.method,
+            )
+    return WorkerError(f"a result was lost: {type(error).__name__}: {error}")
+
+
+def _gather(ref: ColumnRef, found: Located, stored: Mapping[tuple[int, str], Column]) -> Column:
+    """The wanted rows of one column: a view where they lie side by side, else a copy."""
+    columns = [stored[id(part), ref.stored] for part in found.parts]
+    runs = found.runs()
+    if len(runs) <= max(8, len(columns)):
+        out = _concat([_slice(columns[i], a, b) for i, a, b in runs] or [_slice(columns[0], 0, 0)])
+    else:
+        starts = np.cumsum([0, *(len(column) for column in columns)])
+        out = _index(_concat(columns), starts[found.part] + found.row)
+    if ref.unique and found.repeats > 1 and isinstance(out, Tensor):
+        out = out * found.repeats + torch.from_numpy(found.copy)
+    return out
+
+
+def _slice(column: Column, start: int, stop: int) -> Column:
+    if isinstance(column, Ragged):
+        return column if (start, stop) == (0, len(column)) else column.slice(start, stop)
+    return column[start:stop]
+
+
+def _index(column: Column, rows: Index) -> Column:
+    if isinstance(column, list):
+        return [column[i] for i in rows.tolist()]
+    index = torch.from_numpy(rows)
+    return column.index(index) if isinstance(column, Ragged) else column[index]
+
+
+def _concat(columns: list[Column]) -> Column:
+    if len(columns) == 1:
+        return columns[0]
+    if isinstance(columns[0], Ragged):
+        return Ragged.concat(columns)  # type: ignore[arg-type]
+    if isinstance(columns[0], Tensor):
+        return torch.cat(columns)  # type: ignore[arg-type]
+    return [item for column in columns for item in column]

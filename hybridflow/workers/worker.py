@@ -1,0 +1,91 @@
+"""Worker: the base of classes that are placed on a pool, and `place` for any other class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.pool import ResourcePool
+from hybridflow.engines.process_groups import RankContext
+from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.protocols import operations
+from hybridflow.topology import RankGrid
+
+
+class Worker:
+    """One rank of a group. Methods marked with `@register` are the group's operations.
+
+    `self.context` (rank, grid, coordinates, device, process groups) is set before `__init__` runs.
+    """
+
+    role: ClassVar[str] = "worker"
+    context: RankContext
+
+    @classmethod
+    def on(cls, pool: ResourcePool, *, name: str | None = None, **settings: Any) -> WorkerGroup:
+        """Place this worker on every device of a pool or slice. Errors: ConfigError, PlacementError, WorkerError."""
+        return place(cls, pool, name=name, **settings)
+
+    @classmethod
+    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
+        """The rank grid of a group on `devices` devices: data parallel unless a class says otherwise."""
+        return RankGrid(d=devices)
+
+    @classmethod
+    def check(cls, grid: RankGrid, settings: Mapping[str, Any]) -> None:
+        """Check settings on the driver, before any process builds anything."""
+
+
+def place(
+    worker_class: type, pool: ResourcePool, *, name: str | None = None, grid: RankGrid | None = None, **settings: Any
+) -> WorkerGroup:
+    """Place any class that has `@register` methods on every device of a pool or slice.
+
+    Each rank builds `worker_class(**settings)` with `self.context` set. `grid` defaults to what the class says, or to
+    data parallelism over all devices. Errors: ConfigError for a setting that the class does not take (with the nearest
+    one) or a class without operations; PlacementError; WorkerError when a rank cannot be built.
+    """
+    if not operations(worker_class):
+        raise ConfigError(f"{worker_class.__name__} has no operations: mark methods with @register(protocol, ...).")
+    if not isinstance(pool, ResourcePool):
+        raise PlacementError(f"{worker_class.__name__} is placed on a ResourcePool, got {type(pool).__name__}.")
+    pool.check_open()
+    settings = _bound(worker_class, settings)
+    if grid is None:
+        grid = worker_class.grid(pool.size, settings) if issubclass(worker_class, Worker) else RankGrid(d=pool.size)
+    if grid.size != pool.size:
+        raise PlacementError(
+            f"{worker_class.__name__} asks for p*t*d = {grid.p}*{grid.t}*{grid.d} = {grid.size} devices, "
+            f"the pool has {pool.size}."
+        )
+    if issubclass(worker_class, Worker):
+        worker_class.check(grid, settings)
+    session = pool.session
+    role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
+    if role in session.groups:
+        raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
+    return WorkerGroup(session, pool.hosts, pool.members, pool.name, worker_class, settings, grid, role)
+
+
+def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All constructor settings with their defaults."""
+    if worker_class.__init__ is object.__init__:
+        if settings:
+            raise ConfigError(f"{worker_class.__name__} takes no settings, got {sorted(settings)}.")
+        return {}
+    signature = inspect.signature(worker_class.__init__)
+    known = [name for name in signature.parameters if name != "self"]
+    try:
+        bound = signature.bind(None, **settings)
+    except TypeError as error:
+        unknown = next((name for name in settings if name not in known), None)
+        hint = f"no setting {unknown!r}.{nearest(unknown, known)}" if unknown else f"{error}."
+        raise ConfigError(f"{worker_class.__name__}: {hint}") from None
+    bound.apply_defaults()
+    out = dict(list(bound.arguments.items())[1:])
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            out |= out.pop(name)
+    return out
