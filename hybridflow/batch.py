@@ -132,10 +132,10 @@ class Batch:
 
     def with_columns(self, **new: Any) -> Batch:
         """These columns added, or put in the place of those with the same name."""
-        made, shared = kinds.checked(new, rows=self._rows if self.columns else None)
-        rows = self._rows if self.columns else len(next(iter(made.values()), ()))
-        kept = (self._shared - made.keys()) | shared
-        return Batch._of(self._peek_all() | made, rows, kept, self.chunk_rows if rows == self._rows else None)
+        if not self.columns and not self._rows:
+            return Batch(new)
+        made, shared = kinds.checked(new, self._rows)
+        return Batch._of(self._peek_all() | made, self._rows, (self._shared - made.keys()) | shared, self.chunk_rows)
 
     def union(self, other: Batch) -> Batch:
         """The columns of both batches of the same rows; of two with one name, `other`'s. Also `batch | other`.
@@ -201,10 +201,8 @@ class Batch:
             raise BatchError(f"repeat({n!r}): must be a whole number of at least 1.")
         index = torch.arange(self._rows).repeat_interleave(n)
         row_id = torch.as_tensor(self.peek("row_id") if "row_id" in self else torch.arange(self._rows))[index]
-        made = self._take(index)._peek_all()
-        made.setdefault("group_id", row_id)
-        made["row_id"] = row_id * n + torch.arange(len(index)) % n
-        return Batch._of(made, len(index))
+        ids = {"row_id": row_id * n + torch.arange(len(index)) % n}
+        return self._take(index).with_columns(**({} if "group_id" in self else {"group_id": row_id}), **ids)
 
     def reorder(self, index: Tensor | Sequence[int]) -> Batch:
         """The rows at `index` [K], copied, in that order. Errors: BatchError for an index out of range."""

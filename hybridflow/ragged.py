@@ -30,6 +30,8 @@ class Ragged:
             raise BatchError(
                 f"offsets run from {int(offsets[0])} to {int(offsets[-1])}, there are {len(values)} values."
             )
+        if bool((offsets[1:] < offsets[:-1]).any()):
+            raise BatchError(f"offsets must not decrease, got {offsets.tolist()[:20]}.")
         self.values, self.offsets = values, offsets
 
     @classmethod
@@ -97,9 +99,13 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, one after the other."""
+        """Rows of all parts, one after the other. Errors: BatchError without a part, or when their dtypes differ."""
+        if not parts:
+            raise BatchError("Ragged.concat needs at least one part.")
         if len(parts) == 1:
             return parts[0]
+        if len(dtypes := {str(part.dtype).removeprefix("torch.") for part in parts}) > 1:
+            raise BatchError(f"ragged parts of different types cannot be joined: {' and '.join(sorted(dtypes))}.")
         return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     def row_index(self) -> Tensor:
@@ -133,7 +139,12 @@ class Ragged:
         return Ragged(self.values.clone(), self.offsets.clone())
 
     def equal(self, other: Ragged) -> bool:
-        return torch.equal(self.offsets, other.offsets) and torch.equal(self.values, other.values)
+        """Same rows, dtype and values."""
+        return (
+            self.dtype == other.dtype
+            and torch.equal(self.offsets, other.offsets)
+            and torch.equal(self.values, other.values)
+        )
 
     def __repr__(self) -> str:
         lengths = self.lengths
