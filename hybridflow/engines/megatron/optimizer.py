@@ -1,0 +1,165 @@
+"""Megatron's optimizers: the distributed optimizer for Adam, its replicated ones for SGD.
+
+Paper, section 5: training runs with 3D parallelism and a distributed optimizer, whose state is split over data
+parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from hybridflow import config
+from hybridflow.errors import CheckpointError
+
+
+def is_distributed(optimizer: config.Optimizer) -> bool:
+    """Megatron's distributed optimizer accepts Adam only."""
+    return isinstance(optimizer, config.Adam)
+
+
+class MegatronOptimizer:
+    """Clips, follows the learning-rate schedule and steps one model's Megatron optimizer.
+
+    Weight decay leaves out one-dimensional parameters (norms and biases). `steps` counts the updates that were made.
+    """
+
+    def __init__(
+        self, settings: config.Optimizer, model: DistributedDataParallel, groups: ProcessGroupCollection, dtype
+    ) -> None:
+        self.settings, self.model, self.steps = settings, model, 0
+        self.megatron: Any = _get_megatron_optimizer_based_on_param_groups(
+            # get_megatron_optimizer itself gathers the parameter groups' names over the whole torch world, which a
+            # model on a slice of the pool must not do; every rank of ours has both groups anyway
+            config=_optimizer_config(settings, dtype),
+            model_chunks=[model],
+            param_groups=_parameter_groups(model, settings),
+            per_model_buffers={0: model.buffers},  # type: ignore[dict-item]
+            model_parallel_group=groups.mp,
+            data_parallel_group=groups.dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=dist.get_rank(groups.mp),
+            intra_dist_opt_group=groups.intra_dist_opt,
+            pg_collection=groups,
+        )
+        if isinstance(settings, config.Adam):
+            for group in self.megatron.param_groups:
+                group["fused"] = True
+
+    @property
+    def lr(self) -> float:
+        return self.settings.lr_at(self.steps)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return self.megatron.scale_loss(loss)
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """`grad_norm` (over all ranks, before clipping), `lr`, and `skipped`: 1.0 when gradients were not finite,
+        in which case nothing was updated. The gradients are zero afterwards."""
+        lr, norm = self.lr, math.nan
+        overflow = self.megatron.prepare_grads()
+        if not overflow:
+            norm = self._grad_norm()
+        skipped = overflow or not math.isfinite(norm)
+        if not skipped:
+            self._clip(norm)
+            for group in self.megatron.param_groups:
+                group["lr"] = lr
+            self.megatron.step_with_ready_grads()
+            self.steps += 1
+        self.model.zero_grad_buffer()
+        self.megatron.zero_grad()
+        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
+
+    def _grad_norm(self) -> float:
+        """Each parameter counts once: not its tensor parallel copies, not the second tied embedding."""
+        grads = self.megatron.get_main_grads_for_grad_norm()
+        total = torch.zeros((), dtype=torch.float64, device=self.model.buffers[0].grad_data.device)
+        if grads:
+            total += torch.stack(torch._foreach_norm(grads)).double().square_().sum()
+        dist.all_reduce(total, group=self.megatron.get_grad_stats_parallel_group())
+        return math.sqrt(total.item())
+
+    def _clip(self, norm: float) -> None:
+        limit = self.settings.clip_grad
+        if limit > 0 and norm > limit:
+            grads = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, limit / (norm + 1e-6))
+
+    def parameters_changed(self) -> None:
+        """Take the model's parameters over into the float32 main parameters (they were written from outside)."""
+        self.megatron.reload_model_params()
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part: main parameters, moments, step count, loss scale. Tensors are copies on the CPU."""
+        scaler = getattr(self.megatron, "grad_scaler", None)
+        return {
+            "steps": self.steps,
+            "main": [p.detach().to("cpu", copy=True) for p in self.megatron.get_parameters()],
+            "torch": _copied(self.megatron.optimizer.state_dict()),
+            "scaler": scaler.state_dict() if scaler else None,
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Errors: CheckpointError when the state is of another model or another parallelism."""
+        mains, parameters = state["main"], self.megatron.get_parameters()
+        if [m.shape for m in mains] != [p.shape for p in parameters]:
+            raise CheckpointError(
+                f"this optimizer state has {len(mains)} parameters of {sum(m.numel() for m in mains)} numbers, the "
+                f"rank has {len(parameters)} of {sum(p.numel() for p in parameters)}. Load it with equal p, t and d."
+            )
+        for parameter, main in zip(parameters, mains, strict=True):
+            parameter.copy_(main)
+        self.megatron.optimizer.load_state_dict(state["torch"])
+        self.steps = state["steps"]
+        if state["scaler"] is not None:
+            self.megatron.grad_scaler.load_state_dict(state["scaler"])
+
+
+def _optimizer_config(settings: config.Optimizer, dtype: torch.dtype) -> OptimizerConfig:
+    own: dict[str, Any] = {}
+    if isinstance(settings, config.Adam):
+        own = {"adam_beta1": settings.betas[0], "adam_beta2": settings.betas[1], "adam_eps": settings.eps}
+    elif isinstance(settings, config.SGD):
+        own = {"sgd_momentum": settings.momentum}
+    return OptimizerConfig(
+        optimizer="adam" if isinstance(settings, config.Adam) else "sgd",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
+        use_distributed_optimizer=is_distributed(settings),
+        **own,
+    )
+
+
+def _parameter_groups(model: nn.Module, settings: config.Optimizer) -> list[dict[str, Any]]:
+    """Two groups, with and without weight decay, with the keys that Megatron reads."""
+    out = []
+    for flat, decay in ((False, 1.0), (True, 0.0)):
+        parameters = [p for p in model.parameters() if p.requires_grad and (p.ndim == 1) == flat]
+        keys = {"wd_mult": decay, "lr_mult": 1.0, "max_lr": settings.lr, "min_lr": settings.min_lr}
+        keys |= {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+        out.append({"params": parameters, "weight_decay": settings.weight_decay * decay, **keys})
+    return out
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
