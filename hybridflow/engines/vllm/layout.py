@@ -1,0 +1,104 @@
+"""Where vLLM keeps which boxes of the canonical tensors. Pure.
+
+vLLM fuses q, k and v into `qkv_proj` and gate and up into `gate_up_proj` (rows one after the other), replicates
+kv-heads when there are fewer of them than tensor parallel ranks, pads the vocabulary to a multiple of 64 and splits it
+evenly, and has no `lm_head` when embeddings are tied: the last pipeline stage then holds the embeddings once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.model_spec import ModelSpec
+from hybridflow.topology import GenerationGrid
+
+VOCAB_PADDING = 64
+
+
+def vllm_layout(spec: ModelSpec, grid: GenerationGrid) -> Layout:
+    """Regions of every rank of the group in vLLM's own parameter tensors; `storage` names are vLLM's.
+
+    vLLM's padding rows of the vocabulary belong to no region: they are never read.
+    """
+
+    def regions(rank: int) -> Sequence[Region]:
+        at = grid.coords(rank)
+        return _Shard(spec, at.t, grid.t).stage(at.p, grid.p)
+
+    return Layout(spec.tensors(), grid.size, regions)
+
+
+def padded_vocab(vocab: int) -> int:
+    return -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """Layers of one pipeline stage: an uneven rest goes to the stages before the last, from the back."""
+    counts = [layers // stages] * stages
+    for i in range(2, layers % stages + 2):
+        counts[-i] += 1
+    first = sum(counts[:stage])
+    return range(first, first + counts[stage])
+
+
+class _Shard:
+    """Regions of tensor parallel rank `t_i` of `t`."""
+
+    def __init__(self, spec: ModelSpec, t_i: int, t: int) -> None:
+        self.spec, self.t_i, self.t = spec, t_i, t
+        self.shapes = spec.tensors()
+
+    def stage(self, p_i: int, p: int) -> list[Region]:
+        spec, first, last = self.spec, p_i == 0, p_i == p - 1
+        out: list[Region] = []
+        if first or (spec.tied and last):
+            out += self.vocabulary("model.embed_tokens.weight")
+        for layer in stage_layers(spec.layers, p_i, p):
+            out += self.layer(f"model.layers.{layer}.")
+        if last:
+            out += self.whole("model.norm.weight")
+            if not spec.tied:
+                out += self.vocabulary("lm_head.weight")
+        return out
+
+    def layer(self, at: str) -> list[Region]:
+        spec = self.spec
+        heads, kv_heads = spec.heads // self.t, max(1, spec.kv_heads // self.t)
+        sharing = max(1, self.t // spec.kv_heads)  # ranks that hold the same kv-head
+        q_rows = (self.t_i * heads * spec.head_dim, heads * spec.head_dim)
+        kv_rows = (self.t_i // sharing * kv_heads * spec.head_dim, kv_heads * spec.head_dim)
+        mlp = spec.intermediate // self.t
+        out = self.whole(at + "input_layernorm.weight") + self.whole(at + "post_attention_layernorm.weight")
+        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+            parts = {at + f"self_attn.{name}_proj.{kind}": kv_rows for name in "qkv"}
+            out += self.rows(parts | {at + f"self_attn.q_proj.{kind}": q_rows}, at + f"self_attn.qkv_proj.{kind}")
+        if spec.qk_norm:
+            out += self.whole(at + "self_attn.q_norm.weight") + self.whole(at + "self_attn.k_norm.weight")
+        out += self.columns(at + "self_attn.o_proj.weight", *q_rows)
+        gate_up = {at + f"mlp.{name}_proj.weight": (self.t_i * mlp, mlp) for name in ("gate", "up")}
+        out += self.rows(gate_up, at + "mlp.gate_up_proj.weight")
+        return out + self.columns(at + "mlp.down_proj.weight", self.t_i * mlp, mlp)
+
+    def whole(self, tensor: str) -> list[Region]:
+        shape = self.shapes[tensor]
+        return [Region(Box.whole(tensor, shape), tensor, (0,) * len(shape))]
+
+    def rows(self, parts: dict[str, tuple[int, int]], storage: str) -> list[Region]:
+        """`parts`: tensor -> (first row, rows), stored one after the other."""
+        out, offset = [], 0
+        for tensor, (first, count) in parts.items():
+            rest = self.shapes[tensor][1:]
+            zeros = (0,) * len(rest)
+            out.append(Region(Box(tensor, (first, *zeros), (first + count, *rest)), storage, (offset, *zeros)))
+            offset += count
+        return out
+
+    def columns(self, tensor: str, first: int, count: int) -> list[Region]:
+        rows = self.shapes[tensor][0]
+        return [Region(Box(tensor, (0, first), (rows, first + count)), tensor, (0, 0))]
+
+    def vocabulary(self, tensor: str) -> list[Region]:
+        share = padded_vocab(self.spec.vocab) // self.t
+        first, last = self.t_i * share, min((self.t_i + 1) * share, self.spec.vocab)
+        return self.rows({tensor: (first, last - first)}, tensor) if first < last else []

@@ -1,0 +1,68 @@
+"""What vLLM can run, checked before any process starts. Pure."""
+
+from __future__ import annotations
+
+from hybridflow.config import VLLM
+from hybridflow.engines.vllm.layout import padded_vocab
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.model_spec import ModelSpec
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def resolved_dtype(strategy: VLLM, device_type: str) -> str:
+    return strategy.dtype or ("bfloat16" if device_type == "cuda" else "float32")
+
+
+def max_length(spec: ModelSpec, strategy: VLLM) -> int:
+    """Most tokens of prompt plus response."""
+    return strategy.max_length or spec.context
+
+
+def check(spec: ModelSpec, strategy: VLLM, device_type: str) -> None:
+    """Errors: ModelError when vLLM cannot run or shard this model, ConfigError when lengths or the cache do not fit."""
+    t, p = strategy.tp, strategy.pp
+    if spec.head != "lm":
+        raise ModelError(f"vLLM generates text; this model has a {spec.head!r} head and no output embedding.")
+    if device_type == "cpu" and spec.head_dim not in CPU_HEAD_DIMS:
+        raise ModelError(
+            f"vLLM on CPU runs heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions, this model has "
+            f"head_dim={spec.head_dim}. Use a model with another head_dim, or CUDA."
+        )
+    if spec.heads % t or (spec.kv_heads % t and t % spec.kv_heads):
+        raise ModelError(
+            f"VLLM(tp={t}): {spec.heads} heads must divide by tp, and {spec.kv_heads} kv-heads must divide by tp or "
+            f"tp by them. Use tp in {_tensor_sizes(spec)}."
+        )
+    for what, count in (("MLP columns", spec.intermediate), ("padded vocabulary rows", padded_vocab(spec.vocab))):
+        if count % t:
+            raise ModelError(f"VLLM(tp={t}): {count} {what} are not divisible by tp. Use tp in {_tensor_sizes(spec)}.")
+    if p > spec.layers:
+        raise ModelError(f"VLLM(pp={p}): the model has {spec.layers} layers. Use pp of at most that.")
+    length = max_length(spec, strategy)
+    if length > spec.context:
+        raise ConfigError(f"VLLM(max_length={length}): the model's context is {spec.context} tokens.")
+    if device_type == "cpu":
+        _check_cache(spec, strategy, length)
+
+
+def _tensor_sizes(spec: ModelSpec) -> list[int]:
+    return [
+        t
+        for t in range(1, spec.heads + 1)
+        if not (spec.heads % t or spec.intermediate % t or padded_vocab(spec.vocab) % t)
+        and not (spec.kv_heads % t and t % spec.kv_heads)
+    ]
+
+
+def _check_cache(spec: ModelSpec, strategy: VLLM, length: int) -> None:
+    """One sequence of full length has to fit into the KV cache of a rank (blocks of 128 tokens)."""
+    layers, kv_heads = -(-spec.layers // strategy.pp), max(1, spec.kv_heads // strategy.tp)
+    per_token = 2 * layers * kv_heads * spec.head_dim * _BYTES[resolved_dtype(strategy, "cpu")]
+    needed = (-(-length // 128) + 1) * 128 * per_token / 2**30
+    if needed > strategy.kv_cache_gb:
+        raise ConfigError(
+            f"VLLM(kv_cache_gb={strategy.kv_cache_gb}) holds no sequence of {length} tokens, which needs "
+            f"{needed:.2g} GiB. Use kv_cache_gb of at least that, or a smaller max_length."
+        )
