@@ -6,12 +6,14 @@ Ranks of a 3D-parallel group are laid out with tensor parallelism fastest, then 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from hybridflow.errors import PlacementError
+from hybridflow.errors import PlacementError, nearest
 
 Axis = Literal["p", "t", "d"]
+GenerationAxis = Literal["p", "t", "micro", "d"]
 GroupingRule = Literal["hybridflow", "vanilla"]
 
 
@@ -48,10 +50,10 @@ class RankGrid:
 
     def __post_init__(self) -> None:
         for name, size in (("p", self.p), ("t", self.t), ("d", self.d)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if type(size) is not int or size < 1:
                 raise PlacementError(f"parallel size {name}={size!r} must be a whole number of at least 1.")
         if self.p_g is not None or self.t_g is not None:
-            GenerationGrid(self, self.p_g or self.p, self.t_g or self.t)
+            self.generation()
 
     @property
     def size(self) -> int:
@@ -81,13 +83,15 @@ class RankGrid:
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """All groups along `axes`, ordered by their first rank."""
-        return [group for rank in range(self.size) if (group := self.group(rank, *axes))[0] == rank]
+        first = dict.fromkeys(axes, 0)
+        return [self.group(rank, *axes) for rank in self.ranks(**first)]
 
     def generation(
         self, p: int | None = None, t: int | None = None, rule: GroupingRule = "hybridflow"
     ) -> GenerationGrid:
         """The generation grid over the same ranks (paper, section 5.3 and figure 8); sizes default to p_g, t_g."""
-        return GenerationGrid(self, p or self.p_g or self.p, t or self.t_g or self.t, rule)
+        p_g, t_g = (given if given is not None else own for given, own in ((p, self.p_g), (t, self.t_g)))
+        return GenerationGrid(self, self.p if p_g is None else p_g, self.t if t_g is None else t_g, rule)
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -102,7 +106,7 @@ class GenerationGrid:
     parallel groups are neighbouring ranks, so each device's generation shard contains its training shard. With
     `rule="vanilla"` ranks are simply counted through in the training order with the smaller sizes.
 
-    Errors: PlacementError when t_g does not divide t or p_g does not divide p.
+    Errors: PlacementError when t_g does not divide t or p_g does not divide p, or for an unknown rule.
     """
 
     train: RankGrid
@@ -112,11 +116,13 @@ class GenerationGrid:
 
     def __post_init__(self) -> None:
         for name, size, whole in (("p_g", self.p, self.train.p), ("t_g", self.t, self.train.t)):
-            if size < 1 or whole % size:
+            if type(size) is not int or size < 1 or whole % size:
                 raise PlacementError(
-                    f"generation size {name}={size} must divide the training size {name[0]}={whole}. "
+                    f"generation size {name}={size!r} must divide the training size {name[0]}={whole}. "
                     f"Use one of {[n for n in range(1, whole + 1) if whole % n == 0]}."
                 )
+        if self.rule not in (rules := get_args(GroupingRule)):
+            raise PlacementError(f"grouping rule {self.rule!r} is unknown.{nearest(str(self.rule), rules)}")
 
     @property
     def micro(self) -> int:
@@ -147,18 +153,27 @@ class GenerationGrid:
         at = self.coords(rank)
         return at.d * self.micro + at.micro
 
-    def group(self, rank: int, *axes: Literal["p", "t", "micro", "d"]) -> list[int]:
-        """Ranks whose generation coordinates differ from `rank`'s only along `axes`, in (d, micro, p, t) order."""
-        at = self.coords(rank)
-        same = [axis for axis in GenerationCoords._fields if axis not in axes]
-        members = [r for r in range(self.size) if all(getattr(self.coords(r), a) == getattr(at, a) for a in same)]
-        return sorted(members, key=lambda r: (c := self.coords(r)) and (c.d, c.micro, c.p, c.t))
+    def rank(self, p: int = 0, t: int = 0, micro: int = 0, d: int = 0) -> int:
+        """The rank at these generation coordinates."""
+        if self.rule == "vanilla":
+            train_p, train_t = divmod((micro * self.p + p) * self.t + t, self.train.t)
+        else:
+            every_p, every_t = self.train.p // self.p, self.train.t // self.t
+            train_p, train_t = p * every_p + micro // every_t, t * every_t + micro % every_t
+        return self.train.rank(train_p, train_t, d)
 
-    def groups(self, *axes: Literal["p", "t", "micro", "d"]) -> list[list[int]]:
+    def group(self, rank: int, *axes: GenerationAxis) -> list[int]:
+        """Ranks whose generation coordinates differ from `rank`'s only along `axes`, in (d, micro, p, t) order."""
+        at, sizes = self.coords(rank), self._sizes()
+        span = {axis: range(sizes[axis]) if axis in axes else (getattr(at, axis),) for axis in sizes}
+        return [self.rank(p, t, micro, d) for d, micro, p, t in itertools.product(*span.values())]
+
+    def groups(self, *axes: GenerationAxis) -> list[list[int]]:
         """All groups along `axes`, ordered by their smallest rank."""
-        seen: dict[tuple, list[int]] = {}
-        for rank in range(self.size):
-            at = self.coords(rank)
-            seen.setdefault(tuple(getattr(at, a) for a in GenerationCoords._fields if a not in axes), []).append(rank)
-        order = {r: (c.d, c.micro, c.p, c.t) for r in range(self.size) for c in [self.coords(r)]}
-        return [sorted(group, key=order.__getitem__) for group in seen.values()]
+        span = [(0,) if axis in axes else range(size) for axis, size in self._sizes().items()]
+        firsts = [self.rank(p, t, micro, d) for d, micro, p, t in itertools.product(*span)]
+        return sorted((self.group(rank, *axes) for rank in firsts), key=min)
+
+    def _sizes(self) -> dict[GenerationAxis, int]:
+        """Axes from slowest to fastest, as rows are handed out."""
+        return {"d": self.train.d, "micro": self.micro, "p": self.p, "t": self.t}

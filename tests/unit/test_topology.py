@@ -1,0 +1,226 @@
+"""RankGrid and GenerationGrid: the paper's printed groupings, and what must hold for every grid up to 1,024 ranks."""
+
+from __future__ import annotations
+
+import pickle
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hybridflow.errors import PlacementError
+from hybridflow.topology import GenerationGrid, RankGrid
+
+axes = st.lists(st.sampled_from(["p", "t", "d"]), unique=True, max_size=3)
+generation_axes = st.lists(st.sampled_from(["p", "t", "micro", "d"]), unique=True, max_size=4)
+
+
+@st.composite
+def grids(draw):
+    """Training grids up to 1,024 ranks; sizes are not only powers of two."""
+    grid = RankGrid(p=draw(st.integers(1, 12)), t=draw(st.integers(1, 16)), d=draw(st.integers(1, 24)))
+    assume(grid.size <= 1024)
+    return grid
+
+
+@st.composite
+def generation_grids(draw, rule=None):
+    train = draw(grids())
+    p = draw(st.sampled_from([n for n in range(1, train.p + 1) if train.p % n == 0]))
+    t = draw(st.sampled_from([n for n in range(1, train.t + 1) if train.t % n == 0]))
+    return train.generation(p, t, rule or draw(st.sampled_from(["hybridflow", "vanilla"])))
+
+
+def from_one(groups):
+    """Groups with the ranks numbered from 1, as the paper prints them."""
+    return [{rank + 1 for rank in group} for group in groups]
+
+
+def test_training_groups_of_figure_8():
+    """Training 1-4-2: TP and DP groups as printed (section 5.3)."""
+    grid = RankGrid(p=1, t=4, d=2)
+    assert from_one(grid.groups("t")) == [{1, 2, 3, 4}, {5, 6, 7, 8}]
+    assert from_one(grid.groups("d")) == [{1, 5}, {2, 6}, {3, 7}, {4, 8}]
+    assert from_one(grid.groups("p")) == [{rank} for rank in range(1, 9)]
+
+
+def test_vanilla_grouping_of_figure_8a():
+    """1-4-2 -> 1-2-2-2: neighbours form generation TP groups, so ranks 2, 3, 6, 7 hold other weights than before."""
+    grid = RankGrid(p=1, t=4, d=2).generation(1, 2, "vanilla")
+    assert from_one(grid.groups("t")) == [{1, 2}, {3, 4}, {5, 6}, {7, 8}]
+    assert from_one(grid.groups("micro")) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}]
+
+
+def test_hybridflow_grouping_of_figure_8b():
+    """1-4-2 -> 1-2-2-2: generation TP groups at intervals, micro data parallel groups of neighbours."""
+    grid = RankGrid(p=1, t=4, d=2).generation(1, 2)
+    assert from_one(grid.groups("t")) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}]
+    assert from_one(grid.groups("micro")) == [{1, 2}, {3, 4}, {5, 6}, {7, 8}]
+    assert (grid.micro, grid.replicas) == (2, 4)
+
+
+def test_pipeline_to_tensor_transition():
+    """2-4-1 -> p_g=1, t_g=2."""
+    grid = RankGrid(p=2, t=4, d=1).generation(1, 2)
+    assert from_one(grid.groups("t")) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}]
+    assert from_one(grid.groups("micro")) == [{1, 2, 5, 6}, {3, 4, 7, 8}]
+
+
+def test_pipeline_stays_in_generation():
+    """4-2-1 -> p_g=2, t_g=1."""
+    grid = RankGrid(p=4, t=2, d=1).generation(2, 1)
+    assert from_one(grid.groups("p")) == [{1, 5}, {2, 6}, {3, 7}, {4, 8}]
+    assert from_one(grid.groups("micro")) == [{1, 2, 3, 4}, {5, 6, 7, 8}]
+
+
+@settings(deadline=None)
+@given(grids(), axes)
+def test_groups_partition_all_ranks(grid, along):
+    groups = grid.groups(*along)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
+    assert groups == sorted(groups)
+    for group in groups[:5]:
+        assert group == sorted(group)
+        at = [grid.coords(rank) for rank in group]
+        for axis in ("p", "t", "d"):
+            values = [getattr(c, axis) for c in at]
+            assert sorted(set(values)) == (list(range(getattr(grid, axis))) if axis in along else values[:1])
+        assert all(grid.group(rank, *along) == group for rank in group[:3])
+
+
+@settings(deadline=None)
+@given(grids())
+def test_coordinates_and_ranks_are_inverse(grid):
+    for rank in range(grid.size):
+        at = grid.coords(rank)
+        assert grid.rank(at.p, at.t, at.d) == rank
+    assert grid.rank(-1, -1, -1) == grid.size - 1
+    assert grid.ranks() == list(range(grid.size))
+    assert grid.ranks(p=-1, t=0) == [grid.rank(grid.p - 1, 0, d) for d in range(grid.d)]
+
+
+@settings(deadline=None)
+@given(generation_grids(), generation_axes)
+def test_generation_groups_partition_all_ranks(grid, along):
+    sizes = {"p": grid.p, "t": grid.t, "micro": grid.micro, "d": grid.train.d}
+    groups = grid.groups(*along)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
+    assert [min(group) for group in groups] == sorted(min(group) for group in groups)
+    members = 1
+    for axis in along:
+        members *= sizes[axis]
+    assert {len(group) for group in groups} == {members}
+    for group in (groups[0], groups[-1]):
+        assert all(grid.group(rank, *along) == group for rank in (group[0], group[-1]))
+        order = [(c.d, c.micro, c.p, c.t) for c in map(grid.coords, group)]
+        assert order == sorted(order)
+
+
+@settings(deadline=None)
+@given(generation_grids())
+def test_generation_coordinates_and_ranks_are_inverse(grid):
+    seen = set()
+    for rank in range(grid.size):
+        at = grid.coords(rank)
+        assert grid.rank(at.p, at.t, at.micro, at.d) == rank
+        assert 0 <= grid.replica(rank) < grid.replicas
+        assert grid.train.coords(rank).d == at.d
+        seen.add((grid.replica(rank), at.p, at.t))
+    assert len(seen) == grid.size
+
+
+@settings(deadline=None)
+@given(generation_grids(rule="hybridflow"))
+def test_generation_shard_contains_training_shard(grid):
+    """Section 5.3: what a device trains is part of what it generates with, so nothing is held twice."""
+    train = grid.train
+    for rank in range(grid.size):
+        at, generation = train.coords(rank), grid.coords(rank)
+        for index, size, g_index, g_size in (
+            (at.p, train.p, generation.p, grid.p),
+            (at.t, train.t, generation.t, grid.t),
+        ):
+            assert Fraction(g_index, g_size) <= Fraction(index, size)
+            assert Fraction(index + 1, size) <= Fraction(g_index + 1, g_size)
+
+
+@settings(deadline=None)
+@given(generation_grids(rule="hybridflow"))
+def test_micro_group_holds_exactly_one_generation_shard(grid):
+    """The training shards of a micro data parallel group together are the generation shard of each member."""
+    train, every_p, every_t = grid.train, grid.train.p // grid.p, grid.train.t // grid.t
+    for group in grid.groups("micro"):
+        at = grid.coords(group[0])
+        held = {(c.p, c.t) for c in map(train.coords, group)}
+        wanted = {(at.p * every_p + i, at.t * every_t + j) for i in range(every_p) for j in range(every_t)}
+        assert held == wanted
+        assert len(group) == len(wanted) == grid.micro
+
+
+def test_vanilla_rule_does_not_contain_the_training_shard():
+    """The reason for the other rule: rank 2 trains the second quarter and would generate with the second half."""
+    grid = RankGrid(t=4).generation(1, 2, "vanilla")
+    assert grid.coords(1).t == 1
+
+
+def test_equal_sizes_change_nothing():
+    train = RankGrid(p=2, t=4, d=3)
+    for rule in ("hybridflow", "vanilla"):
+        grid = train.generation(2, 4, rule)
+        assert grid.micro == 1
+        assert [grid.coords(rank)[:2] for rank in range(24)] == [train.coords(rank)[:2] for rank in range(24)]
+
+
+def test_thousand_ranks():
+    grid = RankGrid(p=8, t=8, d=16)
+    assert grid.size == 1024
+    assert len(grid.groups("t")) == 128
+    assert grid.groups("p", "t", "d") == [list(range(1024))]
+    generation = grid.generation(2, 4)
+    assert generation.replicas == 128
+    assert len(generation.groups("p", "t")) == 128
+
+
+@pytest.mark.parametrize("sizes", [{"p": 0}, {"t": -1}, {"d": 1.5}, {"t": True}])
+def test_bad_training_sizes(sizes):
+    with pytest.raises(PlacementError, match="whole number of at least 1"):
+        RankGrid(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("p", "t", "message"),
+    [
+        (1, 3, r"t_g=3 must divide the training size t=4. Use one of \[1, 2, 4\]"),
+        (4, 1, r"p_g=4 must divide the training size p=2. Use one of \[1, 2\]"),
+        (0, 1, "p_g=0"),
+        (1, 2.0, "t_g=2.0"),
+    ],
+)
+def test_bad_generation_sizes(p, t, message):
+    with pytest.raises(PlacementError, match=message):
+        RankGrid(p=2, t=4).generation(p, t)
+
+
+def test_the_grid_of_an_actor_knows_its_generation_sizes():
+    grid = RankGrid(p=2, t=4, t_g=2)
+    assert (grid.generation().p, grid.generation().t) == (2, 2)
+    assert (grid.generation(p=1, t=1).p, grid.generation(p=1, t=1).t) == (1, 1)
+    assert (RankGrid(p=2, t=4).generation().p, RankGrid(p=2, t=4).generation().t) == (2, 4)
+    for wrong in ({"t_g": 3}, {"t_g": 0}, {"p_g": 4}):
+        with pytest.raises(PlacementError, match="must divide"):
+            RankGrid(p=2, t=4, **wrong)
+
+
+def test_bad_rule_and_rank():
+    with pytest.raises(PlacementError, match=r"'vanila' is unknown. Did you mean 'vanilla'"):
+        GenerationGrid(RankGrid(t=4), 1, 2, "vanila")
+    for rank in (-1, 8):
+        with pytest.raises(IndexError, match="grid of 8 ranks"):
+            RankGrid(t=4, d=2).coords(rank)
+
+
+def test_grids_are_plain_values():
+    grid = RankGrid(p=2, t=4, d=2).generation(1, 2)
+    assert pickle.loads(pickle.dumps(grid)) == grid
+    assert len({grid, RankGrid(p=2, t=4, d=2).generation(1, 2)}) == 1
