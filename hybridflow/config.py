@@ -7,7 +7,7 @@ backend is chosen by its type (`Megatron(...)`, `VLLM(...)`), never by a string.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from hybridflow.errors import ConfigError, PlacementError, nearest
@@ -19,11 +19,17 @@ T = TypeVar("T")
 
 
 def from_dict(cls: type[T], values: dict[str, Any]) -> T:
-    """Build a config dataclass from a mapping. Errors: ConfigError for an unknown key, with the nearest known one."""
+    """Build a config dataclass from a mapping.
+
+    Errors: ConfigError for an unknown key, with the nearest known one, and for a missing one.
+    """
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
             raise ConfigError(f"{cls.__name__} has no setting {key!r}.{nearest(key, known)}")
+    for field in fields(cls):  # type: ignore[arg-type]
+        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{cls.__name__} needs {field.name}=, which has no default.")
     return cls(**values)
 
 
@@ -32,13 +38,29 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _at_least(owner: object, minimum: float, *names: str) -> None:
+def _at_least(owner: Any, minimum: float, *names: str) -> None:
+    """The settings `names` are finite numbers of at least `minimum`, or None where that is their default."""
     for name in names:
-        value = getattr(owner, name)
-        if value is None:
+        value: Any = getattr(owner, name)
+        if value is None and getattr(type(owner), name, 0) is None:
             continue
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         _require(good and value >= minimum, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
+
+
+def _whole(owner: Any, minimum: int, *names: str) -> None:
+    """The settings `names` are whole numbers of at least `minimum`, or None where that is their default."""
+    for name in names:
+        value = getattr(owner, name)
+        if not (value is None and getattr(type(owner), name, 0) is None):
+            good = type(value) is int and value >= minimum
+            _require(good, f"{type(owner).__name__}({name}={value!r}): must be a whole number of at least {minimum}.")
+
+
+def _as_tuple(owner: object, name: str) -> None:
+    """A list (as YAML gives it) becomes a tuple, so that the value can be hashed; a single text becomes one entry."""
+    value = getattr(owner, name)
+    object.__setattr__(owner, name, (value,) if isinstance(value, str) else tuple(value))
 
 
 def _one_of(owner: object, name: str, literal: Any) -> None:
@@ -64,8 +86,9 @@ class Optimizer:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "lr", "weight_decay", "clip_grad", "warmup_steps", "min_lr")
-        _at_least(self, 1, "total_steps")
+        _at_least(self, 0, "lr", "weight_decay", "clip_grad", "min_lr")
+        _whole(self, 0, "warmup_steps")
+        _whole(self, 1, "total_steps")
         _one_of(self, "schedule", Schedule)
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{type(self).__name__}(schedule={self.schedule!r}) needs total_steps=.")
@@ -91,6 +114,7 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least(self, 0, "eps")
+        _as_tuple(self, "betas")
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"Adam(betas={self.betas}): two in [0, 1)."
         )
@@ -134,11 +158,7 @@ class Megatron:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp"):
-            value = getattr(self, name)
-            if not (name == "dp" and value is None) and (type(value) is not int or value < 1):
-                raise ConfigError(f"Megatron({name}={value!r}): must be a whole number of at least 1.")
-        _at_least(self, 1, "micro_tokens")
+        _whole(self, 1, "tp", "pp", "dp", "micro_tokens")
         if self.dtype is not None:
             _one_of(self, "dtype", DType)
 
@@ -178,15 +198,14 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_tokens", "n")
-        _at_least(self, 0, "top_k", "top_p", "temperature")
+        _whole(self, 1, "max_tokens", "n")
+        _whole(self, 0, "top_k", "seed")
+        _at_least(self, 0, "top_p", "temperature")
         _require(0 < self.top_p <= 1, f"Sampling(top_p={self.top_p}): must be in (0, 1].")
         _require(
             self.greedy or self.temperature > 0, "Sampling(temperature=0) has no log-probabilities: use greedy=True."
         )
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        _as_tuple(self, "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +235,9 @@ class VLLM:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "tp", "pp", "max_length", "max_sequences")
-        _at_least(self, 0, "kv_cache_gb")
+        _whole(self, 1, "tp", "pp", "max_length", "max_sequences")
+        _at_least(self, 0, "kv_cache_gb", "memory_fraction")
+        _as_tuple(self, "stop")
         _require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
         if self.dtype is not None:
             _one_of(self, "dtype", DType)
