@@ -220,9 +220,10 @@ def _moves(
     for needed in rest:
         parts = holders.overlapping(needed)
         if sum(part.numel for part, _ in parts) != needed.numel:
+            found = f"only {', '.join(str(part) for part, _ in parts)}" if parts else "nothing"
             raise LayoutError(
-                f"rank {rank} of the destination needs {needed}, but the source ranks hold only "
-                f"{', '.join(str(part) for part, _ in parts) or 'nothing'} of it. Every element needs a source."
+                f"rank {rank} of the destination needs {needed}, but the source ranks hold {found} of it. "
+                "Every element needs a source."
             )
         for part, having in parts:
             near = [holding for holding in having if nodes[holding[0]] == nodes[rank]] or having

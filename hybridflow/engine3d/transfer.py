@@ -66,19 +66,17 @@ class Transfer:
             raise LayoutError(f"the plan is for {plan.ranks} ranks, the process group has {size}.")
         self.plan, self.group, self.rank = plan, group, rank
         self._device = wire_device(group)
+        wire = _agree_wire(plan, source, destination, group, rank)
         self._copies = _Copies()
         for move in plan.local(rank):
             from_ = _view(source, move.origin, move.box, "source", rank)
             for region in move.into:
                 self._copies.add(_view(destination, region, move.box, "destination", rank), from_)
         self._rounds: list[_Round] = []
-        if group is not None and any(not move.local for move in plan.moves):
-            wire = _agree_wire(plan, source, destination, group, rank)
-            itemsize = max(dtype.itemsize for dtype in wire.values())
-            for bucket in plan.buckets(bucket_bytes, itemsize):
-                mine = [move for move in bucket if rank in (move.source, move.destination)]
-                if mine:
-                    self._rounds.append(_Round.of(mine, wire, source, destination, rank))
+        itemsize = max((dtype.itemsize for dtype in wire.values()), default=1)
+        for bucket in plan.buckets(bucket_bytes, itemsize):
+            if mine := [move for move in bucket if rank in (move.source, move.destination)]:
+                self._rounds.append(_Round.of(mine, wire, source, destination, rank))
         self._arena: Tensor | None = None
 
     @property
@@ -239,18 +237,26 @@ def _pair(move: Move) -> _Pair:
 
 
 def _agree_wire(
-    plan: WeightPlan, source: Storage, destination: Storage, group: dist.ProcessGroup, rank: int
+    plan: WeightPlan, source: Storage, destination: Storage, group: dist.ProcessGroup | None, rank: int
 ) -> dict[_Pair, torch.dtype]:
-    """The dtype in which values travel between two storages: the narrower one, the destination's where equal."""
+    """The dtype in which values travel between two storages: the narrower one, the destination's where equal.
+
+    This rank's storages are checked against the plan first, so that a misfit is an error on all ranks, not a hang.
+    """
     pairs = dict.fromkeys(_pair(move) for move in plan.moves if not move.local)
-    ports = dict.fromkeys(port for first, others in pairs for port in (first, *others))
-    mine = {}
-    for port in ports:
-        side, owner, name = port
-        if owner == rank:
-            storage = source if side == "source" else destination
-            mine[port] = _tensor(storage, name, side, rank).dtype
-    dtypes = agree_dtypes(list(ports), mine, group)
+    ports = list(dict.fromkeys(port for first, others in pairs for port in (first, *others)))
+    mine: dict[_Port, torch.dtype] = {}
+    failure = None
+    try:
+        for move in plan.moves:
+            if move.source == rank:
+                mine[_pair(move)[0]] = _view(source, move.origin, move.box, "source", rank).dtype
+            if move.destination == rank:
+                for region, port in zip(move.into, _pair(move)[1], strict=True):
+                    mine[port] = _view(destination, region, move.box, "destination", rank).dtype
+    except LayoutError as error:
+        failure = error
+    dtypes = agree_dtypes(ports, mine, group, failure)
     wire = {}
     for first, others in pairs:
         into = max((dtypes[port] for port in others), key=lambda dtype: dtype.itemsize)

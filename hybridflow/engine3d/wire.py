@@ -20,20 +20,30 @@ DTYPES = (
 
 
 def agree_dtypes(
-    keys: Sequence[Key], mine: Mapping[Key, torch.dtype], group: dist.ProcessGroup | None
+    keys: Sequence[Key],
+    mine: Mapping[Key, torch.dtype],
+    group: dist.ProcessGroup | None,
+    failure: LayoutError | None = None,
 ) -> dict[Key, torch.dtype]:
     """The widest dtype that any rank of `group` reports for each key. Collective: all ranks pass the same `keys`.
 
-    Errors: LayoutError for a dtype that cannot travel or a key that no rank knows.
+    Errors: LayoutError for a dtype that cannot travel, a key that no rank knows, and on all ranks when one comes with
+    a `failure` of its own.
     """
     if strange := {dtype for dtype in mine.values() if dtype not in DTYPES}:
-        raise LayoutError(f"weights of dtype {strange.pop()} cannot be moved. Known: {', '.join(map(str, DTYPES))}.")
-    codes = [len(DTYPES) - DTYPES.index(mine[key]) if key in mine else 0 for key in keys]
-    told = torch.tensor(codes, dtype=torch.uint8, device=wire_device(group))
+        known = ", ".join(map(str, DTYPES))
+        failure = failure or LayoutError(f"weights of dtype {strange.pop()} cannot be moved. Known: {known}.")
+    codes = [0 if failure or key not in mine else len(DTYPES) - DTYPES.index(mine[key]) for key in keys]
+    told = torch.tensor([bool(failure), *codes], dtype=torch.uint8, device=wire_device(group))
     if group is not None:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    if failure:
+        raise failure
+    failed, *codes = told.tolist()
+    if failed:
+        raise LayoutError("another rank cannot take part in moving these weights; its error says why.")
     out = {}
-    for key, code in zip(keys, told.tolist(), strict=True):
+    for key, code in zip(keys, codes, strict=True):
         if not code:
             raise LayoutError(f"no rank stores {key}. The layout and the storages do not belong together.")
         out[key] = DTYPES[len(DTYPES) - code]
