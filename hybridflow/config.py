@@ -41,11 +41,11 @@ def _require(condition: bool, message: str) -> None:
 def _at_least(owner: Any, minimum: float, *names: str) -> None:
     """The settings `names` are finite numbers of at least `minimum`, or None where that is their default."""
     for name in names:
-        value: Any = getattr(owner, name)
+        value = getattr(owner, name)
         if value is None and getattr(type(owner), name, 0) is None:
             continue
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        _require(good and value >= minimum, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
+        good = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value >= minimum
+        _require(good, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
 
 
 def _whole(owner: Any, minimum: int, *names: str) -> None:

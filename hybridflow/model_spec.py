@@ -17,6 +17,19 @@ from hybridflow.errors import CheckpointError, ModelError, nearest
 
 Head = Literal["lm", "value"]
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+# what a config.json may leave out, and what Hugging Face takes then
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+    },
+}
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -48,27 +61,30 @@ class ModelSpec:
     @classmethod
     def from_hf_config(cls, config: Any, head: Head = "lm") -> ModelSpec:
         """From a `config.json` mapping or a transformers config object."""
-        get = config if isinstance(config, Mapping) else config.to_dict()
-        family = get.get("model_type")
+        given = config if isinstance(config, Mapping) else config.to_dict()
+        family = given.get("model_type")
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported.{nearest(str(family), FAMILIES)}")
+        get = {**_DEFAULTS[family], **given}
         if missing := [name for name in _NEEDED if not isinstance(get.get(name), int)]:
             raise ModelError(f"the config of this {family} model lacks {', '.join(missing)}.")
         if (act := get.get("hidden_act", "silu")) != "silu":
             raise ModelError(f"hidden_act={act!r} is not supported: {family} models use 'silu'.")
         if get.get("mlp_bias"):
             raise ModelError("mlp_bias=True is not supported.")
-        if family == "llama" and get.get("attention_bias"):
-            raise ModelError("attention_bias=True is not supported for llama (it would add a bias to o_proj).")
+        if family != "qwen2" and get.get("attention_bias"):
+            raise ModelError(f"attention_bias=True is not supported for {family} (it would add a bias to o_proj).")
         heads, hidden = get["num_attention_heads"], get["hidden_size"]
+        if not get.get("head_dim") and hidden % heads:
+            raise ModelError(f"hidden_size={hidden} does not divide by {heads} heads, and the config has no head_dim.")
         # transformers >= 5 nests rope settings under `rope_parameters`, older checkpoints have them at the top
         rope = dict(get.get("rope_parameters") or get.get("rope_scaling") or {})
         theta = rope.pop("rope_theta", None) or get.get("rope_theta") or 10000.0
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         if kind not in ("default", "llama3"):
             raise ModelError(f"rope type {kind!r} is not supported. Known: default, llama3.")
-        layer_types = get.get("layer_types") or []
-        windowed = get.get("use_sliding_window", family == "mistral") and "full_attention" not in layer_types
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported.")
         return cls(
             family=family,
             hidden=hidden,
@@ -84,8 +100,8 @@ class ModelSpec:
             norm_eps=float(get.get("rms_norm_eps", 1e-6)),
             rope_theta=float(theta),
             rope_scaling=tuple(sorted((k, float(v)) for k, v in rope.items())) if kind == "llama3" else (),
-            context=int(get.get("max_position_embeddings", 4096)),
-            sliding_window=get.get("sliding_window") if windowed else None,
+            context=int(get["max_position_embeddings"]),
+            sliding_window=_sliding_window(get),
             head=head,
         )
 
@@ -101,6 +117,8 @@ class ModelSpec:
             ) from None
         except json.JSONDecodeError as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path} holds a {type(config).__name__}, not the settings of a model.")
         return cls.from_hf_config(config, head)
 
     def __post_init__(self) -> None:
@@ -114,7 +132,8 @@ class ModelSpec:
         """Errors: ModelError when heads, kv-heads, the MLP or layers do not divide by t and p."""
         for what, count in (("heads", self.heads), ("kv-heads", self.kv_heads), ("MLP columns", self.intermediate)):
             if count % t:
-                sizes = [n for n in range(1, t + 1) if math.gcd(self.heads, self.kv_heads) % n == 0]
+                common = math.gcd(self.heads, self.kv_heads, self.intermediate)
+                sizes = [n for n in range(1, common + 1) if common % n == 0]
                 raise ModelError(f"{role} has {count} {what}, not divisible by t={t}. Use tp in {sizes}.")
         if self.layers % p:
             sizes = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
@@ -159,3 +178,19 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors().values())
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """The attention window of all layers, or None. Errors: ModelError when only some layers have one."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    if window is None:
+        return None
+    layers = config["num_hidden_layers"]
+    full = min(layers, config.get("max_window_layers", 0))  # Qwen: the first layers attend to everything
+    if types := config.get("layer_types"):
+        full = sum(kind == "full_attention" for kind in types)
+    if 0 < full < layers:
+        raise ModelError(
+            f"{full} of {layers} layers attend to everything and the others to {window} tokens, which is not supported."
+        )
+    return None if full else window
