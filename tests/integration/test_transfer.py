@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from example_layouts import SPEC, TIED, placed, some_layout, storage_shapes, whole
+from example_layouts import SPEC, TIED, fused, placed, some_layout, storage_shapes, whole
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer import Transfer, execute
+from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.process_groups import ProcessGroups
-from hybridflow.errors import LayoutError, WaitTimeoutError
+from hybridflow.errors import CheckpointError, LayoutError, WaitTimeoutError
 
 RANKS, PAIRS = 4, 60
 CPU = torch.device("cpu")
@@ -134,6 +136,19 @@ def misfit(group: dist.ProcessGroup, rank: int) -> str:
     return ""
 
 
+def save(group: dist.ProcessGroup, rank: int, folder: Path) -> list[str]:
+    """Two stages by two tensor shards write a checkpoint; then a target that nobody can make is asked for."""
+    layout = fused(SPEC, 2, 2, 1)
+    storage = filled(layout, rank, canonical(layout, 11), torch.float32)
+    errors = []
+    for target in (folder / "saved", folder / "file" / "saved"):
+        try:
+            save_checkpoint(target, layout, storage, like=folder / "like", group=group, rank=rank, max_file_bytes=1000)
+        except CheckpointError as error:
+            errors.append(str(error))
+    return errors
+
+
 def member(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=60)
@@ -144,6 +159,7 @@ def member(rank: int, port: int, folder: str) -> None:
         "wrong": random_pairs(groups.everyone(), rank),
         "half": half_group(groups, rank),
         "mixed": mixed_dtypes(groups.everyone(), rank),
+        "save": save(groups.everyone(), rank, Path(folder)),
         "misfit": misfit(groups.everyone(), rank),
         "absent": absent_peer(groups, rank),
     }
@@ -154,8 +170,16 @@ def member(rank: int, port: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("transfer")
+    (folder / "like").mkdir()
+    (folder / "like" / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "file").write_text("")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[dict]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -173,6 +197,18 @@ def test_members_only_groups_run_side_by_side(seen):
 
 def test_mixed_dtypes_share_a_message_and_travel_narrow(seen):
     assert [rank["mixed"] for rank in seen] == [{"equal": True, "narrow": True}] * RANKS
+
+
+def test_a_sharded_model_is_saved_by_all_ranks(seen, folder):
+    layout = whole(SPEC)
+    checkpoint = Checkpoint(folder / "saved")
+    checkpoint.check(SPEC)
+    assert len({entry.file for entry in checkpoint.entries.values()}) > RANKS
+    checkpoint.read_into(layout, 0, storage := empty(layout, 0, torch.float32))
+    assert all(torch.equal(storage[name], tensor) for name, tensor in canonical(layout, 11).items())
+    assert [len(rank["save"]) for rank in seen] == [1] * RANKS
+    assert "rank 0 could not write" in seen[3]["save"][0]
+    assert "Not a directory" in seen[0]["save"][0]
 
 
 def test_a_misfit_on_one_rank_is_an_error_on_all(seen):
