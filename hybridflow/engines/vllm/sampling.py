@@ -30,7 +30,6 @@ def request_parameters(sampling: Sampling, stop_ids: Sequence[int], seeds: Seque
     from vllm import SamplingParams
 
     shared = SamplingParams(
-        temperature=0.0 if sampling.greedy else sampling.temperature,
         top_p=1.0 if sampling.greedy else sampling.top_p,
         top_k=0 if sampling.greedy else sampling.top_k,
         max_tokens=sampling.max_tokens,
@@ -41,6 +40,7 @@ def request_parameters(sampling: Sampling, stop_ids: Sequence[int], seeds: Seque
         stop_token_ids=[] if sampling.ignore_eos else list(stop_ids),
         logprobs=0,
     )
+    shared.temperature = 0.0 if sampling.greedy else sampling.temperature  # vLLM's constructor refuses more than 2
     if sampling.greedy:
         return [shared] * (len(seeds) * sampling.n)
     requests = []
