@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,21 +117,24 @@ def balance(loads: Tensor, parts: int) -> list[Tensor]:
     Deterministic: equal loads keep their row order.
     """
     units, rounds = len(loads), -(-len(loads) // parts)
-    order = torch.full((rounds * parts,), -1)  # -1: no unit; they are fewer than parts, so no part holds two
-    order[:units] = loads.argsort(descending=True, stable=True)
-    tuples = order.view(rounds, parts)
-    sums = torch.where(tuples < 0, 0.0, loads.to(torch.float64)[tuples])
-    heap = [(-float(row[0] - row[-1]), i, row, tuples[i][None]) for i, row in enumerate(sums)]
+    weights = loads.double().numpy()  # numpy: torch would start threads for each of these tiny steps
+    tuples = np.full(rounds * parts, -1)  # -1: no unit; they are fewer than parts, so no part holds two
+    tuples[:units] = np.argsort(-weights, kind="stable")
+    tuples = tuples.reshape(rounds, parts)
+    sums = np.where(tuples < 0, 0.0, weights[tuples] if units else 0.0)
+    heap = [(float(row[-1] - row[0]), i, row, tuples[i][None]) for i, row in enumerate(sums)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, _, heavy, members = heapq.heappop(heap)
         _, i, light, others = heapq.heappop(heap)
-        joined, at = (heavy + light.flip(0)).sort(descending=True, stable=True)
-        members = torch.cat([members, others.flip(1)])[:, at]
-        heapq.heappush(heap, (-float(joined[0] - joined[-1]), i, joined, members))
-    columns = [column[column >= 0].sort().values for column in heap[0][3].T] if heap else []
-    columns += [torch.empty(0, dtype=torch.int64)] * (parts - len(columns))
-    return sorted(columns, key=lambda column: (-len(column), column[:1].tolist()))
+        joined = heavy + light[::-1]
+        at = np.argsort(-joined, kind="stable")
+        joined, members = joined[at], np.concatenate([members, others[:, ::-1]])[:, at]
+        heapq.heappush(heap, (float(joined[-1] - joined[0]), i, joined, members))
+    columns = [np.sort(column[column >= 0]) for column in heap[0][3].T] if heap else []
+    columns += [np.empty(0, dtype=np.int64)] * (parts - len(columns))
+    ordered = sorted(columns, key=lambda column: (-len(column), column[:1].tolist()))
+    return [torch.from_numpy(column) for column in ordered]
 
 
 def order(assignment: Assignment) -> Tensor:
