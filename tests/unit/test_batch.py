@@ -1,42 +1,19 @@
-"""Batch: rows and columns survive every operation; shared memory is never written; empty batches work everywhere."""
+"""Batch: rows and columns survive every operation, and empty batches work everywhere."""
 
 from __future__ import annotations
 
 import pickle
 
-import cloudpickle
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
+from example_batches import batches, make, quick
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, MissingColumnError
 from hybridflow.ragged import Ragged
-
-
-def make(rows: int, seed: int = 0) -> Batch:
-    """Every kind of column, with empty ragged rows among them."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 7, (rows,), generator=generator)
-    total = int(lengths.sum())
-    return Batch(
-        {
-            "row_id": torch.arange(rows),
-            "response_ids": Ragged.from_lengths(torch.randint(0, 99, (total,), generator=generator), lengths),
-            "log_probs": Ragged.from_lengths(torch.rand(total, generator=generator), lengths),
-            "mask": Ragged.from_lengths(torch.rand(total, generator=generator) > 0.5, lengths),
-            "hidden": torch.rand(rows, 3, generator=generator).to(torch.bfloat16),
-            "reward": torch.rand(rows, generator=generator),
-            "answer": [f"<{i}>" if i % 3 else None for i in range(rows)],
-        }
-    )
-
-
-batches = st.builds(make, st.integers(0, 20), st.integers(0, 2**16))
-quick = settings(max_examples=40, deadline=None)
 
 
 def test_columns_of_every_kind():
@@ -252,120 +229,6 @@ def test_reorder_and_filter_check_their_input():
             batch.filter(wrong)
 
 
-@quick
-@given(batches)
-def test_pickle_round_trip(batch):
-    for dumps in (pickle.dumps, cloudpickle.dumps):
-        back = pickle.loads(dumps(batch))
-        assert back.equal(batch)
-        assert back.columns == batch.columns
-    assert pickle.loads(pickle.dumps(batch.split(1, chunks=3)[0])).chunk_rows == batch.split(1, chunks=3)[0].chunk_rows
-    assert len(pickle.loads(pickle.dumps(batch.select()))) == len(batch)
-
-
-def test_pickling_a_slice_sends_only_its_rows():
-    batch = Batch({"x": torch.zeros(1000, 100), "r": Ragged.from_lengths(torch.zeros(10000), [10] * 1000)})
-    assert len(pickle.dumps(batch[:10])) < batch.nbytes / 50
-    grad = Batch({"x": torch.zeros(3, requires_grad=True)})
-    assert not pickle.loads(pickle.dumps(grad))["x"].requires_grad
-
-
-def test_out_of_band_buffers_are_not_copied_and_not_written():
-    batch, buffers = make(50), []
-    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    frozen = [bytes(buffer.raw()) for buffer in buffers]
-    assert len(data) < 6000
-    back = pickle.loads(data, buffers=frozen)
-    assert back.shared
-    assert back.equal(batch)
-    before = [bytes(buffer) for buffer in frozen]
-    for name in back.columns:
-        column = back[name]
-        if isinstance(column, Ragged):
-            column.values.zero_()
-        elif not isinstance(column, list):
-            column.zero_()
-    assert not back.shared
-    assert frozen == before
-
-
-def shared_batch():
-    array = np.arange(8, dtype=np.float32)
-    ids = np.arange(6)
-    batch = Batch.from_shared(
-        {"x": torch.from_numpy(array), "r": Ragged.from_lengths(torch.from_numpy(ids), [1] * 6 + [0, 0]), "o": [0] * 8}
-    )
-    return batch, array, ids
-
-
-def test_writing_into_a_shared_column_changes_only_the_own_copy():
-    batch, array, ids = shared_batch()
-    assert batch.shared
-    assert batch.peek("x").data_ptr() == array.ctypes.data
-    batch["x"].add_(100)
-    batch["r"].values.add_(100)
-    assert array.tolist() == list(range(8))
-    assert ids.tolist() == list(range(6))
-    assert batch["x"][0] == 100  # the private copy is kept
-    assert batch["r"].values[0] == 100
-    assert not batch.shared
-
-
-@pytest.mark.parametrize(
-    "derive",
-    [
-        lambda b: b.select("x"),
-        lambda b: b.without("o"),
-        lambda b: b.rename(r="s"),
-        lambda b: b[2:6],
-        lambda b: b[3],
-        lambda b: b.split(2)[1],
-        lambda b: b.split(2, balance="x")[1],
-        lambda b: Batch({"x": torch.zeros(8), "row_id": torch.arange(8)}) | b,
-        lambda b: b.with_columns(y=torch.zeros(8)),
-        lambda b: Batch.concat([b]),
-        lambda b: Batch.concat([b, b]),
-        lambda b: b.repeat(1),
-        lambda b: b.reorder(range(8)),
-        lambda b: b.filter([True] * 8),
-        lambda b: b.to("cpu"),
-        lambda b: b.split(1, chunks=2)[0].chunks()[0],
-        lambda b: pickle.loads(pickle.dumps(b)),
-    ],
-)
-def test_what_derives_from_a_shared_batch_cannot_write_into_it(derive):
-    batch, array, _ = shared_batch()
-    derived = derive(batch)
-    derived["x"].fill_(-1)
-    for row in derive(batch):
-        row["x"].fill_(-1)
-    assert array.tolist() == list(range(8))
-    assert batch.peek("x").tolist() == list(range(8))
-
-
-def test_read_only_arrays_count_as_shared():
-    array = np.arange(4.0)
-    array.flags.writeable = False
-    batch = Batch({"x": array})
-    assert batch.shared
-    batch["x"].zero_()
-    assert array.tolist() == [0, 1, 2, 3]
-
-
-def test_clone_to_and_nbytes():
-    batch = make(5)
-    copy = batch.clone()
-    assert copy.equal(batch)
-    copy["reward"].zero_()
-    assert not copy.equal(batch)
-    assert not shared_batch()[0].clone().shared
-    meta = batch.to("meta")
-    assert meta["hidden"].device.type == "meta"
-    assert meta["response_ids"].values.device.type == "meta"
-    assert meta["response_ids"].offsets.device.type == "cpu"
-    assert Batch({"x": torch.zeros(4, 2), "o": ["abc"] * 4}).nbytes == 32
-
-
 def test_equal_tells_types_and_values_apart():
     batch = make(3)
     assert batch.equal(make(3).select(*reversed(batch.columns)))
@@ -375,99 +238,6 @@ def test_equal_tells_types_and_values_apart():
     assert not batch.equal(batch.with_columns(reward=batch["log_probs"]))
     assert not batch.equal(batch.with_columns(answer=["x", "y", "z"]))
     assert not batch.equal(batch.with_columns(reward=batch["reward"] + 1))
-
-
-def test_from_dicts_chooses_types_by_value_not_by_chance():
-    records = [
-        {
-            "n": 1,
-            "f": 1,
-            "b": True,
-            "ids": [1, 2],
-            "p": [0.5],
-            "s": "a",
-            "none": 1,
-            "deep": [[1], [2]],
-            "np": np.ones(2),
-        },
-        {"n": 2, "f": 0.5, "b": False, "ids": [3, 4], "p": [1], "s": "b", "none": None, "deep": [], "np": np.ones(1)},
-    ]
-    batch = Batch.from_dicts(records)
-    assert batch["n"].dtype == torch.int64
-    assert batch["f"].dtype == torch.float32
-    assert batch["b"].dtype == torch.bool
-    assert batch["ids"].tolist() == [[1, 2], [3, 4]]  # ragged although all have one length
-    assert batch["p"].dtype == torch.float32
-    assert batch["s"] == ["a", "b"]
-    assert batch["none"] == [1, None]
-    assert batch["deep"] == [[[1], [2]], []]
-    assert batch["np"].lengths.tolist() == [2, 1]
-    assert Batch.from_dicts([{"big": 2**70}])["big"] == [2**70]
-    assert Batch.from_dicts([{"e": []}, {"e": []}])["e"].dtype == torch.int64
-    stacked = Batch.from_dicts([{"t": torch.zeros(2, 2), "z": torch.tensor(3)}] * 2)
-    assert stacked["t"].shape == (2, 2, 2)
-    assert stacked["z"].tolist() == [3, 3]
-    assert len(Batch.from_dicts([])) == 0
-
-
-def test_from_dicts_names_the_record():
-    with pytest.raises(BatchError, match=r"record 1 has no 'prompt', record 0 has. Did you mean 'prompts'"):
-        Batch.from_dicts([{"prompt": "a"}, {"prompts": "b"}])
-    with pytest.raises(BatchError, match="record 1 has 'b', which record 0 lacks"):
-        Batch.from_dicts([{"a": 1}, {"a": 1, "b": 2}])
-
-
-@quick
-@given(batches)
-def test_dicts_and_pandas_round_trip(batch):
-    batch = batch.without("hidden")  # [B, 3] comes back as ragged
-    if not len(batch):
-        assert batch.to_dicts() == []
-        assert batch.to_pandas().shape == (0, 6)
-        return
-    assert (
-        Batch.from_dicts(batch.to_dicts())
-        .select("row_id", "response_ids", "reward")
-        .equal(batch.select("row_id", "response_ids", "reward"))
-    )
-    back = Batch.from_pandas(batch.to_pandas())
-    assert back.select("row_id", "response_ids", "reward", "answer").equal(
-        batch.select("row_id", "response_ids", "reward", "answer")
-    )
-
-
-def test_from_pandas_types():
-    frame = pd.DataFrame({"i": np.arange(2, dtype=np.int32), "f": [0.5, 1.5], "b": [True, False], "s": ["x", "y"]})
-    batch = Batch.from_pandas(frame)
-    assert [batch[name].dtype for name in "ifb"] == [torch.int64, torch.float32, torch.bool]
-    assert batch["s"] == ["x", "y"]
-    assert make(2).to_pandas()["hidden"][0] == make(2)["hidden"][0].tolist()
-
-
-def test_repr_says_rows_types_lengths_and_an_example():
-    batch = Batch({"ids": Ragged.from_rows([[1, 2, 3], [4]]), "r": torch.tensor([0.25, 4]), "s": ["x" * 90, "y\nz"]})
-    lines = repr(batch).splitlines()
-    assert lines[0] == "Batch(2 rows, 3 columns)"
-    assert lines[1].split() == ["ids", "ragged", "int64", "lengths", "1..3", "[1,", "2,", "3]"]
-    assert lines[2].split() == ["r", "float32", "[rows]", "0.25..4", "0.25"]
-    assert lines[3].endswith("x...")
-    assert len(repr(batch[:0]).splitlines()) == 4
-
-
-def test_html_escapes_and_shows_first_rows():
-    page = Batch({"<b>": ["<script>alert(1)</script>"] * 30, "x": torch.rand(30, 9)})._repr_html_()
-    assert "<script>" not in page
-    assert "&lt;script&gt;" in page
-    assert "&lt;b&gt;" in page
-    assert "24 more rows" in page
-
-
-def test_shown_columns_are_not_changed_or_copied():
-    batch, _, _ = shared_batch()
-    assert "x" in repr(batch)
-    assert "x" in batch._repr_html_()
-    assert batch.nbytes > 0
-    assert batch.shared
 
 
 def test_empty_batch_in_every_method():
