@@ -1,1 +1,92 @@
-"""hybridflow: reinforcement learning of language models as one driver script."""
+"""hybridflow: reinforcement learning of language models as one driver script (HybridFlow, EuroSys '25).
+
+Names are loaded when they are first used, so importing the package takes neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow import errors as errors
+    from hybridflow.algorithms.kl import AdaptiveKL as AdaptiveKL
+    from hybridflow.algorithms.kl import FixedKL as FixedKL
+    from hybridflow.batch import Batch as Batch
+    from hybridflow.cluster.batch_ref import BatchRef as BatchRef
+    from hybridflow.cluster.future import Future as Future
+    from hybridflow.cluster.group import WorkerGroup as WorkerGroup
+    from hybridflow.cluster.pool import ResourcePool as ResourcePool
+    from hybridflow.config import SGD as SGD
+    from hybridflow.config import VLLM as VLLM
+    from hybridflow.config import Adam as Adam
+    from hybridflow.config import Megatron as Megatron
+    from hybridflow.config import Sampling as Sampling
+    from hybridflow.driver import compute_advantage as compute_advantage
+    from hybridflow.driver import init as init
+    from hybridflow.driver import shutdown as shutdown
+    from hybridflow.loader import PromptLoader as PromptLoader
+    from hybridflow.model_spec import ModelSpec as ModelSpec
+    from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
+    from hybridflow.protocols import DP_PROTO as DP_PROTO
+    from hybridflow.protocols import ONE_TO_ALL as ONE_TO_ALL
+    from hybridflow.protocols import ONE_TO_ONE as ONE_TO_ONE
+    from hybridflow.protocols import SKIP as SKIP
+    from hybridflow.protocols import THREE_D_ALL_MICRO_DP as THREE_D_ALL_MICRO_DP
+    from hybridflow.protocols import THREE_D_PP_AS_DP as THREE_D_PP_AS_DP
+    from hybridflow.protocols import THREE_D_PP_ONLY as THREE_D_PP_ONLY
+    from hybridflow.protocols import THREE_D_PROTO as THREE_D_PROTO
+    from hybridflow.protocols import Protocol as Protocol
+    from hybridflow.protocols import join as join
+    from hybridflow.protocols import register as register
+    from hybridflow.ragged import Ragged as Ragged
+    from hybridflow.topology import RankGrid as RankGrid
+    from hybridflow.tracker import Tracker as Tracker
+    from hybridflow.workers.actor import ActorWorker as ActorWorker
+    from hybridflow.workers.critic import CriticWorker as CriticWorker
+    from hybridflow.workers.reference import ReferenceWorker as ReferenceWorker
+    from hybridflow.workers.reward import RewardWorker as RewardWorker
+    from hybridflow.workers.worker import Worker as Worker
+    from hybridflow.workers.worker import place as place
+
+_WHERE = {
+    "algorithms.kl": ("AdaptiveKL", "FixedKL"),
+    "batch": ("Batch",),
+    "cluster.batch_ref": ("BatchRef",),
+    "cluster.future": ("Future",),
+    "cluster.group": ("WorkerGroup",),
+    "cluster.pool": ("ResourcePool",),
+    "config": ("Adam", "Megatron", "SGD", "Sampling", "VLLM"),
+    "driver": ("compute_advantage", "init", "shutdown"),
+    "loader": ("PromptLoader",),
+    "model_spec": ("ModelSpec",),
+    "protocols": (
+        *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "SKIP", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
+        *("THREE_D_PP_ONLY", "THREE_D_PROTO", "Protocol", "join", "register"),
+    ),
+    "ragged": ("Ragged",),
+    "topology": ("RankGrid",),
+    "tracker": ("Tracker",),
+    "workers.actor": ("ActorWorker",),
+    "workers.critic": ("CriticWorker",),
+    "workers.reference": ("ReferenceWorker",),
+    "workers.reward": ("RewardWorker",),
+    "workers.worker": ("Worker", "place"),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+__all__ = ["errors", *_MODULE_OF]  # noqa: PLE0604
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("hybridflow.errors")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hybridflow.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

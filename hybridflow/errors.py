@@ -87,6 +87,20 @@ class WorkerError(HybridFlowError, RuntimeError):
         self.role, self.rank, self.method, self.rows = role, rank, method, rows
         self.cause, self.remote_traceback = cause, remote_traceback
 
+    def as_cause(self) -> WorkerError:
+        """This error, also as an instance of its cause's class when that is one of hybridflow's.
+
+        `except PromptError` then catches it, wherever in the cluster it was raised.
+        """
+        kind = type(self.cause)
+        if not isinstance(self.cause, HybridFlowError) or isinstance(self.cause, WorkerError):
+            return self
+        both = type(kind.__name__, (WorkerError, kind), {"__module__": kind.__module__, "__reduce__": _reduce_both})
+        error = both.__new__(both, self.args[0])
+        error.args = self.args
+        error.__dict__.update(self.__dict__)
+        return error
+
     def __reduce__(self):
         return _rebuild_worker_error, (self.args[0], self.__dict__)
 
@@ -99,6 +113,14 @@ def _rebuild_worker_error(message: str, state: dict) -> WorkerError:
     error = WorkerError(message)
     error.__dict__.update(state)
     return error
+
+
+def _reduce_both(error: WorkerError):
+    return _rebuild_as_cause, (error.args[0], error.__dict__)
+
+
+def _rebuild_as_cause(message: str, state: dict) -> WorkerError:
+    return _rebuild_worker_error(message, state).as_cause()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from hybridflow.batch import Batch
 from hybridflow.cluster.columns import ColumnRef, Concat, Node, Order, Origin, Part, Picked, Restored, View, sliced
 from hybridflow.cluster.store import Column, Reader, write
-from hybridflow.errors import BatchError, MissingColumnError, nearest
+from hybridflow.errors import BatchError, MissingColumnError, WorkerError, nearest
 from hybridflow.rows import RowPlan
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ class BatchRef:
     @classmethod
     def from_batch(cls, batch: Batch, session: Session | None = None) -> BatchRef:
         """Store a batch that this process made."""
-        part = Part(ray.put(write(batch)), batch.rows, Origin("driver", 0, "from_batch"))
+        part = Part(write(batch), batch.rows, Origin("driver", 0, "from_batch"))
         return cls(batch.rows, {name: ColumnRef(name, part) for name in batch.columns}, session)
 
     @property
@@ -200,7 +198,10 @@ class BatchRef:
         """
         names = self.columns if columns is None else (columns,) if isinstance(columns, str) else tuple(columns)
         reader = Reader(self._timeout if timeout is None else timeout)
-        return reader.read(self.select(*names).column_refs)
+        try:
+            return reader.read(self.select(*names).column_refs)
+        except WorkerError as error:
+            raise error.as_cause() from None
 
     def metrics(self) -> Future:
         """Figures of rewards, lengths, KL, drift and advantages, computed on the helper process; a future."""

@@ -29,7 +29,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The stored output of one rank: `ref` refers to its manifest. `rows` is None until its call has finished."""
+    """The stored output of one rank: `ref` refers to its manifest, or is the manifest where the driver made it.
+
+    `rows` is None until its call has finished.
+    """
 
     ref: Any
     rows: int | None

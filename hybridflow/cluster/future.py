@@ -36,7 +36,7 @@ class Future:
         failures = [value for value in values if isinstance(value, Failure)]
         if failures:
             # the rank that failed itself says more than those that only heard of it
-            raise next((f for f in failures if not f.upstream), failures[0]).error
+            raise next((f for f in failures if not f.upstream), failures[0]).error.as_cause()
         if self.merge is None:
             return values[0]
         if self.merge == "join" and all(isinstance(value, Mapping) for value in values):

@@ -88,7 +88,7 @@ class WorkerGroup:
             raise
         if failures:
             self.close()
-            raise failures[0].error
+            raise failures[0].error.as_cause()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

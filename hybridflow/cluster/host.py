@@ -171,8 +171,16 @@ class Host:
         if not isinstance(result, Failure):
             ready = time.time()
             result = self._run(member, call, *result)
-        self._events.append(Event(call.seq, member.spec.role, call.method, member.rank, start, ready, time.time()))
+        self._record(member, call, start, ready)
         return result, result if isinstance(result, Failure) else None
+
+    def _record(self, member: _Member, call: Call, start: float, ready: float) -> None:
+        role, rank = member.spec.role, member.rank
+        if (context := getattr(member.worker, "context", None)) is not None:
+            for stage, a, b in context.stages:
+                self._events.append(Event(call.seq, role, f"{call.method}/{stage}", rank, a, a, b))
+            context.stages.clear()
+        self._events.append(Event(call.seq, role, call.method, rank, start, ready, time.time()))
 
     def _inputs(self, member: _Member, call: Call) -> tuple[tuple, dict] | Failure:
         """Read the inputs; agree with the other ranks that all have them, or return the error that one of them met."""

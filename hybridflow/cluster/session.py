@@ -138,7 +138,7 @@ class Session:
             parts = [waiting.pop(ref) for ref in ready]
             failures = [f for f in fetch([p.ref for p in parts], parts, 60.0) if f is not None]
             if failures:
-                raise next((f for f in failures if not f.upstream), failures[0]).error
+                raise next((f for f in failures if not f.upstream), failures[0]).error.as_cause()
             if waiting and not deadline.left:
                 late = {f"{p.origin.role}.{p.origin.method}" for p in waiting.values()}
                 raise WaitTimeoutError(f"{', '.join(sorted(late))} did not finish in {self.deadlines.peers:g} s.")

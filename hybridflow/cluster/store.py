@@ -24,6 +24,7 @@ from hybridflow.ragged import Ragged
 
 Column = Tensor | Ragged | list
 _INLINE_BYTES = 2048
+_BUNDLE_BYTES = 65536
 _ODD_DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
@@ -33,6 +34,13 @@ class Manifest:
 
     rows: int
     columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A column that shares its stored object with other small ones."""
+
+    reference: ray.ObjectRef
 
 
 @dataclass(slots=True)
@@ -89,14 +97,24 @@ class _Borrowed:
 
 
 def write(batch: Batch) -> Manifest:
-    """Store a batch column by column; the references travel in the manifest."""
+    """Store a batch column by column; the references travel in the manifest.
+
+    Columns too small to be worth an object of their own share one, and tiny ones are part of the manifest.
+    """
     columns: dict[str, Any] = {}
+    bundle: dict[str, tuple] = {}
     for name in batch.columns:
         encoded = encode(batch.peek(name))
         size = sum(item.nbytes for item in encoded if isinstance(item, np.ndarray))
-        tiny = encoded[0] != "objects" and size <= _INLINE_BYTES
-        # an array that is a view would be stored with the whole buffer behind it
-        columns[name] = _own(encoded) if tiny else ray.put(encoded)
+        if encoded[0] == "objects" or size > _BUNDLE_BYTES:
+            columns[name] = ray.put(encoded)
+        elif size > _INLINE_BYTES:
+            bundle[name] = encoded
+        else:  # an array that is a view would be stored with the whole buffer behind it
+            columns[name] = _own(encoded)
+    if bundle:
+        reference = ray.put(bundle)
+        columns |= {name: Bundled(reference) for name in bundle}
     return Manifest(batch.rows, columns)
 
 
@@ -128,7 +146,9 @@ class Reader:
         return [manifest.rows for manifest in self._manifests(parts)]
 
     def _manifests(self, parts: Sequence[Part]) -> list[Manifest]:
-        values = fetch([part.ref for part in parts], parts, self.timeout)
+        pending = [part for part in parts if not isinstance(part.ref, Manifest)]
+        got = iter(fetch([part.ref for part in pending], pending, self.timeout))
+        values = [part.ref if isinstance(part.ref, Manifest) else next(got) for part in parts]
         for part, value in zip(parts, values, strict=True):
             if isinstance(value, Failure):
                 raise value.error
@@ -151,10 +171,12 @@ class Reader:
                         f"{ref.stored!r} and returned {sorted(manifest.columns)}."
                     )
                 wanted[id(part), ref.stored] = (manifest.columns[ref.stored], part)
-        remote = {key: entry for key, entry in wanted.items() if isinstance(entry[0], ray.ObjectRef)}
-        values = fetch([ref for ref, _ in remote.values()], [part for _, part in remote.values()], self.timeout)
-        encoded = {key: entry for key, (entry, _) in wanted.items()} | dict(zip(remote, values, strict=True))
-        return {key: decode(value) for key, value in encoded.items()}
+        remote: dict[ray.ObjectRef, Part] = {}
+        for entry, part in wanted.values():
+            if not isinstance(entry, tuple):
+                remote[_reference(entry)] = part
+        objects = dict(zip(remote, fetch(list(remote), list(remote.values()), self.timeout), strict=True))
+        return {key: decode(_encoded(entry, key[1], objects)) for key, (entry, _) in wanted.items()}
 
     def _assign(self, order: Order) -> list[Index]:
         """Rows of every part of an order, computed once per order from the columns that it names."""
@@ -175,6 +197,16 @@ class Reader:
     @property
     def assign(self) -> Assign:
         return self._assign
+
+
+def _reference(entry: Any) -> ray.ObjectRef:
+    return entry.reference if isinstance(entry, Bundled) else entry
+
+
+def _encoded(entry: Any, name: str, objects: Mapping[ray.ObjectRef, Any]) -> tuple:
+    if isinstance(entry, tuple):
+        return entry
+    return objects[entry.reference][name] if isinstance(entry, Bundled) else objects[entry]
 
 
 def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float) -> list[Any]:

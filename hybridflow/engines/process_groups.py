@@ -8,7 +8,9 @@ of a pool, and several models in the same processes, never have to agree with an
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -79,6 +81,16 @@ class RankContext:
     grid: RankGrid
     device: torch.device
     groups: ProcessGroups
+    stages: list[tuple[str, float, float]] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record when a named part of a call ran, for the timeline."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.stages.append((name, start, time.time()))
 
     @property
     def coords(self) -> Coords:

@@ -34,7 +34,7 @@ class Worker:
         return RankGrid(d=devices)
 
     @classmethod
-    def check(cls, grid: RankGrid, settings: Mapping[str, Any]) -> None:
+    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         """Check settings on the driver, before any process builds anything."""
 
 
@@ -61,7 +61,7 @@ def place(
             f"the pool has {pool.size}."
         )
     if issubclass(worker_class, Worker):
-        worker_class.check(grid, settings)
+        worker_class.check(grid, settings, "cuda" if pool.session.has_cuda else "cpu")
     session = pool.session
     role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
     if role in session.groups:

@@ -1,0 +1,1 @@
+"""Benchmark programs: each prints one JSON line; figures are compared within one run only."""

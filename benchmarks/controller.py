@@ -1,0 +1,145 @@
+"""What a hop from group A to group B costs the controller, by reference and through the driver.
+
+A has n data parallel ranks, B on the same devices (t, d) = (2, n/2). One hop: A writes a batch of the given size, B
+reads all of it, the driver waits for B. Prints one JSON line; milliseconds, mebibytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hybridflow as hf
+
+MIB = 1 << 20
+
+
+class Sender:
+    """Writes batches that it made before."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, hf.Batch] = {}
+
+    @hf.register(hf.ONE_TO_ALL)
+    def nothing(self) -> None:
+        """An empty call."""
+
+    @hf.register(hf.DP_PROTO, reads=("row",), writes=tuple(f"c{i}" for i in range(10)))
+    def send(self, batch: hf.Batch, megabytes: float) -> hf.Batch:
+        """Ten float32 columns, `megabytes` over all rows of all ranks."""
+        key = (batch.rows, megabytes)
+        if key not in self.made:
+            width = max(1, int(megabytes * MIB / 10 / 4 / batch.rows / self.context.grid.size))
+            self.made[key] = hf.Batch({f"c{i}": torch.full((batch.rows, width), float(i)) for i in range(10)})
+        return self.made[key]
+
+
+class Receiver:
+    """Reads what it is sent."""
+
+    @hf.register(hf.THREE_D_PROTO, reads=tuple(f"c{i}" for i in range(10)))
+    def receive(self, batch: hf.Batch) -> int:
+        return sum(batch.peek(name).nbytes + int(batch.peek(name)[-1, -1] < 0) for name in batch.columns)
+
+    @hf.register(hf.THREE_D_PROTO, reads=("c3",))
+    def receive_one(self, batch: hf.Batch) -> int:
+        return batch.peek("c3").nbytes
+
+    @hf.register(hf.THREE_D_PROTO, reads=("c3",))
+    def write_in_place(self, batch: hf.Batch) -> float:
+        return float(batch["c3"].add_(1).max())
+
+
+def rss() -> float:
+    """Memory of this process that is its own, MiB."""
+    with open("/proc/self/status") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["RssAnon"].split()[0]) / 1024
+
+
+def measure(hop: Callable[[], Any], repeats: int) -> dict[str, float]:
+    hop(), hop()
+    gc.collect()
+    before, times = rss(), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        hop()
+        times.append(1000 * (time.perf_counter() - start))
+    gc.collect()
+    return {
+        "median_ms": round(statistics.median(times), 3),
+        "min_ms": round(min(times), 3),
+        "driver_growth_mib": round(rss() - before, 2),
+    }
+
+
+def measure_ranks(ranks: int, sizes: list[float], repeats: int) -> dict[str, Any]:
+    with hf.ResourcePool([ranks]) as pool:
+        a = hf.place(Sender, pool, name="a")
+        b = hf.place(Receiver, pool, name="b", grid=hf.RankGrid(t=2, d=ranks // 2))
+        rows = hf.BatchRef.from_batch(hf.Batch({"row": torch.arange(8 * ranks)}), pool.session)
+
+        def by_reference(size: float) -> None:
+            b.receive(a.send(rows, size)).get()
+
+        def through_driver(size: float) -> None:
+            b.receive(hf.Batch(dict(zip(COLUMNS, map(a.send(rows, size).get().peek, COLUMNS), strict=True)))).get()
+
+        out: dict[str, Any] = {"empty": measure(lambda: a.nothing().get(), 10 * repeats)}
+        for size in sizes:
+            n = repeats if size < 50 else max(5, repeats // 4)
+            entry = {
+                "reference": measure(lambda size=size: by_reference(size), n),
+                "driver": measure(lambda size=size: through_driver(size), max(5, n // 2)),
+            }
+            entry["speedup"] = round(entry["driver"]["median_ms"] / entry["reference"]["median_ms"], 2)
+            out[f"{size:g}MB"] = entry
+        sent = a.send(rows, sizes[-1])
+        out["bytes_read_fraction_one_of_ten"] = b.receive_one(sent).get()[0] / b.receive(sent).get()[0]
+        out["changed_by_a_reader"] = b.write_in_place(sent).get() and float(sent.get("c3")["c3"].max()) != 3.0
+        return out
+
+
+def many_calls(ranks: int, calls: int) -> float:
+    """Growth of the driver (MiB) over `calls` calls whose ten columns have 20 to 200 kB."""
+    with hf.ResourcePool([ranks]) as pool:
+        a = hf.place(Sender, pool, name="a")
+        b = hf.place(Receiver, pool, name="b", grid=hf.RankGrid(t=2, d=ranks // 2))
+        rows = hf.BatchRef.from_batch(hf.Batch({"row": torch.arange(8 * ranks)}), pool.session)
+        for size in (0.2, 2.0):
+            b.receive(a.send(rows, size)).get()
+        gc.collect()
+        before = rss()
+        for i in range(calls):
+            b.receive(a.send(rows, 0.2 + 1.8 * (i % 10) / 9)).get()
+        gc.collect()
+        return round(rss() - before, 2)
+
+
+COLUMNS = tuple(f"c{i}" for i in range(10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 10, 100])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=1000)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"benchmark": "controller"}
+    for ranks in args.ranks:
+        result[f"{ranks}_ranks"] = measure_ranks(ranks, args.megabytes, args.repeats)
+    result[f"driver_growth_mib_{args.calls}_calls"] = many_calls(args.ranks[0], args.calls)
+    hf.shutdown()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

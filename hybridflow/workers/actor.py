@@ -1,0 +1,196 @@
+"""ActorWorker: the policy that generates and trains (paper, table 4)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.algorithms.loss import policy_loss
+from hybridflow.batch import Batch
+from hybridflow.config import VLLM, Megatron, Optimizer, Sampling, TrainStrategy
+from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.engine3d.hybrid_engine import HybridEngine
+from hybridflow.engines.contract import Completion
+from hybridflow.engines.vllm.engine import VLLMEngine
+from hybridflow.engines.vllm.requirements import check as check_vllm
+from hybridflow.errors import ConfigError, PlacementError, PromptError
+from hybridflow.protocols import THREE_D_ALL_MICRO_DP, THREE_D_PROTO, register
+from hybridflow.protocols.operation import Settings
+from hybridflow.ragged import Ragged
+from hybridflow.topology import RankGrid
+from hybridflow.workers.model_worker import ModelWorker, batch_temperature, check_positive, find_checkpoint
+
+_UPDATE = ("minibatches", "epochs", "loss", "batch")
+_GENERATED = ("prompt_ids", "response_ids", "log_probs", "response_mask", "num_tokens", "finished", "temperature")
+
+
+def _sampling(settings: Settings, call: Settings) -> Sampling:
+    if settings["generate"] is None:
+        raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
+    return settings["generate"].sampling(**{name: value for name, value in call.items() if name != "batch"})
+
+
+def _generate_writes(settings: Settings, call: Settings) -> tuple[str, ...]:
+    return (*_GENERATED, "response") if has_tokenizer(find_checkpoint(settings["model"])) else _GENERATED
+
+
+def _loss(call: Settings) -> Any:
+    return policy_loss(call["loss"], **{name: value for name, value in call.items() if name not in _UPDATE})
+
+
+def _update_reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
+    reads = _loss(call).reads
+    return None if reads is None else ("prompt_ids", "response_ids", *reads, "temperature?")
+
+
+def _check_update(settings: Settings, call: Settings) -> None:
+    if settings["optim"] is None:
+        raise ConfigError("this actor has no optimizer: give ActorWorker.on(..., optim=hf.Adam(lr=...)).")
+    check_positive(call, "minibatches", "epochs")
+    _loss(call)
+
+
+class ActorWorker(ModelWorker):
+    """One rank of a policy: a training engine, and a generation engine in the same process that shares its weights."""
+
+    role = "actor"
+
+    @classmethod
+    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
+        train, generate = super().grid(devices, settings), settings["generate"]
+        if generate is None:
+            return train
+        if not isinstance(generate, VLLM):
+            raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
+        if train.t % generate.tp or train.p % generate.pp:
+            raise PlacementError(
+                f"VLLM(tp={generate.tp}, pp={generate.pp}) must divide the training sizes t={train.t}, p={train.p}: "
+                f"generation groups are parts of training groups."
+            )
+        return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
+
+    @classmethod
+    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
+        super().check(grid, settings, device_type)
+        if settings["generate"] is not None:
+            check_vllm(cls.model_spec(settings), settings["generate"], device_type)
+
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str],
+        train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
+        optim: Optimizer | None = None,
+        generate: VLLM | None = None,
+    ) -> None:
+        self._build(model, train, optim)
+        self.tokenizer = load_tokenizer(self.checkpoint) if has_tokenizer(self.checkpoint) else None
+        self.generate = generate
+        self.generator: VLLMEngine | None = None
+        if generate is not None:
+            context = self.context
+            self.generator = VLLMEngine(context, generate, context.grid.generation(), self.spec, self.checkpoint)
+            group = context.groups.everyone() if context.grid.size > 1 else None
+            self.hybrid = HybridEngine(self.engine, self.generator, group, context.rank)
+
+    @register(
+        THREE_D_ALL_MICRO_DP,
+        reads=("prompt_ids|prompt", "row_id?"),
+        writes=_generate_writes,
+        repeat=lambda settings, call: _sampling(settings, call).n,
+        carries=True,
+        check=lambda settings, call: _sampling(settings, call) and None,
+    )
+    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
+        """`n` responses per prompt; the input's columns come back with them, each row n times.
+
+        Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
+        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `response_mask`
+        ragged [B, R] bool, `num_tokens` [B] int64 (prompt + response), `finished` [B] bool (ended by itself),
+        `temperature` [B] float32 (what training must divide logits by) and, with a tokenizer, `response` (text).
+        `sampling` changes the `Sampling` of the `VLLM` strategy for this call, e.g. `greedy=True`.
+
+        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
+        """
+        assert self.generate is not None and self.generator is not None
+        chosen = self.generate.sampling(**sampling)
+        with self.context.stage("transition"):
+            self.hybrid.to_generation()
+        prompts = self._prompt_ids(batch)
+        seeds = None
+        if chosen.seed is not None and "row_id" in batch:
+            seeds = [chosen.seed * 1_000_003 + row for row in batch.peek("row_id").tolist()]
+        with self.context.stage("generation"):
+            drawn = self.generator.generate(prompts, chosen, seeds)
+        return self._responses(prompts, drawn, chosen)
+
+    def _prompt_ids(self, batch: Batch) -> list[list[int]]:
+        if "prompt_ids" in batch:
+            return batch.peek("prompt_ids").tolist()
+        if self.tokenizer is None:
+            raise PromptError(f"prompts are text and {self.checkpoint} has no tokenizer: give prompt_ids.")
+        return self.tokenizer.encode(batch["prompt"])
+
+    def _responses(self, prompts: list[list[int]], drawn: Sequence[list[Completion]], sampling: Sampling) -> Batch:
+        rows = [(prompt, one) for prompt, several in zip(prompts, drawn, strict=True) for one in several]
+        response_ids = Ragged.from_rows([one.token_ids for _, one in rows], torch.int64)
+        columns: dict[str, Any] = {
+            "prompt_ids": Ragged.from_rows([prompt for prompt, _ in rows], torch.int64),
+            "response_ids": response_ids,
+            "log_probs": Ragged.from_rows([one.log_probs for _, one in rows], torch.float32),
+            "response_mask": response_ids.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+            "num_tokens": torch.tensor([len(prompt) + len(one.token_ids) for prompt, one in rows], dtype=torch.int64),
+            "finished": torch.tensor([one.finished for _, one in rows], dtype=torch.bool),
+            "temperature": torch.full((len(rows),), 1.0 if sampling.greedy else sampling.temperature),
+        }
+        if self.tokenizer is not None:
+            columns["response"] = self.tokenizer.decode([one.token_ids for _, one in rows])
+        return Batch(columns)
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "temperature?"),
+        writes=("old_log_probs",),
+        balance="num_tokens",
+    )
+    def compute_log_prob(self, batch: Batch) -> Batch | None:
+        """`old_log_probs` ragged [B, R] float32: the responses under the training weights, in training precision."""
+        out = self.engine.forward(batch, ("log_probs",), batch_temperature(batch))
+        return None if out is None else Batch({"old_log_probs": out["log_probs"]})
+
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
+    def compute_loss(self, batch: Batch) -> dict[str, float]:
+        """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
+        out = self.engine.forward(batch, ("log_probs",))
+        if out is None:
+            return {}
+        log_probs = out["log_probs"].values.double()
+        mask = batch.peek("response_mask").values if "response_mask" in batch else torch.ones_like(log_probs).bool()
+        sums = torch.stack([-log_probs[mask].sum(), mask.sum().double()]).to(self.context.device)
+        peers = self.context.grid.group(self.context.rank, "d")
+        dist.all_reduce(sums, group=self.context.groups.new("loss", peers))
+        loss = float(sums[0] / sums[1].clamp(min=1))
+        return {"actor/pretrain_loss": loss}
+
+    @register(THREE_D_PROTO, reads=_update_reads, chunks="minibatches", balance="num_tokens", check=_check_update)
+    def update_actor(
+        self, batch: Batch, loss: Any = "ppo", minibatches: int = 1, epochs: int = 1, **options: Any
+    ) -> dict[str, float]:
+        """Steps on a policy loss over `epochs` x `minibatches`; `options` are those of the loss (e.g. `clip`).
+
+        A mini-batch is the same range of the batch's rows whatever the data parallel size is.
+        """
+        found = policy_loss(loss, **options)
+        metrics = self._update(batch, found, found.outputs, epochs, batch_temperature(batch))
+        if self.generator is not None:
+            self.hybrid.trained()
+        return metrics
+
+    def close(self) -> None:
+        if getattr(self, "generator", None) is not None:
+            self.generator.close()
+        super().close()

@@ -1,0 +1,62 @@
+"""CriticWorker: values of response tokens (paper, table 4)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hybridflow.algorithms.loss import value_loss
+from hybridflow.batch import Batch
+from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.errors import ConfigError
+from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.protocols.operation import Settings
+from hybridflow.workers.model_worker import ModelWorker, check_positive
+
+_UPDATE = ("minibatches", "epochs", "loss")
+
+
+def _loss(call: Settings) -> Any:
+    return value_loss(call["loss"], **{name: value for name, value in call.items() if name not in (*_UPDATE, "batch")})
+
+
+def _update_reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
+    reads = _loss(call).reads
+    return None if reads is None else ("prompt_ids", "response_ids", *reads)
+
+
+def _check_update(settings: Settings, call: Settings) -> None:
+    if settings["optim"] is None:
+        raise ConfigError("this critic has no optimizer: give CriticWorker.on(..., optim=hf.Adam(lr=...)).")
+    check_positive(call, "minibatches", "epochs")
+    _loss(call)
+
+
+class CriticWorker(ModelWorker):
+    """One rank of a value model: the decoder of a checkpoint with a value head (zeros where it has none)."""
+
+    role = "critic"
+    head = "value"
+
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str],
+        train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
+        optim: Optimizer | None = None,
+    ) -> None:
+        self._build(model, train, optim)
+
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), balance="num_tokens")
+    def compute_values(self, batch: Batch) -> Batch | None:
+        """`values` ragged [B, R] float32: the value before each response token is drawn."""
+        out = self.engine.forward(batch, ("values",))
+        return None if out is None else Batch({"values": out["values"]})
+
+    @register(THREE_D_PROTO, reads=_update_reads, chunks="minibatches", balance="num_tokens", check=_check_update)
+    def update_critic(
+        self, batch: Batch, minibatches: int = 1, epochs: int = 1, loss: Any = "value", **options: Any
+    ) -> dict[str, float]:
+        """Steps on the value loss over `epochs` x `minibatches`; `options` are those of the loss (e.g. `clip`)."""
+        found = value_loss(loss, **options)
+        return self._update(batch, found, found.outputs, epochs)

@@ -1,0 +1,141 @@
+"""What actor, critic, reference and reward model share: a checkpoint, a strategy, checks on the driver (paper, section 4.1)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from hybridflow.batch import Batch
+from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.checkpoint_writer import save_checkpoint
+from hybridflow.engines.contract import LossFunction, Output, TrainEngine
+from hybridflow.engines.megatron.engine import MegatronEngine
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.model_spec import Head, ModelSpec
+from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.protocols.operation import Settings
+from hybridflow.topology import RankGrid
+from hybridflow.workers.worker import Worker
+
+
+def find_checkpoint(model: str | os.PathLike[str]) -> Path:
+    """A directory as it is, or the local snapshot of a hub name (downloaded once). Errors: CheckpointError."""
+    path = Path(model)
+    if path.is_dir():
+        return path.resolve()
+    name = str(model)
+    if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise CheckpointError(f"the checkpoint directory {name} does not exist.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name} is neither a directory nor a model that the hub gives here: {type(error).__name__}."
+        ) from None
+
+
+def build_engine(
+    context: Any, strategy: TrainStrategy, spec: ModelSpec, checkpoint: Path, optimizer: Optimizer | None
+) -> TrainEngine:
+    """The engine that the type of `strategy` asks for. Errors: ConfigError for a strategy without a backend."""
+    if isinstance(strategy, Megatron):
+        return MegatronEngine(context, strategy, spec, checkpoint, optimizer)
+    raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
+
+
+def batch_temperature(batch: Batch) -> float:
+    """The sampling temperature that `generate_sequences` wrote; 1 without the column."""
+    if "temperature" not in batch or not len(batch):
+        return 1.0
+    return float(batch.peek("temperature")[0])
+
+
+class ModelWorker(Worker):
+    """One rank of a model with 3D parallelism behind the `TrainEngine` contract."""
+
+    head: ClassVar[Head] = "lm"
+
+    @classmethod
+    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
+        strategy = settings["train"]
+        if not isinstance(strategy, TrainStrategy):
+            raise ConfigError(f"{cls.__name__}(train={strategy!r}): give a strategy such as hf.Megatron(tp=2).")
+        return strategy.grid(devices)
+
+    @classmethod
+    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
+        """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
+        spec = cls.model_spec(settings)
+        spec.check_parallel(grid.p, grid.t, cls.role)
+        Checkpoint(find_checkpoint(settings["model"])).check(spec)
+        optimizer = settings.get("optim")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
+
+    @classmethod
+    def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
+        return ModelSpec.from_checkpoint(find_checkpoint(settings["model"]), cls.head)
+
+    def _build(self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None) -> None:
+        self.checkpoint = find_checkpoint(model)
+        self.spec = ModelSpec.from_checkpoint(self.checkpoint, self.head)
+        self.engine = build_engine(self.context, train, self.spec, self.checkpoint, optim)
+
+    def _update(
+        self, batch: Batch, loss: LossFunction, outputs: tuple[str, ...], epochs: int, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Epochs over the mini-batches of `batch`, one optimizer step each; figures averaged over the steps."""
+        total: dict[str, float] = {}
+        steps = 0
+        wanted: tuple[Output, ...] = outputs  # type: ignore[assignment]
+        for _ in range(epochs):
+            for minibatch in batch.chunks():
+                metrics = self.engine.forward_backward(minibatch, loss, wanted, temperature)
+                step = {f"{self.role}/{name}": value for name, value in self.engine.step().items()}
+                for name, value in (metrics | step).items():
+                    total[name] = total.get(name, 0.0) + value
+                steps += 1
+        return {name: value / steps for name, value in total.items()}
+
+    @register(ONE_TO_ALL, blocking=True, check=lambda settings, call: _absolute(call))
+    def save(self, path: str) -> str:
+        """Write a Hugging Face directory (safetensors, config, tokenizer) that all ranks can reach; waits for it."""
+        group = self.context.groups.everyone()
+        save_checkpoint(
+            path, self.engine.layout(), self.engine.storage(), like=self.checkpoint, group=group, rank=self.context.rank
+        )
+        return path
+
+    @register(ONE_TO_ALL, blocking=True)
+    def memory(self) -> dict[str, float]:
+        """GiB of device memory (CUDA) in use and at its peak on each rank."""
+        if self.context.device.type != "cuda":
+            return {}
+        gib = float(1 << 30)
+        return {
+            "memory/allocated": torch.cuda.memory_allocated() / gib,
+            "memory/peak": torch.cuda.max_memory_allocated() / gib,
+        }
+
+    def close(self) -> None:
+        if (close := getattr(getattr(self, "engine", None), "close", None)) is not None:
+            close()
+
+
+def _absolute(call: Any) -> None:
+    call["path"] = os.path.abspath(call["path"])
+
+
+def check_positive(call: Settings, *names: str) -> None:
+    """Errors: ConfigError when one of the settings is no whole number of at least 1."""
+    for name in names:
+        if type(call[name]) is not int or call[name] < 1:
+            raise ConfigError(f"{name}={call[name]!r} must be a whole number of at least 1.")

@@ -1,0 +1,35 @@
+"""ReferenceWorker: log-probabilities of a frozen policy (paper, table 4)."""
+
+from __future__ import annotations
+
+import os
+
+from hybridflow.batch import Batch
+from hybridflow.config import Megatron, TrainStrategy
+from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.workers.model_worker import ModelWorker, batch_temperature
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of a frozen language model."""
+
+    role = "reference"
+
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str],
+        train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
+    ) -> None:
+        self._build(model, train, None)
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "temperature?"),
+        writes=("ref_log_probs",),
+        balance="num_tokens",
+    )
+    def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
+        """`ref_log_probs` ragged [B, R] float32, logits divided by the temperature that the actor sampled with."""
+        out = self.engine.forward(batch, ("log_probs",), batch_temperature(batch))
+        return None if out is None else Batch({"ref_log_probs": out["log_probs"]})

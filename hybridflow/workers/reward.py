@@ -1,0 +1,91 @@
+"""RewardWorker: rewards of responses, from a model or from a Python function (paper, table 4)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from hybridflow.batch import Batch
+from hybridflow.config import Megatron, TrainStrategy
+from hybridflow.data.reward_function import FunctionReward
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.protocols.operation import Settings
+from hybridflow.topology import RankGrid
+from hybridflow.workers.model_worker import ModelWorker, find_checkpoint
+
+
+def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
+    if settings["function"] is None:
+        return ("prompt_ids", "response_ids")
+    extra = FunctionReward(settings["function"]).reads
+    if extra is None:
+        return None
+    return ("prompt|prompt_ids", "response|response_ids", "row_id?", *extra)
+
+
+class RewardWorker(ModelWorker):
+    """One rank of a reward model (a sequence-classification checkpoint), or of a Python function.
+
+    `function(prompts, completions, **columns) -> list[float]` gets texts and the columns of the batch that it names;
+    with a first parameter named `prompt` it is called row by row. Ranks work on their share of the rows, so a function
+    must not rely on seeing the whole batch. `tokenizer` is needed when the batch has token ids and no texts.
+    """
+
+    role = "reward"
+    head = "value"
+    column: ClassVar[str] = "rewards"
+
+    @classmethod
+    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
+        if settings["function"] is not None:
+            return RankGrid(d=devices)
+        return super().grid(devices, settings)
+
+    @classmethod
+    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
+        if (settings["model"] is None) == (settings["function"] is None):
+            raise ConfigError(f"{cls.__name__}: give either model= (a checkpoint) or function= (a Python function).")
+        if settings["function"] is not None:
+            _ = FunctionReward(settings["function"])
+            return
+        super().check(grid, settings, device_type)
+
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
+        function: Callable[..., Any] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.function = None if function is None else FunctionReward(function)
+        self.tokenizer = None if tokenizer is None else load_tokenizer(find_checkpoint(tokenizer))
+        if model is not None:
+            self._build(model, train, None)
+
+    @register(THREE_D_PROTO, reads=_reads, writes=("rewards",), balance=None)
+    def compute_reward(self, batch: Batch) -> Batch | None:
+        """`rewards` [B] float32. Errors: RewardError naming the function and the row; never a silent 0."""
+        if self.function is None:
+            scores = self.engine.score(batch)
+        else:
+            scores = self._call(self.function, batch)
+        return None if scores is None else Batch({self.column: scores})
+
+    def _call(self, function: FunctionReward, batch: Batch) -> torch.Tensor:
+        prompts, responses = (self._texts(batch, name) for name in ("prompt", "response"))
+        names = batch.columns if function.reads is None else function.reads
+        extra = {name: batch[name] for name in names if name not in ("prompt", "response")}
+        return torch.as_tensor(function(prompts, responses, extra), dtype=torch.float32)
+
+    def _texts(self, batch: Batch, name: str) -> list[str]:
+        if name in batch:
+            return batch[name]
+        if self.tokenizer is None:
+            raise RewardError(f"the batch has {name}_ids and no {name} text: give RewardWorker.on(..., tokenizer=...).")
+        return self.tokenizer.decode(batch.peek(f"{name}_ids").tolist())
