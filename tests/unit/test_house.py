@@ -34,7 +34,7 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
-    ("tracker", "driver"),
+    ("tracker", "loader", "driver"),
     ("cli",),
 )
 # Each of these packages is imported in one place; everything else reaches it through that place only.
@@ -44,7 +44,8 @@ HOMES = {
     "vllm": ("hybridflow.engines.vllm",),
 }
 # Loading these takes seconds, so functions may import them late, and with them the backends that stand on them.
-HEAVY = {"ray", "vllm", "megatron", "torch", "transformers", "tokenizers", "pandas", "matplotlib", "tensordict", "rich"}
+HEAVY = {"ray", "vllm", "megatron", "torch", "transformers", "tokenizers", "huggingface_hub", "tensordict"}
+HEAVY |= {"pandas", "matplotlib", "rich"}
 BACKENDS = ("hybridflow.engines.megatron", "hybridflow.engines.vllm", "hybridflow.engines.fsdp")
 # What may be named in annotations only (under TYPE_CHECKING) although it stands higher: a loss is written against it.
 TYPES_FROM_ABOVE = {("algorithms", "hybridflow.engines.contract")}
