@@ -14,6 +14,7 @@ import logging
 import pickle
 import time
 import traceback
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
+_CHATTY = ("megatron", "torch.distributed")  # warn at import and on every collective about what we chose on purpose
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class _Member:
     failure: Failure | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Host:
     """Runs in a Ray actor; see the module's text. Methods are called by the session, the pool and groups only."""
 
@@ -108,7 +110,12 @@ class Host:
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
 
+    def __repr__(self) -> str:  # Ray prefixes the process's output with it
+        return f"host {self.spec.rank}"
+
     def __post_init__(self) -> None:
+        for package in _CHATTY:
+            warnings.filterwarnings("ignore", module=package)
         if not self.spec.use_cuda:
             torch.set_num_threads(self.spec.threads)
         self.device = torch.device("cuda", 0) if self.spec.use_cuda else torch.device("cpu")

@@ -14,15 +14,20 @@ from hybridflow.batch import Batch
 from hybridflow.config import VLLM, Megatron, Optimizer, Sampling, TrainStrategy
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engine3d.hybrid_engine import HybridEngine
-from hybridflow.engines.contract import Completion
-from hybridflow.engines.vllm.engine import VLLMEngine
+from hybridflow.engines.contract import Completion, GenerateEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError, PromptError
 from hybridflow.protocols import THREE_D_ALL_MICRO_DP, THREE_D_PROTO, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
-from hybridflow.workers.model_worker import ModelWorker, batch_temperature, check_positive, find_checkpoint
+from hybridflow.workers.model_worker import (
+    ModelWorker,
+    batch_temperature,
+    check_positive,
+    check_spelling,
+    find_checkpoint,
+)
 
 _UPDATE = ("minibatches", "epochs", "loss", "batch")
 _GENERATED = ("prompt_ids", "response_ids", "log_probs", "response_mask", "num_tokens", "finished", "temperature")
@@ -50,6 +55,7 @@ def _update_reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
 def _check_update(settings: Settings, call: Settings) -> None:
     if settings["optim"] is None:
         raise ConfigError("this actor has no optimizer: give ActorWorker.on(..., optim=hf.Adam(lr=...)).")
+    check_spelling(call, _UPDATE)
     check_positive(call, "minibatches", "epochs")
     _loss(call)
 
@@ -90,8 +96,10 @@ class ActorWorker(ModelWorker):
         self._build(model, train, optim)
         self.tokenizer = load_tokenizer(self.checkpoint) if has_tokenizer(self.checkpoint) else None
         self.generate = generate
-        self.generator: VLLMEngine | None = None
+        self.generator: GenerateEngine | None = None
         if generate is not None:
+            from hybridflow.engines.vllm.engine import VLLMEngine
+
             context = self.context
             self.generator = VLLMEngine(context, generate, context.grid.generation(), self.spec, self.checkpoint)
             group = context.groups.everyone() if context.grid.size > 1 else None
@@ -116,7 +124,8 @@ class ActorWorker(ModelWorker):
 
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
-        assert self.generate is not None and self.generator is not None
+        assert self.generate is not None
+        assert self.generator is not None
         chosen = self.generate.sampling(**sampling)
         with self.context.stage("transition"):
             self.hybrid.to_generation()
@@ -191,6 +200,6 @@ class ActorWorker(ModelWorker):
         return metrics
 
     def close(self) -> None:
-        if getattr(self, "generator", None) is not None:
-            self.generator.close()
+        if (generator := getattr(self, "generator", None)) is not None:
+            generator.close()
         super().close()

@@ -11,13 +11,13 @@ from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.errors import ConfigError
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.protocols.operation import Settings
-from hybridflow.workers.model_worker import ModelWorker, check_positive
+from hybridflow.workers.model_worker import ModelWorker, check_positive, check_spelling
 
-_UPDATE = ("minibatches", "epochs", "loss")
+_UPDATE = ("minibatches", "epochs", "loss", "batch")
 
 
 def _loss(call: Settings) -> Any:
-    return value_loss(call["loss"], **{name: value for name, value in call.items() if name not in (*_UPDATE, "batch")})
+    return value_loss(call["loss"], **{name: value for name, value in call.items() if name not in _UPDATE})
 
 
 def _update_reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
@@ -28,6 +28,7 @@ def _update_reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
 def _check_update(settings: Settings, call: Settings) -> None:
     if settings["optim"] is None:
         raise ConfigError("this critic has no optimizer: give CriticWorker.on(..., optim=hf.Adam(lr=...)).")
+    check_spelling(call, _UPDATE)
     check_positive(call, "minibatches", "epochs")
     _loss(call)
 

@@ -1,9 +1,10 @@
-"""What actor, critic, reference and reward model share: a checkpoint, a strategy, checks on the driver (paper, section 4.1)."""
+"""What actor, critic, reference and reward model share (paper, section 4.1): checkpoint, strategy, early checks."""
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +15,7 @@ from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import LossFunction, Output, TrainEngine
-from hybridflow.engines.megatron.engine import MegatronEngine
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, nearest
 from hybridflow.model_spec import Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.protocols.operation import Settings
@@ -47,6 +47,8 @@ def build_engine(
 ) -> TrainEngine:
     """The engine that the type of `strategy` asks for. Errors: ConfigError for a strategy without a backend."""
     if isinstance(strategy, Megatron):
+        from hybridflow.engines.megatron.engine import MegatronEngine
+
         return MegatronEngine(context, strategy, spec, checkpoint, optimizer)
     raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
 
@@ -132,6 +134,13 @@ class ModelWorker(Worker):
 
 def _absolute(call: Any) -> None:
     call["path"] = os.path.abspath(call["path"])
+
+
+def check_spelling(call: Settings, known: Sequence[str]) -> None:
+    """Errors: ConfigError for a setting that looks like one of `known` and is not; other names go to the loss."""
+    for name in call:
+        if name not in known and difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+            raise ConfigError(f"there is no setting {name!r}.{nearest(name, known)}")
 
 
 def check_positive(call: Settings, *names: str) -> None:
