@@ -45,7 +45,7 @@ class Transfer:
     `source[name]` and `destination[name]` are this rank's tensors by the names that its regions use. `rank` is the
     rank in `group`, which executes the plan (None: a plan of one rank). Values are converted to the destination's
     dtype, and travel in the narrower of both dtypes. Extra memory is at most `bucket_bytes`, kept between runs until
-    `release()`.
+    `release()`. The storages must stay where they are in memory: build a new Transfer when an engine moves them.
 
     Building is collective over `group` (ranks tell each other their dtypes), and so is `run()`.
 

@@ -51,7 +51,8 @@ def save_checkpoint(
     Collective over `group` (`rank` in it, as in the layout); `directory` is on a file system that all ranks share.
     Tensors keep their dtype unless `dtype` is given, and the config says which. Each rank holds one file of at most
     `max_file_bytes` in memory at a time (a single larger tensor is a file of its own). Everything is written beside
-    `directory` and renamed when complete, so a crash leaves the old checkpoint or none, never half a one.
+    `directory` and renamed when complete, so a crash never leaves half a checkpoint there. A crash between the two
+    renames of a replacement leaves the old checkpoint as `.<name>.replaced`; the next save puts it back first.
 
     Errors: CheckpointError, on all ranks, when a rank cannot write, when `like` has no config, or when `directory`
     exists and holds other things than a checkpoint.
@@ -64,6 +65,7 @@ def save_checkpoint(
     files = file_contents(nbytes, writers, max_file_bytes)
     with _agreed(group, rank):
         if rank == 0:
+            _restore(target)
             _check_replaceable(target)
             _start(partial, Path(like), files, nbytes, dtypes)
     for first in range(0, len(files), writers):
@@ -177,15 +179,30 @@ def _check_replaceable(target: Path) -> None:
         )
 
 
+def _set_aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
 def _replace(target: Path, partial: Path) -> None:
-    old = target.with_name(f".{target.name}.replaced")
-    if old.exists():
-        shutil.rmtree(old)
+    old = _set_aside(target)
     if target.exists():
         target.rename(old)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        _restore(target)
+        raise
     _flush(target.parent)
     if old.exists():
+        shutil.rmtree(old)
+
+
+def _restore(target: Path) -> None:
+    """Undo a replacement that ended between its two renames; remove what one left behind after them."""
+    old = _set_aside(target)
+    if old.exists() and not target.exists():
+        old.rename(target)
+    elif old.exists():
         shutil.rmtree(old)
 
 

@@ -225,7 +225,7 @@ def test_a_saved_model_is_the_same_model(models, tmp_path, kind, largest):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     Checkpoint(target).check(spec)
     before = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
-    after, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    after, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)  # type: ignore[misc]
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in before.items())
@@ -281,6 +281,18 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_and_the_next_one_cleans_u
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert not (target / SINGLE).exists()
     assert torch.equal(loaded(spec, target)["model.norm.weight"], changed["model.norm.weight"])
+
+
+def test_a_save_that_ended_between_its_renames_is_undone(models, tmp_path):
+    source, target = models["llama"], tmp_path / "saved"
+    spec = spec_of(source)
+    shutil.copytree(source, tmp_path / ".saved.replaced")
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        save_checkpoint(target, whole(spec), loaded(spec, source), like=tmp_path)
+    Checkpoint(target).check(spec)
+    shutil.copytree(source, tmp_path / ".saved.replaced")
+    save_checkpoint(target, whole(spec), loaded(spec, source), like=target)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_other_peoples_files_are_never_replaced(models, tmp_path):

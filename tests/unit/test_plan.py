@@ -205,7 +205,7 @@ def test_a_tensor_that_the_source_lacks_is_named():
 
 def test_another_shape_is_named_with_both_shapes():
     source = whole(SPEC)
-    other = Layout(source.tensors | {"model.norm.weight": (9,)}, 1, lambda rank: ())
+    other = Layout({**source.tensors, "model.norm.weight": (9,)}, 1, lambda rank: ())
     with pytest.raises(LayoutError, match=r"model.norm.weight is \(8,\) in the destination and \(9,\) in the source"):
         plan(other, source)
 
