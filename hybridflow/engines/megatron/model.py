@@ -26,6 +26,7 @@ from hybridflow.config import Megatron
 from hybridflow.engines.megatron.attention import CoreAttention, Rotary
 from hybridflow.engines.megatron.layers import RMSNorm, SelectedPositions, SwiGLU, ValueHead
 from hybridflow.engines.megatron.layout import padded_vocab
+from hybridflow.engines.megatron.linear import use_onednn
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
 
@@ -107,6 +108,8 @@ def build_model(
             model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
         model.output_layer.register_forward_pre_hook(selection)
     _mark_tensor_parallel(model)
+    if device.type == "cpu" and config.params_dtype == torch.float32:
+        use_onednn(model)
     return model, selection
 
 
