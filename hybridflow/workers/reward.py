@@ -79,9 +79,9 @@ class RewardWorker(ModelWorker):
 
     def _call(self, function: FunctionReward, batch: Batch) -> torch.Tensor:
         prompts, responses = (self._texts(batch, name) for name in ("prompt", "response"))
-        names = batch.columns if function.reads is None else function.reads
-        extra = {name: batch[name] for name in names if name not in ("prompt", "response")}
-        return torch.as_tensor(function(prompts, responses, extra), dtype=torch.float32)
+        row_ids = batch.peek("row_id") if "row_id" in batch else None
+        columns = {name: batch[name] for name in batch.columns}
+        return torch.as_tensor(function(prompts, responses, columns, row_ids), dtype=torch.float32)
 
     def _texts(self, batch: Batch, name: str) -> list[str]:
         if name in batch:
