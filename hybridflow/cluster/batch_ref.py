@@ -86,7 +86,8 @@ class BatchRef:
             raise BatchError(
                 f"cannot unite a batch of {self.rows} rows with one of {other.rows} rows: rows must correspond."
             )
-        return replace(self, column_refs={**self.column_refs, **other.column_refs}, order=None, chunk_rows=None)
+        refs = {**self.column_refs, **other.column_refs}
+        return replace(self, column_refs=refs, splitting=Splitting(), order=None, chunk_rows=None)
 
     def select(self, *names: str) -> BatchRef:
         for name in names:
@@ -95,6 +96,7 @@ class BatchRef:
         return replace(self, column_refs={name: self.column_refs[name] for name in names})
 
     def without(self, *names: str) -> BatchRef:
+        self.select(*names)
         return replace(self, column_refs={n: ref for n, ref in self.column_refs.items() if n not in names})
 
     def rename(self, **old_to_new: str) -> BatchRef:
@@ -146,17 +148,15 @@ class BatchRef:
 
     def repeat(self, n: int) -> BatchRef:
         """Each row n times, adjacent. `group_id` becomes the old row_id (unless it is there), row_id row_id*n + k."""
-        if not isinstance(n, int) or n < 1:
+        if type(n) is not int or n < 1:
             raise BatchError(f"repeat({n!r}): must be a whole number of at least 1.")
-        if n == 1:
-            return self
         rows = self.rows * n
-        repeated = _mapped(self.column_refs, lambda node: View(node, 0, rows, n))
+        repeated = _mapped(self.column_refs, lambda node: View(node, 0, rows, n) if n > 1 else node)
         if "row_id" in repeated:
             row_id = repeated["row_id"]
             repeated.setdefault("group_id", replace(row_id, unique=False))
             repeated["row_id"] = replace(row_id, unique=True)
-        return replace(self, rows=rows, column_refs=repeated)
+        return replace(self, rows=rows, column_refs=repeated, splitting=Splitting(), order=None, chunk_rows=None)
 
     def _rows(self, start: int, stop: int) -> BatchRef:
         refs = _mapped(self.column_refs, lambda node: sliced(node, start, stop, self.rows))
@@ -165,6 +165,8 @@ class BatchRef:
     @staticmethod
     def concat(parts: Sequence[BatchRef]) -> BatchRef:
         """Rows of all parts, one after the other; the parts of one balanced split come back in their old order."""
+        if not parts:
+            raise BatchError("BatchRef.concat needs at least one batch.")
         first = parts[0]
         names = first.columns
         for part in parts:
@@ -184,7 +186,8 @@ class BatchRef:
             key = tuple(map(id, nodes))
             if key not in joined:
                 joined[key] = Restored(nodes, order) if together and order else Concat(nodes, rows)
-            refs[name] = replace(first.column_refs[name], node=joined[key])
+            unique = any(part.column_refs[name].unique for part in parts)
+            refs[name] = ColumnRef(first.column_refs[name].stored, joined[key], unique)
         return replace(first, rows=sum(rows), column_refs=refs, order=None, part=0, chunk_rows=None)
 
     @property

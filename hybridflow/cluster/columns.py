@@ -98,12 +98,12 @@ class ColumnRef:
 
 @dataclass(slots=True)
 class Located:
-    """For each wanted row: which of `parts` holds it and at which row; `repeats` and `copy` tell repeated rows apart."""
+    """For each wanted row: which of `parts` holds it, at which row, and that it is `copy` of so many `repeats` of it."""
 
     parts: list[Part]
     part: Index
     row: Index
-    repeats: int
+    repeats: Index
     copy: Index
 
     def runs(self) -> list[tuple[int, int, int]]:
@@ -127,7 +127,7 @@ def locate(node: Node, assign: Assign, want: Index | None = None) -> Located:
     if isinstance(node, Part):
         want = np.arange(node.rows or 0) if want is None else want
         zeros = np.zeros(len(want), np.int64)
-        return Located([node], zeros, want, 1, zeros)
+        return Located([node], zeros, want, np.ones_like(zeros), zeros)
     if isinstance(node, View):
         expanded = np.arange(node.start, node.stop) if want is None else want + node.start
         if node.repeat == 1:
@@ -152,12 +152,12 @@ def _locate_in_concat(node: Concat, assign: Assign, want: Index | None) -> Locat
     want = np.arange(bounds[-1]) if want is None else want
     which = np.searchsorted(bounds, want, side="right") - 1
     parts: list[Part] = []
-    out = Located(parts, np.empty_like(want), np.empty_like(want), 1, np.zeros_like(want))
-    for i in np.unique(which):
+    out = Located(parts, *(np.empty_like(want) for _ in range(4)))
+    for i in np.unique(which) if len(want) else (0,):  # no rows still have a type, which some part knows
         mine = np.flatnonzero(which == i)
         found = locate(node.nodes[i], assign, want[mine] - bounds[i])
-        out.part[mine], out.row[mine], out.copy[mine] = found.part + len(parts), found.row, found.copy
-        out.repeats = found.repeats
+        out.part[mine], out.row[mine] = found.part + len(parts), found.row
+        out.repeats[mine], out.copy[mine] = found.repeats, found.copy
         parts.extend(found.parts)
     return out
 

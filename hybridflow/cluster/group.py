@@ -114,8 +114,8 @@ class WorkerGroup:
         outputs = self._dispatch(invocation, inputs)
         result = operation.protocol.collect(self.grid, outputs)
         if invocation.operation.carries:
-            carried = next(iter(invocation.rows.values())).repeat(invocation.factor)
-            result = carried | result
+            carried = next(iter(invocation.rows.values()))
+            result = (carried.repeat(invocation.factor) if invocation.factor > 1 else carried) | result
         result = _several(result)
         if operation.blocking:
             return result.get() if isinstance(result, Future) else BatchRef.from_batch(result.get(), self.session)

@@ -251,8 +251,8 @@ def _gather(ref: ColumnRef, found: Located, stored: Mapping[tuple[int, str], Col
     else:
         starts = np.cumsum([0, *(len(column) for column in columns)])
         out = _index(_concat(columns), starts[found.part] + found.row)
-    if ref.unique and found.repeats > 1 and isinstance(out, Tensor):
-        out = out * found.repeats + torch.from_numpy(found.copy)
+    if ref.unique and isinstance(out, Tensor):
+        out = out * torch.from_numpy(found.repeats) + torch.from_numpy(found.copy)
     return out
 
 

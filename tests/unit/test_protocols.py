@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import pickle
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Numbered:
 
     def split(self, parts: int) -> list[Numbered]:
         bounds = even_bounds(len(self.rows), parts)
-        return [Numbered(self.rows[a:b]) for a, b in zip(bounds, bounds[1:])]
+        return [Numbered(self.rows[a:b]) for a, b in itertools.pairwise(bounds)]
 
     @staticmethod
     def concat(parts: list[Numbered]) -> Numbered:
