@@ -74,7 +74,7 @@ _WHERE = {
     "workers.worker": ("Worker", "place"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = ["errors", *_MODULE_OF]  # noqa: PLE0604
+__all__ = ["errors", *_MODULE_OF]
 __version__ = "0.1.0"
 
 

@@ -37,11 +37,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     """Flat figures of one batch, from whatever columns are there; an empty batch has none.
 
     `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `response/length_{mean,max}` in
-    response tokens (`response/valid_tokens` where some are masked); `response/finished` as a fraction; `kl/ref` in nats
-    per valid token (k1) and `kl/ref_row` per row; `kl/coef`; `advantage/{mean,std,max,min}` and `return/mean` over
-    valid tokens; `critic/explained_variance` = 1 - var(returns - values) / var(returns);
-    `actor/rollout_log_prob_diff` = mean |log_probs - old_log_probs| over valid tokens, the drift between the sampling
-    engine and the training engine, and `actor/rollout_log_prob_diff_max`.
+    response tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean per row, where some are masked);
+    `response/finished` as a fraction; `kl/ref` in nats per valid token (k1) and `kl/ref_row` per row; `kl/coef`;
+    `advantage/{mean,std,max,min}` and `return/mean` over valid tokens; `critic/explained_variance` =
+    1 - var(returns - values) / var(returns); `actor/rollout_log_prob_diff` = mean |log_probs - old_log_probs| over
+    valid tokens, the drift between the sampling engine and the training engine, and `..._max`, its maximum.
     """
     if len(batch) == 0:
         return {}
@@ -89,7 +89,11 @@ def _row_figures(name: str, scores_B: Tensor) -> dict[str, float]:
 
 def _lengths(batch: Batch, mask: Ragged | None) -> dict[str, float]:
     lengths = _dense(token_column(batch, "response_ids").lengths)
-    out = {"response/length_mean": lengths.mean().item(), "response/length_max": lengths.max().item()}
+    out = {
+        "response/length_mean": lengths.mean().item(),
+        "response/length_max": lengths.max().item(),
+        "response/tokens": lengths.sum().item(),
+    }
     if mask is not None and not bool(mask.values.all()):
         out["response/valid_tokens"] = _dense(valid_lengths(mask)).mean().item()
     return out

@@ -98,7 +98,7 @@ class ColumnRef:
 
 @dataclass(slots=True)
 class Located:
-    """For each wanted row: which of `parts` holds it, at which row, and that it is `copy` of so many `repeats` of it."""
+    """For each wanted row: which of `parts` holds it, at which row, and which `copy` of its `repeats` it is."""
 
     parts: list[Part]
     part: Index

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from hybridflow.cluster.columns import Part
-from hybridflow.cluster.store import Failure, fetch
+from hybridflow.cluster.store import fetch, raise_failure
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,7 @@ class Future:
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the value. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
         values = fetch([p.ref for p in self.parts], self.parts, self.timeout if timeout is None else timeout)
-        failures = [value for value in values if isinstance(value, Failure)]
-        if failures:
-            # the rank that failed itself says more than those that only heard of it
-            raise next((f for f in failures if not f.upstream), failures[0]).error.as_cause()
+        raise_failure(values)
         if self.merge is None:
             return values[0]
         if self.merge == "join" and all(isinstance(value, Mapping) for value in values):

@@ -22,8 +22,15 @@ from hybridflow.cluster.batch_ref import BatchRef, OneColumn, Splitting
 from hybridflow.cluster.columns import ColumnRef, Origin, Part
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.host import Call, GroupSpec
-from hybridflow.cluster.store import Failure, Reader, fetch
-from hybridflow.errors import ConfigError, EmptyBatchError, MissingColumnError, PlacementError, nearest
+from hybridflow.cluster.store import Reader, fetch, raise_failure
+from hybridflow.errors import (
+    ConfigError,
+    EmptyBatchError,
+    HybridFlowError,
+    MissingColumnError,
+    PlacementError,
+    nearest,
+)
 from hybridflow.protocols import SKIP, Operation, operations
 from hybridflow.topology import RankGrid
 
@@ -72,7 +79,7 @@ class WorkerGroup:
         self.operations = operations(worker_class)
         self._signatures = {op: inspect.signature(getattr(worker_class, op)) for op in self.operations}
         self._key = f"{pool_name}/{name}/{session.sequence()}"
-        self._closed = False
+        self._closed = ""
         session.groups[name] = self
         self._create()
 
@@ -82,13 +89,10 @@ class WorkerGroup:
         built = [host.create.remote(seq, spec, self.worker_class, self.settings) for host in self.hosts]
         parts = [Part(ref, 0, Origin(self.name, rank, "__init__")) for rank, ref in enumerate(built)]
         try:
-            failures = [f for f in fetch(built, parts, self.session.deadlines.peers) if isinstance(f, Failure)]
+            raise_failure(fetch(built, parts, self.session.deadlines.peers))
         except BaseException:
-            self.session.groups.pop(self.name, None)
-            raise
-        if failures:
             self.close()
-            raise failures[0].error.as_cause()
+            raise
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -108,17 +112,18 @@ class WorkerGroup:
 
     def _invoke(self, operation: Operation, *args: Any, **kwargs: Any) -> Any:
         if self._closed:
-            raise PlacementError(f"{self.name} is closed.")
+            raise PlacementError(f"{self.name} is closed{self._closed}: place it again with .on(pool, ...).")
         invocation = self._bind(operation, args, kwargs)
         inputs = self._distribute(invocation)
-        outputs = self._dispatch(invocation, inputs)
+        outputs, statuses = self._dispatch(invocation, inputs)
         result = operation.protocol.collect(self.grid, outputs)
         if invocation.operation.carries:
             carried = next(iter(invocation.rows.values()))
             result = (carried.repeat(invocation.factor) if invocation.factor > 1 else carried) | result
         result = _several(result)
         if operation.blocking:
-            return result.get() if isinstance(result, Future) else BatchRef.from_batch(result.get(), self.session)
+            raise_failure(fetch([status.ref for status in statuses], statuses, self.session.deadlines.peers))
+            return result.get() if isinstance(result, Future) else result
         return result
 
     def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> _Invocation:
@@ -170,10 +175,19 @@ class WorkerGroup:
         if column in _DRIVER_WRITES:
             return f": call {_DRIVER_WRITES[column]} first."
         for group in self.session.groups.values():
-            for name, operation in group.operations.items():
-                if not callable(operation.writes) and column in operation.writes:
+            for name in group.operations:
+                if column in group.usually_writes(name):
                     return f": call {group.name}.{name}(batch) first."
         return " and no group writes it: the prompts must bring it."
+
+    def usually_writes(self, name: str) -> tuple[str, ...]:
+        """Columns that an operation writes when it is called with its default settings."""
+        parameters = self._signatures[name].parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        try:
+            return self.operations[name].columns_written(self.settings, defaults)
+        except (KeyError, HybridFlowError):  # it depends on a setting without a default
+            return ()
 
     def _distribute(self, invocation: _Invocation) -> list[dict[str, Any] | None]:
         """The settings of each rank; None for a rank that is not called."""
@@ -199,8 +213,8 @@ class WorkerGroup:
             per_rank = [None if part is SKIP else mine for part, mine in zip(asked, per_rank, strict=True)]
         return per_rank
 
-    def _dispatch(self, invocation: _Invocation, inputs: list[dict[str, Any] | None]) -> list[Any]:
-        """Issue the call on every rank, in rank order; one output per rank."""
+    def _dispatch(self, invocation: _Invocation, inputs: list[dict[str, Any] | None]) -> tuple[list[Any], list[Part]]:
+        """Issue the call on every rank, in rank order; one output per rank, and who tells whether it worked."""
         operation, seq = invocation.operation, self.session.sequence()
         writes = operation.columns_written(self.settings, invocation.settings)
         by_reference = any(isinstance(v, BatchRef) for mine in inputs if mine for v in mine.values())
@@ -220,7 +234,7 @@ class WorkerGroup:
         self.session.issued(statuses)
         if writes and any(isinstance(out, BatchRef) and out.rows < 0 for out in outputs):
             outputs = self._with_rows(outputs)
-        return outputs
+        return outputs, statuses
 
     def _output(self, part: Part, source: BatchRef | None, writes: tuple[str, ...]) -> BatchRef | Future:
         if not writes:
@@ -254,10 +268,15 @@ class WorkerGroup:
         """Free the models of this group; the pool stays. Can be called again."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = " by close()"
         self.session.groups.pop(self.name, None)
         dropping = [host.drop.remote(self._key) for host in self.hosts]
         ray.wait(dropping, num_returns=len(dropping), timeout=60.0)
+
+    def forget_hosts(self) -> None:
+        """Called when the pool closes: there is nothing left to free."""
+        self._closed = self._closed or " with its pool"
+        self.session.groups.pop(self.name, None)
 
 
 class _Nothing:

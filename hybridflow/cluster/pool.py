@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridflow.cluster.future import Deadline
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.helper import Helper
 from hybridflow.cluster.host import Event, Host, HostSpec
@@ -23,6 +25,7 @@ from hybridflow.topology import RankGrid
 
 _PLACE_SECONDS = 60.0
 _CLOSE_SECONDS = 20.0
+_RETURN_SECONDS = 4.0
 RemoteHost = ray.remote(max_restarts=0, max_task_retries=0)(Host)
 
 
@@ -113,14 +116,14 @@ class ResourcePool:
             return
         reserved.closed = True
         for group in [g for g in reserved.session.groups.values() if g.pool_name == reserved.name]:
-            del reserved.session.groups[group.name]
+            group.forget_hosts()
         with contextlib.suppress(ray.exceptions.RayError):
             closing = [host.close.remote() for host in reserved.hosts]
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
         for host in reserved.hosts:
             ray.kill(host)
         remove_placement_group(reserved.placement)
-        reserved.session.pools = [pool for pool in reserved.session.pools if pool is not self]
+        reserved.session.pools = [pool for pool in reserved.session.pools if pool.name != reserved.name]
 
     def __repr__(self) -> str:
         nodes = [self.nodes.count(node) for node in dict.fromkeys(self.nodes)]
@@ -138,7 +141,6 @@ def _reserve(per_node: list[int], session: Session) -> PlacementGroup:
     kind = "GPU" if session.has_cuda else "CPU"
     wanted = sum(per_node)
     total = int(ray.cluster_resources().get(kind, 0))
-    free = int(ray.available_resources().get(kind, 0))
     asked = f"ResourcePool({per_node}) asks for {wanted} devices ({kind}s)"
     if wanted > total:
         more = "Make the pool smaller" + (
@@ -147,7 +149,7 @@ def _reserve(per_node: list[int], session: Session) -> PlacementGroup:
             else " or add nodes to the cluster."
         )
         raise PlacementError(f"{asked}, the cluster has {total}. {more}")
-    if wanted > free:
+    if (free := _free(kind, wanted)) < wanted:
         raise PlacementError(f"{asked}, {free} of the cluster's {total} are free. Close a pool or share this one.")
     nodes = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
     logical = session.started_ray and kind == "CPU"
@@ -163,6 +165,14 @@ def _reserve(per_node: list[int], session: Session) -> PlacementGroup:
         remove_placement_group(placement)
         raise PlacementError(f"{asked}; the cluster did not place them within {_PLACE_SECONDS:g} s.")
     return placement
+
+
+def _free(kind: str, wanted: int) -> int:
+    """Free devices; those of a pool that was just closed come back only after a moment."""
+    deadline = Deadline(_RETURN_SECONDS)
+    while (free := int(ray.available_resources().get(kind, 0))) < wanted and deadline.left:
+        time.sleep(0.05)
+    return free
 
 
 def _start_hosts(name: str, node_of: list[int], placement: PlacementGroup, session: Session) -> list[Any]:

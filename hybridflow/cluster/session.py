@@ -23,7 +23,7 @@ from hybridflow.cluster.columns import Part
 from hybridflow.cluster.future import Deadline
 from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.leftovers import remove_leftovers
-from hybridflow.cluster.store import fetch
+from hybridflow.cluster.store import fetch, raise_failure
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Session:
         self.started_ray = True
         cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
         with _terminal_signals_not_inherited():
-            ray.init(num_cpus=cores, configure_logging=False, **common)
+            ray.init("local", num_cpus=cores, configure_logging=False, **common)
 
     @classmethod
     def current(cls) -> Session:
@@ -111,8 +111,8 @@ class Session:
         """Remember calls until their iteration is waited for."""
         self._pending[-1].extend(statuses)
         if len(self._pending[-1]) > 4096:  # a driver without a loader: look back so that references do not pile up
-            self._settle(self._pending[-1][:2048])
-            del self._pending[-1][:2048]
+            oldest, self._pending[-1] = self._pending[-1][:2048], self._pending[-1][2048:]
+            self._settle(oldest)
 
     def next_iteration(self, in_flight: int = 2) -> None:
         """Begin an iteration; wait until at most `in_flight` iterations, this one included, are under way.
@@ -136,9 +136,7 @@ class Session:
             # short waits leave room for Ctrl-C
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(1.0, deadline.left))
             parts = [waiting.pop(ref) for ref in ready]
-            failures = [f for f in fetch([p.ref for p in parts], parts, 60.0) if f is not None]
-            if failures:
-                raise next((f for f in failures if not f.upstream), failures[0]).error.as_cause()
+            raise_failure(fetch([p.ref for p in parts], parts, 60.0))
             if waiting and not deadline.left:
                 late = {f"{p.origin.role}.{p.origin.method}" for p in waiting.values()}
                 raise WaitTimeoutError(f"{', '.join(sorted(late))} did not finish in {self.deadlines.peers:g} s.")
@@ -155,6 +153,7 @@ class Session:
                 with contextlib.suppress(ray.exceptions.RayError):
                     pool.close()
             if helper is not None:
+                helper.forget_hosts()
                 for host in helper.hosts:
                     ray.kill(host)
             if self.started_ray:

@@ -7,6 +7,7 @@ references to small manifests.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from hybridflow.ragged import Ragged
 Column = Tensor | Ragged | list
 _INLINE_BYTES = 2048
 _BUNDLE_BYTES = 65536
+_LOOK_SECONDS = 1.0
 _ODD_DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
@@ -210,16 +212,41 @@ def _encoded(entry: Any, name: str, objects: Mapping[ray.ObjectRef, Any]) -> tup
 
 
 def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float) -> list[Any]:
-    """`ray.get` with a deadline and errors that name who was to write. Errors: WorkerError, WaitTimeoutError."""
+    """`ray.get` with a deadline and errors that name who was to write. Errors: WorkerError, WaitTimeoutError.
+
+    A `Failure` is a value like others. Once one is there the rest gets only a second longer: peers of a rank that
+    failed may be inside a collective that it will never join.
+    """
     if not refs:
         return []
+    if not ray.is_initialized():
+        raise WorkerError(f"{_writers(parts)} ran in a session that is closed: its results are gone.")
+    end = time.monotonic() + timeout
     try:
-        return ray.get(list(refs), timeout=timeout)
-    except ray.exceptions.GetTimeoutError:
-        late = {f"{p.origin.role}.{p.origin.method} rank {p.origin.rank}" for p in parts}
-        raise WaitTimeoutError(f"waited {timeout:g} s for {', '.join(sorted(late)[:4])} without a result.") from None
+        while True:
+            left = end - time.monotonic()
+            try:
+                return ray.get(list(refs), timeout=max(0.0, min(left, _LOOK_SECONDS)))
+            except ray.exceptions.GetTimeoutError:
+                ready, _ = ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)
+                raise_failure(ray.get(ready))
+                if left <= _LOOK_SECONDS:
+                    break
     except ray.exceptions.RayError as error:
         raise _lost(refs, parts, error) from None
+    raise WaitTimeoutError(f"waited {timeout:g} s for {_writers(parts)} without a result.")
+
+
+def raise_failure(values: Sequence[Any]) -> None:
+    """Raise what failed, if anything did: the rank that failed itself says more than those that only heard of it."""
+    failures = [value for value in values if isinstance(value, Failure)]
+    if failures:
+        raise next((f for f in failures if not f.upstream), failures[0]).error.as_cause()
+
+
+def _writers(parts: Sequence[Part]) -> str:
+    names = sorted({f"{p.origin.role}.{p.origin.method} on rank {p.origin.rank}" for p in parts})
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _lost(refs: Sequence[Any], parts: Sequence[Part], error: Exception) -> WorkerError:
@@ -231,10 +258,13 @@ def _lost(refs: Sequence[Any], parts: Sequence[Part], error: Exception) -> Worke
             continue
         except ray.exceptions.RayError as own:
             origin = part.origin
-            reason = str(own).strip().splitlines()[0]
+            if isinstance(own, ray.exceptions.RayTaskError):  # our own code there raises nothing
+                why = f"could not take its arguments or give back its result: {str(own.cause).strip()}"
+            else:
+                reason = str(own).strip().splitlines()[0]
+                why = f"was lost: its host process died or its data cannot be reached ({type(own).__name__}: {reason})"
             return WorkerError(
-                f"{origin.role}.{origin.method} on rank {origin.rank} was lost: its host process died or its data "
-                f"cannot be reached any more ({type(own).__name__}: {reason}).",
+                f"{origin.role}.{origin.method} on rank {origin.rank} {why}",
                 role=origin.role,
                 rank=origin.rank,
                 method=origin.method,

@@ -115,14 +115,14 @@ class PromptSource:
             return at
         if epoch != self._epoch:
             # a generator per epoch, so that any point of the run is found without drawing what came before it
-            generator = torch.Generator().manual_seed(hash((self.seed, epoch)) & (2**63 - 1))
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             self._epoch, self._order = epoch, torch.randperm(len(self.records), generator=generator)
         return int(self._order[at])
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise PromptError(f"there is no prompt file {path}.") from None
     except (IsADirectoryError, UnicodeDecodeError) as error:

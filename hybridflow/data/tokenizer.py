@@ -40,7 +40,9 @@ class Tokenizer:
             special = [isinstance(prompt, str) for prompt in prompts]
             if all(special) or not any(special):
                 return self.raw(texts, add_special_tokens=special[0])["input_ids"]
-            out = [self.raw(text, add_special_tokens=own)["input_ids"] for text, own in zip(texts, special, strict=True)]
+            out = [
+                self.raw(text, add_special_tokens=own)["input_ids"] for text, own in zip(texts, special, strict=True)
+            ]
         return out
 
     def _template(self, messages: list[dict[str, str]]) -> str:

@@ -34,6 +34,7 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
+    ("run_display",),
     ("tracker", "loader", "driver"),
     ("cli",),
 )

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,29 +21,21 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import environment
+from hybridflow.engines.vllm.core import model_runner, start_core
 from hybridflow.engines.vllm.groups import ReplicaGroups, in_use
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.engines.vllm.requirements import check, max_length, resolved_dtype
+from hybridflow.engines.vllm.requirements import check, max_length
 from hybridflow.engines.vllm.sampling import derived_seed, request_parameters
 from hybridflow.engines.vllm.stopping import StopStrings, stop_token_ids
-from hybridflow.errors import PlacementError, PromptError
+from hybridflow.errors import ConfigError, PlacementError, PromptError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 @dataclass(slots=True)
@@ -90,12 +82,6 @@ class VLLMEngine:
                 f"{context.role} generates with VLLM(tp={strategy.tp}, pp={strategy.pp}), its generation grid has "
                 f"t_g={generation.t}, p_g={generation.p}."
             )
-        environment.prepare(context.device.type)
-        if in_use():
-            raise PlacementError(
-                f"{context.role}: this process already has a vLLM engine, and vLLM keeps its groups in globals, so one "
-                "at a time is the limit. Close the other one, or place this group on other devices."
-            )
         self.grid, self.strategy, self.spec = generation, strategy, spec
         self.checkpoint, self.device = Path(checkpoint), context.device
         self.max_length = max_length(spec, strategy)
@@ -103,59 +89,24 @@ class VLLMEngine:
         self._stop_ids = stop_token_ids(self.checkpoint)
         self._stop_strings = StopStrings(self.checkpoint)
         self._calls, self._asleep = 0, False
-        self._groups = ReplicaGroups(context, generation)
-        self._core: EngineCore | None = self._start()
+        environment.prepare(self.device.type)
+        with environment.fence(self.device):
+            if in_use():
+                raise PlacementError(
+                    f"{context.role}: this process already has a vLLM engine, and vLLM keeps its groups in globals, so "
+                    "one at a time is the limit. Close the other one, or place this group on other devices."
+                )
+            self._groups = ReplicaGroups(context, generation)
+            self._core: EngineCore | None = start_core(strategy, spec, self.checkpoint, self.device, self._groups)
         self._cache_sizes = [storage.nbytes() for storage in self._cache_storages()]
-
-    def _start(self) -> EngineCore:
-        from vllm.v1.engine.core import EngineCore
-
-        from hybridflow.engines.vllm.executor import replica_executor
-        from hybridflow.engines.vllm.sampler import PolicySampler
-
-        config = self._config()
-        executor = replica_executor(self._groups.rank, self.device.index or 0)
-        with environment.fence(self.device), self._groups.installing():
-            core = EngineCore(config, executor, log_stats=False)
-        runner = _model_runner(core)
-        runner.sampler = PolicySampler()
-        if self.grid.p > 1 and runner.intermediate_tensors is None:  # made during warm-up, which CPU has none of
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
-            )
-        return core
-
-    def _config(self) -> VllmConfig:
-        from vllm.engine.arg_utils import EngineArgs
-
-        strategy, cpu = self.strategy, self.device.type == "cpu"
-        return EngineArgs(
-            model=str(self.checkpoint),
-            hf_overrides={"architectures": [_ARCHITECTURES[self.spec.family]]},
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype=resolved_dtype(strategy, self.device.type),
-            tensor_parallel_size=strategy.tp,
-            pipeline_parallel_size=strategy.pp,
-            distributed_executor_backend="external_launcher",
-            max_model_len=self.max_length,
-            max_num_seqs=strategy.max_sequences,
-            max_num_batched_tokens=max(8192, self.max_length),
-            gpu_memory_utilization=strategy.memory_fraction,
-            kv_cache_memory_bytes=int(strategy.kv_cache_gb * 2**30) if cpu else None,
-            enforce_eager=cpu,
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            seed=0,
-        ).create_engine_config()
 
     def _alive(self) -> EngineCore:
         if self._core is None:
             raise PlacementError("this vLLM engine has been closed. Build a new one.")
         return self._core
 
-    def _runner(self) -> GPUModelRunner:
-        return _model_runner(self._alive())
+    def _runner(self) -> Any:
+        return model_runner(self._alive())
 
     def _cache_storages(self) -> list[torch.UntypedStorage]:
         storages = (cache.untyped_storage() for cache in self._runner().kv_caches)
@@ -182,6 +133,8 @@ class VLLMEngine:
             raise PlacementError("this vLLM engine sleeps and has no KV cache. Call wake() first.")
         self._check_prompts(prompts, sampling)
         seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
+        if len(seeds) != len(prompts):
+            raise ConfigError(f"generate got {len(seeds)} seeds for {len(prompts)} prompts. Give one per prompt.")
         self._calls += 1
         responses = self._submit(core, prompts, request_parameters(sampling, self._stop_ids, seeds), sampling)
         self._draw(core, responses)
@@ -261,6 +214,7 @@ class VLLMEngine:
         finally:
             if live:
                 core.abort_requests(list(live))
+            self._runner().sampler.forget()
 
     def weights_changed(self) -> None:
         """Forget what was computed with the old weights (prefix cache)."""
@@ -274,19 +228,25 @@ class VLLMEngine:
         """vLLM's own parameters of this rank, by its names, detached: write in place, then `weights_changed()`."""
         return {name: parameter.data for name, parameter in self._runner().model.named_parameters()}
 
-    def sleep(self) -> None:
-        """Release the memory of the KV cache; generating needs `wake()` first. Weights stay."""
+    def sleep(self) -> bool:
+        """Release the memory of the KV cache until `wake()`; weights stay. False where it cannot be released.
+
+        That is on CUDA, where captured graphs hold the cache's addresses: there, generating goes on to work.
+        """
+        if self.device.type == "cuda":
+            return False
         self.weights_changed()
         for storage in self._cache_storages():
             storage.resize_(0)
         self._asleep = True
+        return True
 
     def wake(self) -> None:
         """Allocate the KV cache again. Views of it, which vLLM holds in every layer, stay valid."""
         if self._asleep:
             for storage, size in zip(self._cache_storages(), self._cache_sizes, strict=True):
                 storage.resize_(size)
-                storage.fill_(0)
+                storage.fill_(0)  # pyright: ignore[reportAttributeAccessIssue]
         self._asleep = False
 
     def close(self) -> None:
@@ -295,17 +255,14 @@ class VLLMEngine:
         vLLM's own shutdown would destroy the whole process's torch.distributed; the parts that are its own are called
         one by one instead. Process groups stay with the context that made them.
         """
-        core, self._core = self._core, None
-        if core is None:
+        if (core := self._core) is None:
             return
-        core.model_executor.shutdown()
-        core.scheduler.shutdown()
-        core.structured_output_manager.clear_backend()
-        self._groups.remove()
+        for storage in self._cache_storages():
+            storage.resize_(0)
+        self._core = None
+        with environment.uncollected():
+            core.model_executor.shutdown()
+            core.scheduler.shutdown()
+            core.structured_output_manager.clear_backend()
+            self._groups.remove()
         gc.unfreeze()  # vLLM freezes the heap when it starts
-        del core
-        gc.collect()
-
-
-def _model_runner(core: EngineCore) -> GPUModelRunner:
-    return core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]

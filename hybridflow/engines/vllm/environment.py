@@ -1,16 +1,20 @@
 """What vLLM needs around it to live inside a training process: variables before its import, a fence around its start.
 
-vLLM expects to own its process. Starting it seeds the global random generators, replaces `torch.set_num_threads`, and
-on CPU prepacks linear weights so that nobody can write them any more. The fence undoes the first two and prevents the
-third. On CUDA weights stay plain by themselves and the shims change nothing.
+vLLM expects to own its process. Starting it seeds the global random generators, replaces `torch.set_num_threads`, binds
+all memory of the process to one NUMA node, collects garbage five times over, and on CPU prepacks linear weights so that
+nobody can write them any more. The fence keeps all of that away from the training side. What concerns the CPU build
+alone changes nothing on CUDA, where weights stay plain by themselves.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import random
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,8 @@ def prepare(device_type: str) -> None:
     os.environ.update(_EVERYWHERE)
     for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device_type == "cpu" else {})).items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import speaks before it has set this
+    warnings.filterwarnings("ignore", message="The given buffer is not writable", module="vllm")
 
 
 @contextmanager
@@ -50,23 +56,53 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def fence(device: torch.device) -> Iterator[None]:
-    """Build vLLM inside this block and the training side does not notice: generators, thread setting, plain weights."""
-    from vllm.model_executor.layers import utils as linear_layers
+    """Import and build vLLM inside this block and the training side does not notice."""
+    random_state, numpy_state = random.getstate(), np.random.get_state()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of attributes that vLLM looks at in every module
+        stack.enter_context(replaced(torch, "set_num_threads", torch.set_num_threads))
+        stack.enter_context(uncollected())
+        try:
+            if device.type == "cpu":
+                _fence_cpu(stack)
+            yield
+        finally:
+            random.setstate(random_state)
+            np.random.set_state(numpy_state)
 
-    devices = [device] if device.type == "cuda" else []
-    python_state, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection inside: with a training process's heap each takes half a second, and vLLM makes several."""
+    collecting = gc.isenabled()
+    gc.disable()
     try:
-        with (
-            torch.random.fork_rng(devices=devices),
-            replaced(linear_layers, "dispatch_cpu_unquantized_gemm", _plain_linear),
-        ):
+        with replaced(gc, "collect", _no_collection):
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_num_threads = set_num_threads  # vLLM on CPU replaces it by a warning
+        if collecting:
+            gc.enable()
+
+
+def _fence_cpu(stack: ExitStack) -> None:
+    import vllm._custom_ops  # noqa: F401  (registers torch.ops._C)
+    from vllm.model_executor.layers import utils as linear_layers
+
+    stack.enter_context(replaced(linear_layers, "dispatch_cpu_unquantized_gemm", _plain_linear))
+    stack.enter_context(replaced(torch.ops._C, "init_cpu_memory_env", _no_binding))
+
+
+def _no_collection(generation: int = 2) -> int:
+    del generation
+    return 0
+
+
+def _no_binding(nodes: list[int]) -> None:
+    del nodes
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     """Instead of oneDNN's prepacking: keep `layer.weight` [out, in], which can be written in place."""
-    layer.cpu_linear = torch.nn.functional.linear
+    layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.config import VLLM
+from hybridflow.config import VLLM, DType
 from hybridflow.engines.vllm.layout import padded_vocab
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.model_spec import ModelSpec
@@ -11,7 +11,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def resolved_dtype(strategy: VLLM, device_type: str) -> str:
+def resolved_dtype(strategy: VLLM, device_type: str) -> DType:
     return strategy.dtype or ("bfloat16" if device_type == "cuda" else "float32")
 
 

@@ -9,6 +9,8 @@ Shapes: B requests, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
@@ -22,6 +24,11 @@ class PolicySampler(Sampler):
 
     def __init__(self) -> None:
         super().__init__("processed_logprobs")
+        self._streams: dict[torch.Generator, Iterator[int]] = {}
+
+    def forget(self) -> None:
+        """Drop the seed streams of requests that have ended."""
+        self._streams.clear()
 
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: object = None
@@ -42,9 +49,11 @@ class PolicySampler(Sampler):
     def _draw(self, logits_BV: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
         if logits_BV.device.type != "cpu":
             return random_sample(logits_BV.softmax(-1, dtype=torch.float32), generators)
-        seeds = [0] * len(logits_BV)
+        seeds, streams = [0] * len(logits_BV), self._streams
         for row, generator in generators.items():
-            seeds[row] = int(torch.randint(0, 2**62, (1,), generator=generator))
+            if (stream := streams.get(generator)) is None:
+                stream = streams[generator] = _stream(generator)
+            seeds[row] = next(stream)
         return torch.ops._C.fused_gumbel_argmax(logits_BV, torch.tensor(seeds))
 
     @staticmethod
@@ -53,3 +62,9 @@ class PolicySampler(Sampler):
         del num_logprobs
         ids_B1 = token_ids.unsqueeze(-1)
         return LogprobsTensors(ids_B1.to(torch.int32), logprobs.gather(-1, ids_B1), torch.zeros_like(token_ids))
+
+
+def _stream(generator: torch.Generator) -> Iterator[int]:
+    """Seeds of a request's draws, made 64 at a time: one call of torch per token and row costs more than the draw."""
+    while True:
+        yield from torch.randint(0, 2**62, (64,), generator=generator).tolist()

@@ -1,0 +1,158 @@
+"""Seconds per iteration of PPO and GRPO on a Llama of 0.6 M parameters, and where they go.
+
+PPO: actor, critic, reference and reward model, 128 prompts of 16 tokens, exactly 64 response tokens, one epoch. GRPO:
+16 prompts x 8 responses, no critic. Float32, real Ray, Megatron-core and vLLM. Prints one JSON line; stages are the
+busiest host's seconds per iteration (`controller`: the iteration's time in which no host computed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hybridflow as hf
+from hybridflow.cluster.host import Event
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+PROMPT, RESPONSE = 16, 64
+STAGES = {
+    "generate_sequences/generation": "generation",
+    "generate_sequences/transition": "transition",
+    "compute_log_prob": "preparation",
+    "compute_ref_log_prob": "preparation",
+    "compute_values": "preparation",
+    "compute_reward": "preparation",
+    "compute_advantage": "preparation",
+    "update_actor": "update",
+    "update_critic": "update",
+}
+
+
+def make_models(directory: Path) -> tuple[str, str]:
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    policy, reward = directory / "policy", directory / "reward"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(policy)
+    LlamaForSequenceClassification(LlamaConfig(num_labels=1, **SIZES)).save_pretrained(reward)
+    return str(policy), str(reward)
+
+
+class Job:
+    """The groups of one run, on one pool, and the two algorithms on them."""
+
+    def __init__(self, devices: int, policy: str, reward: str) -> None:
+        self.pool = hf.ResourcePool([devices])
+        train = hf.Megatron()
+        self.actor = hf.ActorWorker.on(
+            self.pool,
+            model=policy,
+            train=train,
+            optim=hf.Adam(lr=1e-5),
+            generate=hf.VLLM(max_tokens=RESPONSE, ignore_eos=True, seed=1, max_length=PROMPT + RESPONSE),
+        )
+        self.critic = hf.CriticWorker.on(self.pool, model=policy, train=train, optim=hf.Adam(lr=1e-5))
+        self.reference = hf.ReferenceWorker.on(self.pool, model=policy, train=train)
+        self.reward = hf.RewardWorker.on(self.pool, model=reward, train=train)
+        self.rows = 0
+
+    def prompts(self, count: int) -> hf.BatchRef:
+        ids = torch.randint(2, 64, (count * PROMPT,), generator=torch.Generator().manual_seed(self.rows))
+        first, self.rows = self.rows, self.rows + count
+        columns = {"prompt_ids": hf.Ragged.from_lengths(ids, [PROMPT] * count)}
+        return hf.BatchRef.from_batch(
+            hf.Batch({**columns, "row_id": torch.arange(first, first + count)}), self.pool.session
+        )
+
+    def ppo(self) -> Sequence[hf.Future]:
+        batch = self.actor.generate_sequences(self.prompts(128))
+        batch |= self.actor.compute_log_prob(batch)
+        batch |= self.reference.compute_ref_log_prob(batch)
+        batch |= self.critic.compute_values(batch)
+        batch |= self.reward.compute_reward(batch)
+        batch |= hf.compute_advantage(batch, "gae", kl_coef=0.05)
+        return self.critic.update_critic(batch), self.actor.update_actor(batch), batch.metrics()
+
+    def grpo(self) -> Sequence[hf.Future]:
+        batch = self.actor.generate_sequences(self.prompts(16), n=8)
+        batch |= self.actor.compute_log_prob(batch)
+        batch |= self.reference.compute_ref_log_prob(batch)
+        batch |= self.reward.compute_reward(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        return self.actor.update_actor(batch, kl_coef=0.05), batch.metrics()
+
+
+def measure(job: Job, step: Callable[[], Sequence[hf.Future]], iterations: int) -> dict[str, Any]:
+    for _ in range(2):
+        finish(step())
+    begin, times = time.time(), []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        finish(step())
+        times.append(time.perf_counter() - start)
+    stages = stage_seconds([e for e in job.pool.events() if e.start >= begin], iterations)
+    busy = sum(seconds for name, seconds in stages.items() if name != "transition")
+    total = statistics.mean(times)
+    return {
+        "seconds": round(statistics.median(times), 3),
+        "min_seconds": round(min(times), 3),
+        "stages": {**stages, "controller": round(total - busy - stages.get("transition", 0.0), 4)},
+    }
+
+
+def finish(futures: Sequence[hf.Future]) -> None:
+    for future in futures:
+        future.get()
+
+
+def stage_seconds(events: Sequence[Event], iterations: int) -> dict[str, float]:
+    """Seconds per iteration of the slowest rank in each stage."""
+    slowest: dict[tuple[int, str], float] = {}
+    for event in events:
+        if (stage := STAGES.get(event.method)) is not None:
+            key = (event.seq, stage)
+            slowest[key] = max(slowest.get(key, 0.0), event.end - event.ready)
+    totals: dict[str, float] = {}
+    for (_, stage), seconds in slowest.items():
+        totals[stage] = totals.get(stage, 0.0) + seconds / iterations
+    return {name: round(seconds, 4) for name, seconds in sorted(totals.items())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    args = parser.parse_args()
+    result: dict[str, Any] = {"benchmark": "iteration"}
+    with tempfile.TemporaryDirectory() as directory:
+        policy, reward = make_models(Path(directory))
+        for devices in args.devices:
+            job = Job(devices, policy, reward)
+            result[f"ppo_{devices}"] = measure(job, job.ppo, args.iterations)
+            result[f"grpo_{devices}"] = measure(job, job.grpo, args.iterations)
+            job.pool.close()
+    hf.shutdown()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

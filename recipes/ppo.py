@@ -1,0 +1,75 @@
+"""PPO (Schulman et al. 2017; paper, figure 6) with actor, critic, reference and reward.
+
+    python recipes/ppo.py                                   a small model that makes itself, on arithmetic
+    python recipes/ppo.py model=DIR prompts=FILE.jsonl devices=[8] actor.train.tp=4 steps=200
+
+Prompts need a column `prompt` and, for the exact-match reward, a column `answer`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hybridflow as hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes import arithmetic, settings
+
+DEFAULTS = """
+name: ppo             # figures, samples and the trained model go to runs/<name>
+seed: 1
+steps: 40
+batch_size: 128
+minibatches: 4
+epochs: 1
+devices: [2]          # devices of each node
+model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
+prompts: null         # JSONL
+held_out: null        # JSONL, for greedy accuracy before and after
+kl_coef: 0.02
+clip: 0.2
+actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 4}, optim: {lr: 1.0e-3}}
+critic: {train: {tp: 2}, optim: {lr: 2.0e-3}}
+reference: {train: {tp: 2}}
+"""
+
+
+def main(arguments: list[str]) -> None:
+    cfg = settings.read(DEFAULTS, arguments)
+    files = arithmetic.make(".cache") if cfg.model is None else settings.Files(cfg.model, cfg.prompts, cfg.held_out)
+    pool = hf.ResourcePool(list(cfg.devices))
+    actor = hf.ActorWorker.on(
+        pool,
+        model=files.model,
+        train=hf.Megatron(**cfg.actor.train),
+        optim=hf.Adam(**cfg.actor.optim),
+        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+    )
+    critic = hf.CriticWorker.on(
+        pool, model=files.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
+    )
+    reference = hf.ReferenceWorker.on(pool, model=files.model, train=hf.Megatron(**cfg.reference.train))
+    reward = hf.RewardWorker.on(pool, function=arithmetic.exact_match)
+    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    accuracy = settings.Accuracy(actor, reward, files.held_out, tracker)
+
+    accuracy.measure("before")
+    for prompts in hf.PromptLoader(files.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed):
+        batch = actor.generate_sequences(prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch |= critic.compute_values(batch)
+        batch |= reward.compute_reward(batch)
+        batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95, kl_coef=cfg.kl_coef)
+        critic_metrics = critic.update_critic(batch, minibatches=cfg.minibatches, epochs=cfg.epochs)
+        actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches, epochs=cfg.epochs)
+        tracker.log(batch.metrics(), critic_metrics, actor_metrics)
+    accuracy.measure("after")
+    actor.save(f"runs/{cfg.name}/model")
+    tracker.finish()
+    hf.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
