@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch import Tensor
 from hybridflow.config import VLLM, Sampling
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.vllm.engine import VLLMEngine
-from hybridflow.errors import HybridFlowError
+from hybridflow.engines.vllm.requirements import check
+from hybridflow.errors import ConfigError, HybridFlowError, ModelError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import RankGrid
 
@@ -56,7 +59,7 @@ def _save_model(family: str, directory: Path) -> None:
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=1 if family == "qwen2" else 2,  # one kv-head is replicated over two ranks
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=family == "qwen3",
         initializer_range=0.15,
@@ -166,6 +169,7 @@ def _single(
         "empty": _error(lambda: engine.generate([[4], []], GREEDY)),
         "vocabulary": _error(lambda: engine.generate([[4], [VOCAB]], GREEDY)),
         "stop": _error(lambda: engine.generate(PROMPTS, Sampling(stop=("x",)))),
+        "seeds": _error(lambda: engine.generate(PROMPTS, GREEDY, [1])),
         "second": _error(lambda: VLLMEngine(context, strategy, engine.grid, spec, path)),
     }
     _save_tokenizer(path)
@@ -176,12 +180,11 @@ def _single(
 
 def _save_tokenizer(directory: Path) -> None:
     """Words w0..w69, one per token id."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    del decoders
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
@@ -362,5 +365,21 @@ def test_errors_say_what_was_asked_and_found(results) -> None:
     assert errors["vocabulary"].startswith("PromptError: prompt 1 has token ids")
     assert errors["stop"].startswith("ConfigError")
     assert "tokenizer" in errors["stop"]
+    assert errors["seeds"].startswith("ConfigError: generate got 1 seeds for 4 prompts")
     assert errors["second"].startswith("PlacementError")
     assert "already has a vLLM engine" in errors["second"]
+
+
+def test_what_vllm_cannot_run_is_refused_on_the_driver(root) -> None:
+    spec = ModelSpec.from_checkpoint(root / "llama")
+    for change, strategy, device, error, words in (
+        ({"head_dim": 16}, VLLM(), "cpu", ModelError, "head_dim=16"),
+        ({"head": "value"}, VLLM(), "cpu", ModelError, "'value' head"),
+        ({}, VLLM(tp=3), "cpu", ModelError, "Use tp in [1, 2, 4]"),
+        ({}, VLLM(pp=3), "cuda", ModelError, "2 layers"),
+        ({}, VLLM(max_length=CONTEXT + 1), "cuda", ConfigError, "context is 64"),
+        ({"context": 10**6}, VLLM(), "cpu", ConfigError, "kv_cache_gb"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            check(replace(spec, **change), strategy, device)
+    check(replace(spec, head_dim=16), VLLM(tp=2), "cuda")
