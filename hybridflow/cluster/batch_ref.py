@@ -1,4 +1,4 @@
-"""BatchRef: a batch as the controller sees it: names, row counts and references, never a tensor (architecture, idea 1)."""
+"""BatchRef: a batch as the controller sees it: names, row counts, references, never a tensor (architecture, idea 1)."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class BatchRef:
         """Group boundaries are data: reads the two small columns (a call that waits)."""
         refs = {"groups": order.groups} | ({"weights": order.weights} if order.weights else {})
         data = Reader(self._timeout).read({k: v for k, v in refs.items() if v is not None})
-        weights = data["weights"] if "weights" in data else None
+        weights = data.peek("weights") if order.weights else None
         lengths = getattr(weights, "lengths", weights)
         return [[len(chunk) for chunk in part] for part in order.plan.assign(lengths, data["groups"])]
 

@@ -91,7 +91,7 @@ class WorkerGroup:
         try:
             raise_failure(fetch(built, parts, self.session.deadlines.peers))
         except BaseException:
-            self.close()
+            self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -136,11 +136,12 @@ class WorkerGroup:
             unknown = next((name for name in kwargs if name not in known), None)
             hint = f" It has no setting {unknown!r}.{nearest(unknown, known)}" if unknown else ""
             raise ConfigError(f"{self.name}.{operation.name}: {error}.{hint}") from None
-        bound.apply_defaults()
+        if not operation.protocol.prepared:  # a default is one value, not a list with one per rank
+            bound.apply_defaults()
         settings = dict(list(bound.arguments.items())[1:])
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                settings |= settings.pop(name)
+                settings |= settings.pop(name, {})
         for name, value in settings.items():
             if isinstance(value, Batch):
                 settings[name] = BatchRef.from_batch(value, self.session)
@@ -231,7 +232,7 @@ class WorkerGroup:
             origin = Origin(self.name, rank, operation.name)
             statuses.append(Part(status, None, origin))
             outputs.append(self._output(Part(ref, due, origin), source, writes))
-        self.session.issued(statuses)
+        self.session.iterations.issued(statuses)
         if writes and any(isinstance(out, BatchRef) and out.rows < 0 for out in outputs):
             outputs = self._with_rows(outputs)
         return outputs, statuses
@@ -266,12 +267,14 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Free the models of this group; the pool stays. Can be called again."""
-        if self._closed:
-            return
+        if not self._closed:
+            self._drop(wait=60.0)
+
+    def _drop(self, wait: float) -> None:
         self._closed = " by close()"
         self.session.groups.pop(self.name, None)
         dropping = [host.drop.remote(self._key) for host in self.hosts]
-        ray.wait(dropping, num_returns=len(dropping), timeout=60.0)
+        ray.wait(dropping, num_returns=len(dropping), timeout=wait)
 
     def forget_hosts(self) -> None:
         """Called when the pool closes: there is nothing left to free."""

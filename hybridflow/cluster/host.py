@@ -79,6 +79,17 @@ class Call:
     rows: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call went: kept by the driver when nobody holds the data any more.
+
+    `seconds` are those of the method once its inputs were there, and of the stages that it recorded.
+    """
+
+    failure: Failure | None
+    seconds: tuple[tuple[str, float], ...] = ()
+
+
 @dataclass(frozen=True)
 class Event:
     """When a host ran a call: seconds since the epoch; `ready` is when its inputs were there."""
@@ -168,26 +179,28 @@ class Host:
         self._events.append(Event(seq, spec.role, "__init__", rank, start, start, time.time()))
         return member.failure
 
-    def call(self, call: Call) -> tuple[Any, Failure | None]:
-        """Run one method: (Manifest, value or Failure; and the Failure alone, which outlives the data)."""
+    def call(self, call: Call) -> tuple[Any, Status]:
+        """Run one method: (Manifest, value or Failure; and the status, which outlives the data)."""
         member = self._members[call.group]
         start = ready = time.time()
         if member.failure is not None:
-            return member.failure, member.failure
+            return member.failure, Status(member.failure)
         result = self._inputs(member, call)
         if not isinstance(result, Failure):
             ready = time.time()
             result = self._run(member, call, *result)
-        self._record(member, call, start, ready)
-        return result, result if isinstance(result, Failure) else None
+        seconds = self._record(member, call, start, ready)
+        return result, Status(result if isinstance(result, Failure) else None, seconds)
 
-    def _record(self, member: _Member, call: Call, start: float, ready: float) -> None:
+    def _record(self, member: _Member, call: Call, start: float, ready: float) -> tuple[tuple[str, float], ...]:
         role, rank = member.spec.role, member.rank
-        if (context := getattr(member.worker, "context", None)) is not None:
-            for stage, a, b in context.stages:
-                self._events.append(Event(call.seq, role, f"{call.method}/{stage}", rank, a, a, b))
-            context.stages.clear()
-        self._events.append(Event(call.seq, role, call.method, rank, start, ready, time.time()))
+        context = getattr(member.worker, "context", None)
+        stages = [] if context is None else context.stages
+        events = [Event(call.seq, role, f"{call.method}/{name}", rank, a, a, b) for name, a, b in stages]
+        events.append(Event(call.seq, role, call.method, rank, start, ready, time.time()))
+        self._events.extend(events)
+        stages.clear()
+        return tuple((event.method, event.end - event.ready) for event in events)
 
     def _inputs(self, member: _Member, call: Call) -> tuple[tuple, dict] | Failure:
         """Read the inputs; agree with the other ranks that all have them, or return the error that one of them met."""

@@ -14,17 +14,14 @@ import signal
 import sys
 import threading
 import uuid
-from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
-from hybridflow.cluster.columns import Part
-from hybridflow.cluster.future import Deadline
 from hybridflow.cluster.host import Deadlines
+from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.leftovers import remove_leftovers
-from hybridflow.cluster.store import fetch, raise_failure
-from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
+from hybridflow.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
     from hybridflow.cluster.group import WorkerGroup
@@ -50,7 +47,7 @@ class Session:
         self.pools: list[ResourcePool] = []
         self.groups: dict[str, WorkerGroup] = {}
         self._sequence = itertools.count(1)
-        self._pending: deque[list[Part]] = deque([[]])
+        self.iterations = Iterations(self.deadlines.peers)
         self._helper: WorkerGroup | None = None
         self.started_ray = False
         if not ray.is_initialized():
@@ -107,39 +104,16 @@ class Session:
         names = itertools.chain([role], (f"{role}_{i}" for i in itertools.count(2)))
         return next(name for name in names if name not in self.groups)
 
-    def issued(self, statuses: list[Part]) -> None:
-        """Remember calls until their iteration is waited for."""
-        self._pending[-1].extend(statuses)
-        if len(self._pending[-1]) > 4096:  # a driver without a loader: look back so that references do not pile up
-            oldest, self._pending[-1] = self._pending[-1][:2048], self._pending[-1][2048:]
-            self._settle(oldest)
-
     def next_iteration(self, in_flight: int = 2) -> None:
         """Begin an iteration; wait until at most `in_flight` iterations, this one included, are under way.
 
         Errors: WorkerError of a call that failed in an iteration that is now over.
         """
-        self._pending.append([])
-        while len(self._pending) > in_flight:
-            self._settle(self._pending.popleft())
+        self.iterations.begin(in_flight)
 
     def drain(self) -> None:
         """Wait for everything issued so far. Errors: as `next_iteration`."""
-        while self._pending:
-            self._settle(self._pending.popleft())
-        self._pending.append([])
-
-    def _settle(self, statuses: list[Part]) -> None:
-        deadline = Deadline(self.deadlines.peers)
-        waiting = {status.ref: status for status in statuses}
-        while waiting:
-            # short waits leave room for Ctrl-C
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(1.0, deadline.left))
-            parts = [waiting.pop(ref) for ref in ready]
-            raise_failure(fetch([p.ref for p in parts], parts, 60.0))
-            if waiting and not deadline.left:
-                late = {f"{p.origin.role}.{p.origin.method}" for p in waiting.values()}
-                raise WaitTimeoutError(f"{', '.join(sorted(late))} did not finish in {self.deadlines.peers:g} s.")
+        self.iterations.drain()
 
     def shutdown(self) -> None:
         """Close all models, pools and, if this session started it, Ray. Can be called again at any time."""
@@ -159,7 +133,7 @@ class Session:
             if self.started_ray:
                 ray.shutdown()
         self.groups.clear()
-        self._pending = deque([[]])
+        self.iterations = Iterations(self.deadlines.peers)
         remove_leftovers(self.name)
 
 

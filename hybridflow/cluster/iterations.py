@@ -1,0 +1,95 @@
+"""Iterations: which calls are under way, how many iterations may be, and how long each call took."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import ray
+
+from hybridflow.cluster.columns import Part
+from hybridflow.cluster.future import Deadline
+from hybridflow.cluster.host import Status
+from hybridflow.cluster.store import fetch, raise_failure
+from hybridflow.errors import WaitTimeoutError
+
+_KEPT = 64
+_LOOK_BACK = 4096
+
+
+@dataclass
+class Iterations:
+    """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration."""
+
+    timeout: float
+    _pending: deque[list[Part]] = field(default_factory=lambda: deque([[]]))
+    _seconds: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _settled: int = 0
+
+    @property
+    def current(self) -> int:
+        """Index of the iteration that the driver is in."""
+        return self._settled + len(self._pending) - 1
+
+    def issued(self, statuses: Sequence[Part]) -> None:
+        """Remember calls until their iteration is waited for."""
+        now = self._pending[-1]
+        now.extend(statuses)
+        if len(now) > _LOOK_BACK:  # a driver without a loader: look back so that references do not pile up
+            self._wait(now[: _LOOK_BACK // 2])
+            del now[: _LOOK_BACK // 2]
+
+    def begin(self, in_flight: int) -> None:
+        """Begin an iteration; wait until at most `in_flight`, this one included, are under way."""
+        self._pending.append([])
+        while len(self._pending) > in_flight:
+            self._settle_oldest()
+
+    def drain(self) -> None:
+        """Wait for everything issued so far."""
+        self._pending.append([])
+        while len(self._pending) > 1:
+            self._settle_oldest()
+
+    def seconds(self, iteration: int) -> dict[str, float]:
+        """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits if it is under way."""
+        place = iteration - self._settled
+        if place >= 0:
+            return _slowest(self._wait(self._pending[place])) if place < len(self._pending) else {}
+        return self._seconds[place] if -place <= len(self._seconds) else {}
+
+    def _settle_oldest(self) -> None:
+        statuses = self._pending.popleft()
+        self._settled += 1
+        self._seconds.append({})
+        self._seconds[-1] = _slowest(self._wait(statuses))
+
+    def _wait(self, parts: Sequence[Part]) -> list[tuple[Part, Status]]:
+        """The statuses of all calls. Errors: WorkerError of the first that failed, WaitTimeoutError."""
+        deadline = Deadline(self.timeout)
+        waiting = {part.ref: part for part in parts}
+        done: list[tuple[Part, Status]] = []
+        while waiting:
+            # short waits leave room for Ctrl-C
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(1.0, deadline.left))
+            finished = [waiting.pop(ref) for ref in ready]
+            statuses = fetch([part.ref for part in finished], finished, 60.0)
+            raise_failure([status.failure for status in statuses])
+            done += zip(finished, statuses, strict=True)
+            if waiting and not deadline.left:
+                late = {f"{part.origin.role}.{part.origin.method}" for part in waiting.values()}
+                raise WaitTimeoutError(f"{', '.join(sorted(late))} did not finish in {self.timeout:g} s.")
+        return done
+
+
+def _slowest(statuses: Sequence[tuple[Part, Status]]) -> dict[str, float]:
+    per_rank: dict[tuple[str, int], float] = {}
+    for part, status in statuses:
+        for name, seconds in status.seconds:
+            key = (f"{part.origin.role}.{name}", part.origin.rank)
+            per_rank[key] = per_rank.get(key, 0.0) + seconds
+    out: dict[str, float] = {}
+    for (name, _), seconds in per_rank.items():
+        out[name] = max(out.get(name, 0.0), seconds)
+    return out
