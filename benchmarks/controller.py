@@ -1,7 +1,8 @@
 """What a hop from group A to group B costs the controller, by reference and through the driver.
 
 A has n data parallel ranks, B on the same devices (t, d) = (2, n/2). One hop: A writes a batch of the given size, B
-reads all of it, the driver waits for B. Prints one JSON line; milliseconds, mebibytes.
+reads all of it, the driver waits for B. `driver` is the hop as a controller without references does it: the tensors
+come home, are joined and split there, and are sent on. Prints one JSON line; milliseconds, mebibytes.
 """
 
 from __future__ import annotations
@@ -41,8 +42,18 @@ class Sender:
         return self.made[key]
 
 
+    @hf.register(hf.DP_PROTO, reads=("row",))
+    def send_values(self, batch: hf.Batch, megabytes: float) -> dict[str, torch.Tensor]:
+        made = self.send(batch, megabytes)
+        return {name: made.peek(name) for name in made.columns}
+
+
 class Receiver:
     """Reads what it is sent."""
+
+    @hf.register(hf.ALL_TO_ALL)
+    def receive_values(self, columns: dict[str, torch.Tensor]) -> int:
+        return sum(column.nbytes + int(column[-1, -1] < 0) for column in columns.values())
 
     @hf.register(hf.THREE_D_PROTO, reads=tuple(f"c{i}" for i in range(10)))
     def receive(self, batch: hf.Batch) -> int:
@@ -90,7 +101,10 @@ def measure_ranks(ranks: int, sizes: list[float], repeats: int) -> dict[str, Any
             b.receive(a.send(rows, size)).get()
 
         def through_driver(size: float) -> None:
-            b.receive(hf.Batch(dict(zip(COLUMNS, map(a.send(rows, size).get().peek, COLUMNS), strict=True)))).get()
+            parts = a.send_values(rows, size).get()
+            joined = {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}
+            split = [{name: column.chunk(b.grid.d)[d] for name, column in joined.items()} for d in range(b.grid.d)]
+            b.receive_values([split[b.grid.coords(rank).d] for rank in range(ranks)]).get()
 
         out: dict[str, Any] = {"empty": measure(lambda: a.nothing().get(), 10 * repeats)}
         for size in sizes:

@@ -29,7 +29,7 @@ class Splitting:
     chunks: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BatchRef:
     """`rows` rows of named columns that lie wherever they were written.
 
@@ -54,6 +54,9 @@ class BatchRef:
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.column_refs)
+
+    def __repr__(self) -> str:
+        return f"BatchRef({self.rows} rows by reference: {', '.join(self.columns)})"
 
     def __len__(self) -> int:
         return self.rows

@@ -147,6 +147,8 @@ class WorkerGroup:
                 settings[name] = BatchRef.from_batch(value, self.session)
             elif isinstance(value, OneColumn):
                 settings[name] = value.batch
+            elif isinstance(value, BatchRef) and value.session is None:
+                settings[name] = replace(value, session=self.session)
         if operation.check is not None:
             operation.check(self.settings, settings)
         rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
