@@ -36,17 +36,20 @@ class Future:
         raise_failure(values)
         if self.merge is None:
             return values[0]
-        if self.merge == "join" and all(isinstance(value, Mapping) for value in values):
+        if self.merge == "join" and all(map(_is_metrics, values)):
             return _mean(values)
         return values
 
 
-def _mean(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _is_metrics(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(v, int | float) for v in value.values())
+
+
+def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    out: dict[str, float] = {}
     for name in metrics[0]:
         column = [m[name] for m in metrics if name in m]
-        numbers = all(isinstance(v, int | float) for v in column)
-        out[name] = sum(column) / len(column) if numbers else column[0]
+        out[name] = sum(column) / len(column)
     return out
 
 
