@@ -1,0 +1,230 @@
+"""What the processes of the train engine suite do: each function runs on every rank of a model group.
+
+A backend is chosen by the type of its strategy, so the suite runs for every backend that is in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from example_models import loss_of, make_batch, spec_of
+from rank_processes import World
+from torch import Tensor
+
+from hybridflow import config
+from hybridflow.batch import Batch
+from hybridflow.ragged import Ragged
+from hybridflow.topology import RankGrid
+
+ENGINES = {config.Megatron: ("hybridflow.engines.megatron.engine", "MegatronEngine")}
+
+
+def build(
+    world: World,
+    name: str,
+    strategy: Any,
+    size: int,
+    path: Path | None,
+    head: str = "lm",
+    optimizer: config.Optimizer | None = None,
+    spec: Any = None,
+) -> Any:
+    """The engine of `strategy` on the first `size` processes."""
+    module, engine = ENGINES[type(strategy)]
+    context = world.context(name, strategy.grid(size), role="critic" if head == "value" else "actor")
+    spec = spec or spec_of(path, head)  # type: ignore[arg-type]
+    return getattr(importlib.import_module(module), engine)(context, strategy, spec, path, optimizer)
+
+
+def share(batch: Batch, grid: RankGrid, rank: int, counts: Sequence[int] | None = None) -> Batch:
+    """The rows of this rank's data parallel replica: `counts` rows each, or as even as can be."""
+    counts = counts or [len(part) for part in torch.arange(batch.rows).tensor_split(grid.d)]
+    d = grid.coords(rank).d
+    return batch[sum(counts[:d]) : sum(counts[: d + 1])]
+
+
+def boxes(engine: Any, tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple, tuple, Tensor]]:
+    """This rank's regions of `tensors` (by storage name) with the canonical boxes they hold."""
+    regions = engine.layout().regions(engine.context.rank)
+    return [
+        (r.box.tensor, r.box.start, r.box.stop, tensors[r.storage][r.index()].detach().float().clone()) for r in regions
+    ]
+
+
+def outputs(
+    world: World, jobs: Sequence[tuple[str, Any, int, Path, str, float]], counts: Sequence[int] | None = None
+) -> list[dict[str, Ragged | Tensor] | None]:
+    """Every output of every job's model, on this rank's rows; None off the last stage."""
+    found = []
+    for name, strategy, size, path, head, temperature in jobs:
+        engine = build(world, name, strategy, size, path, head)
+        rows = share(make_batch(), engine.grid, world.rank, counts)
+        names = ("values",) if head == "value" else ("entropy", "log_probs")
+        out: dict[str, Any] | None = engine.forward(rows, names, temperature)
+        if head == "value":
+            scores = engine.score(rows)
+            assert (scores is None) == (out is None)
+            out = out and {**out, "scores": scores}
+        found.append(out)
+        engine.context.groups.close()
+    return found
+
+
+def updates(
+    world: World,
+    name: str,
+    strategy: Any,
+    size: int,
+    path: Path,
+    head: str,
+    optimizer: config.Optimizer,
+    counts: Sequence[int] | None = None,
+    steps: int = 2,
+) -> dict[str, Any]:
+    """Two updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes."""
+    engine = build(world, name, strategy, size, path, head, optimizer)
+    loss = loss_of(head)
+    found: dict[str, Any] = {"norms": [], "metrics": []}
+    for step in range(steps):
+        rows = share(make_batch(seed=step), engine.grid, world.rank, counts)
+        found["metrics"].append(engine.forward_backward(rows, loss, loss.outputs))
+        if step == 0:
+            found["gradients"] = boxes(engine, engine.gradients())
+        found["norms"].append(engine.step())
+    found["parameters"] = boxes(engine, engine.storage())
+    engine.context.groups.close()
+    return found
+
+
+def side_by_side(world: World, names: Sequence[str], jobs: Sequence[tuple], size: int) -> list[dict[str, Any]]:
+    """Two models with different grids take turns in the same processes; Megatron's globals stay unset."""
+    from megatron.core import parallel_state
+
+    engines = [build(world, n, s, size, path, head, o) for n, (s, path, head, o) in zip(names, jobs, strict=True)]
+    found: list[dict[str, Any]] = [{"norms": []} for _ in engines]
+    for step in range(2):
+        for engine, out, (_, _, head, _) in zip(engines, found, jobs, strict=True):
+            loss = loss_of(head)
+            engine.forward_backward(share(make_batch(seed=step), engine.grid, world.rank), loss, loss.outputs)
+            out["norms"].append(engine.step())
+    for engine, out in zip(engines, found, strict=True):
+        out["parameters"] = boxes(engine, engine.storage())
+        engine.context.groups.close()
+    assert not parallel_state.is_initialized()
+    assert not parallel_state.model_parallel_is_initialized()
+    return found
+
+
+def two_passes(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, Any]:
+    """One update from two `forward_backward` calls, each on half of the rows with the whole batch's loss share."""
+    engine = build(world, name, strategy, size, path, "lm", optimizer)
+    rows = share(make_batch(), engine.grid, world.rank)
+    for part in (rows[: rows.rows // 2], rows[rows.rows // 2 :]):
+        engine.forward_backward(part, _sum_of_log_probs, ("log_probs",))
+    gradients = boxes(engine, engine.gradients())
+    norm = engine.step()["grad_norm"]
+    engine.forward_backward(rows, _sum_of_log_probs, ("log_probs",))
+    whole = boxes(engine, engine.gradients())
+    engine.context.groups.close()
+    return {"gradients": gradients, "whole": whole, "norm": norm}
+
+
+def _sum_of_log_probs(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return found["log_probs"].values.sum(), {}
+
+
+def resumed(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, Any]:
+    """Parameters after three updates, and after going on from the state that was saved after the first."""
+    loss, found = loss_of("lm"), {}
+
+    def update(engine: Any, seed: int) -> None:
+        rows = share(make_batch(seed=seed), engine.grid, world.rank)
+        engine.forward_backward(rows, loss, loss.outputs)
+        engine.step()
+
+    first = build(world, name, strategy, size, path, "lm", optimizer)
+    update(first, 0)
+    state = first.state()
+    for seed in (1, 2):
+        update(first, seed)
+    found["straight"] = boxes(first, first.storage())
+    first.close()
+    second = build(world, name, strategy, size, path, "lm", optimizer)
+    second.load_state(state)
+    for seed in (1, 2):
+        update(second, seed)
+    found["resumed"] = boxes(second, second.storage())
+    second.context.groups.close()
+    return found
+
+
+def written_from_outside(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> bool:
+    """Weights written into `storage()` are what the next update starts from, also in 16 bits."""
+    engine = build(world, name, strategy, size, path, "lm", optimizer)
+    for tensor in engine.storage().values():
+        tensor.mul_(0.5)
+    engine.weights_loaded()
+    before = {n: t.clone() for n, t in engine.storage().items()}
+    loss = loss_of("lm")
+    engine.forward_backward(share(make_batch(), engine.grid, world.rank), loss, loss.outputs)
+    engine.step()
+    after = engine.storage()
+    engine.context.groups.close()
+    near = all(torch.allclose(after[n].float(), before[n].float(), atol=1e-2) for n in before)
+    moved = any(not torch.equal(after[n], before[n]) for n in before)
+    return near and moved
+
+
+def fresh_weights(world: World, name: str, strategy: Any, size: int, spec: Any) -> list:
+    """The weights of an engine that was given no checkpoint."""
+    engine = build(world, name, strategy, size, None, spec.head, spec=spec)
+    found = boxes(engine, engine.storage())
+    engine.context.groups.close()
+    return found
+
+
+def vocabulary(world: World, name: str, size: int, temperature: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Vocab-parallel log-probabilities, entropy and this rank's gradient of a random function of both."""
+    from hybridflow.engines.megatron.log_probs import vocab_parallel_log_probs
+
+    context = world.context(name, RankGrid(t=size))
+    group = context.groups.new("t", range(size))
+    logits, targets, weights = vocabulary_case(seed)
+    columns = -(-logits.shape[1] // size)
+    first = world.rank * columns
+    mine = logits[:, first : first + columns].clone().requires_grad_()
+    log_probs, entropy = vocab_parallel_log_probs(mine, targets, first, group, temperature, entropy=True)
+    assert entropy is not None
+    (log_probs * weights[0] + entropy * weights[1]).sum().backward()
+    context.groups.close()
+    assert mine.grad is not None
+    return log_probs.detach(), entropy.detach(), mine.grad
+
+
+def vocabulary_case(seed: int, tokens: int = 9, columns: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits far apart (one of them would overflow exp), targets, and weights of the two outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, columns, generator=generator) * 4
+    logits[0, 3], logits[1] = 300.0, -500.0
+    targets = torch.randint(0, columns, (tokens,), generator=generator)
+    return logits, targets, torch.randn(2, tokens, generator=generator)
+
+
+def fails(world: World, name: str, strategy: Any, size: int, path: Path, what: str) -> str:
+    """The error of a call that must not work, as `ErrorClass: message`."""
+    try:
+        engine = build(world, name, strategy, size, path)
+        if what == "values":
+            engine.forward(make_batch(), ("values",))
+        elif what == "train":
+            engine.step()
+        elif what == "prompt":
+            empty = Ragged.from_rows([[], [1]], dtype=torch.int64)
+            engine.forward(Batch({"prompt_ids": empty, "response_ids": empty}), ("log_probs",))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

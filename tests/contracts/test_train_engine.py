@@ -1,0 +1,338 @@
+"""The contract of a TrainEngine, held by every backend: it computes and trains like transformers, however split.
+
+One set of four gloo processes serves the whole file.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_tasks as tasks
+import pytest
+import torch
+from example_models import (
+    FAMILIES,
+    VOCABULARY,
+    Oracle,
+    load_model,
+    make_batch,
+    make_model,
+    reference,
+    reference_scores,
+    relative,
+    spec_of,
+)
+from rank_processes import RankProcesses
+from torch import Tensor
+
+from hybridflow.config import SGD, Adam, Megatron
+from hybridflow.ragged import Ragged
+
+Sizes = tuple[int, int, int]
+SMALL = sorted(s for s in itertools.product(range(1, 5), repeat=3) if s[0] * s[1] * s[2] <= 4)
+UPDATE = [(1, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
+UPDATED = [("qwen3-tied", "lm"), ("llama", "value")]  # tied embeddings, q/k norms, biases: see the log-prob tests
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "sgd": (
+        SGD(lr=0.05, momentum=0.5, clip_grad=0.7),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.5),
+    ),
+    "adam": (
+        Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.02, eps=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ),
+}
+
+
+def megatron(sizes: Sizes, **settings: Any) -> Megatron:
+    """(p, t, d), with micro-batches small enough that there are several."""
+    p, t, d = sizes
+    return Megatron(pp=p, tp=t, dp=d, **{"micro_tokens": 48, **settings})
+
+
+def count(sizes: Sizes) -> int:
+    return sizes[0] * sizes[1] * sizes[2]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    started = RankProcesses(4)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Every family's language model, and value models of two."""
+    directory = tmp_path_factory.mktemp("models")
+    wanted = [(name, "lm") for name in FAMILIES] + [("llama", "value"), ("qwen2", "value"), ("thirds", "value")]
+    return {(name, head): make_model(name, directory, head) for name, head in wanted}
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[tuple[str, str], Path]) -> dict[tuple[str, str], dict[str, Any]]:
+    """What transformers says, at temperature 1 for value models and 0.7 for language models."""
+    batch, found = make_batch(), {}
+    with torch.no_grad():
+        for (name, head), path in models.items():
+            model = load_model(path, head)
+            found[name, head] = reference(model, head, batch, 0.7)
+            if head == "value":
+                found[name, head]["scores"] = reference_scores(model, batch)
+    return found
+
+
+def joined(parts: list[dict[str, Any] | None], sizes: Sizes) -> dict[str, Any]:
+    """Outputs of all replicas, row after row; checks that exactly the last stages have them, equal on all t."""
+    p, t, d = sizes
+    last = []
+    for rank, part in enumerate(parts):
+        stage = rank // t % p
+        assert (part is not None) == (stage == p - 1), f"rank {rank}"
+        if part is not None:
+            last.append(part)
+    for i in range(0, len(last), t):
+        for other in last[i + 1 : i + t]:
+            assert all(_values(other[n]).equal(_values(last[i][n])) for n in other)
+    kept = last[::t]
+    assert len(kept) == d
+    return {
+        name: Ragged.concat([k[name] for k in kept])
+        if isinstance(value, Ragged)
+        else torch.cat([k[name] for k in kept])
+        for name, value in kept[0].items()
+    }
+
+
+def _values(output: Ragged | Tensor) -> Tensor:
+    return output.values if isinstance(output, Ragged) else output
+
+
+def whole(parts: list[list], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Canonical tensors from every rank's boxes; boxes held by several ranks must agree bit for bit."""
+    out = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for name, start, stop, value in (box for part in parts for box in part):
+        view = out[name][tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+        assert view.isnan().all() or view.equal(value), f"two ranks differ in {name}[{start}:{stop}]"
+        view.copy_(value)
+    assert not any(tensor.isnan().any() for tensor in out.values())
+    return out
+
+
+def assert_outputs(
+    processes: RankProcesses,
+    models: dict[tuple[str, str], Path],
+    expected: dict[tuple[str, str], dict[str, Any]],
+    sizes: Sizes,
+    **settings: Any,
+) -> None:
+    named = [key for key in models if (key[0] == "thirds") == (3 in sizes)]
+    jobs = [(processes.name(), megatron(sizes, **settings), count(sizes), models[k], k[1], 0.7) for k in named]
+    found = processes.run(count(sizes), tasks.outputs, jobs)
+    for i, key in enumerate(named):
+        outputs = joined([part[i] for part in found], sizes)
+        assert outputs.keys() == expected[key].keys()
+        for name, want in expected[key].items():
+            got = outputs[name]
+            assert _values(got).dtype == torch.float32
+            if isinstance(want, Ragged):
+                assert got.offsets.equal(want.offsets)
+            difference = float((_values(got) - _values(want)).abs().max())
+            assert difference < 1e-4, f"{key} {name}: {difference}"
+
+
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+def test_outputs_are_those_of_transformers(processes, models, expected, sizes):
+    assert_outputs(processes, models, expected, sizes)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+def test_outputs_with_sequence_parallelism(processes, models, expected, sizes):
+    assert_outputs(processes, models, expected, sizes, sequence_parallel=True)
+
+
+@pytest.fixture(scope="module")
+def oracles(models: dict[tuple[str, str], Path]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Two updates of each model with each optimizer in plain PyTorch."""
+    found = {}
+    for (name, head), kind in itertools.product(UPDATED, OPTIMIZERS):
+        oracle = Oracle(models[name, head], head, OPTIMIZERS[kind][1], clip=0.7)
+        before = oracle.parameters()
+        updates = [oracle.update(make_batch(seed=step)) for step in range(2)]
+        after = oracle.parameters()
+        moved = max(float((after[n] - before[n]).abs().max()) for n in after)
+        assert moved > 1e-3, "the tolerance of 1e-5 must be small against the movement"
+        assert all(norm > 0.7 for norm, _, _ in updates), "clipping must take part"
+        found[name, head, kind] = {"updates": updates, "parameters": after}
+    return found
+
+
+def assert_updates(found: list[dict[str, Any]], oracle: dict[str, Any], path: Path, head: str) -> None:
+    """Gradient norms, gradients, metrics and parameters of all ranks against plain PyTorch."""
+    shapes = spec_of(path, head).tensors()
+    norms = {tuple(u["grad_norm"] for u in part["norms"]) for part in found}
+    assert len(norms) == 1, f"ranks disagree about the gradient norm: {norms}"
+    for got, (want, _, _) in zip(norms.pop(), oracle["updates"], strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+    assert relative(whole([p["gradients"] for p in found], shapes), oracle["updates"][0][1]) < 1e-5
+    parameters = whole([p["parameters"] for p in found], shapes)
+    for name, want in oracle["parameters"].items():
+        assert float((parameters[name] - want).abs().max()) < 1e-5, name
+    reported = [part["metrics"] for part in found if part["metrics"][0]]
+    assert reported
+    for metrics in reported:
+        for got, (_, _, want) in zip(metrics, oracle["updates"], strict=True):
+            assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("sizes", UPDATE, ids=str)
+def test_updates_are_those_of_plain_pytorch(processes, models, oracles, sizes, kind):
+    for name, head in UPDATED:
+        path = models[name, head]
+        args = (processes.name(), megatron(sizes), count(sizes), path, head, OPTIMIZERS[kind][0])
+        found = processes.run(count(sizes), tasks.updates, *args)
+        assert_updates(found, oracles[name, head, kind], path, head)
+
+
+@pytest.mark.parametrize("setting", ["sequence_parallel", "recompute"])
+def test_updates_with_sequence_parallelism_and_with_recomputation(processes, models, oracles, setting):
+    sizes = (2, 2, 1)
+    for name, head in UPDATED:
+        strategy = megatron(sizes, **{setting: True})
+        args = (processes.name(), strategy, count(sizes), models[name, head], head, OPTIMIZERS["adam"][0])
+        found = processes.run(count(sizes), tasks.updates, *args)
+        assert_updates(found, oracles[name, head, "adam"], models[name, head], head)
+
+
+@pytest.mark.parametrize(("sizes", "counts"), [((1, 1, 4), (4, 0, 2, 1)), ((2, 1, 2), (7, 0)), ((1, 2, 2), (0, 7))])
+def test_uneven_and_empty_local_batches(processes, models, expected, oracles, sizes, counts):
+    for name, head in UPDATED:
+        path = models[name, head]
+        args = (processes.name(), megatron(sizes), count(sizes), path, head, OPTIMIZERS["adam"][0], counts)
+        assert_updates(processes.run(count(sizes), tasks.updates, *args), oracles[name, head, "adam"], path, head)
+        job = (processes.name(), megatron(sizes), count(sizes), path, head, 0.7)
+        outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
+        for output, want in expected[name, head].items():
+            assert torch.allclose(_values(outputs[output]), _values(want), atol=1e-4)
+
+
+def test_tied_embeddings_stay_bitwise_equal(processes, models):
+    for kind, sizes in itertools.product(OPTIMIZERS, [(2, 2, 1), (2, 1, 2)]):
+        args = (processes.name(), megatron(sizes), 4, models["llama-tied", "lm"], "lm", OPTIMIZERS[kind][0])
+        found = processes.run(4, tasks.updates, *args)
+        copies = {}
+        for rank, part in enumerate(found):
+            for name, start, _, value in part["parameters"]:
+                if name == "model.embed_tokens.weight":
+                    copies.setdefault(start, []).append((rank, value))
+        assert sorted(len(held) for held in copies.values()) == ([2, 2] if sizes == (2, 2, 1) else [4])
+        for held in copies.values():
+            assert all(value.equal(held[0][1]) for _, value in held)
+
+
+def test_two_models_with_different_sizes_train_side_by_side(processes, models, oracles):
+    actor, critic = UPDATED
+    optimizer = OPTIMIZERS["adam"][0]
+    jobs = [
+        (megatron((1, 2, 2)), models[actor], "lm", optimizer),
+        (megatron((2, 1, 2)), models[critic], "value", optimizer),
+    ]
+    found = processes.run(4, tasks.side_by_side, [processes.name(), processes.name()], jobs, 4)
+    for i, (name, head) in enumerate(UPDATED):
+        oracle = oracles[name, head, "adam"]
+        parameters = whole([part[i]["parameters"] for part in found], spec_of(models[name, head], head).tensors())
+        for tensor, want in oracle["parameters"].items():
+            assert float((parameters[tensor] - want).abs().max()) < 1e-5, tensor
+        assert found[0][i]["norms"][1]["grad_norm"] == pytest.approx(oracle["updates"][1][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=str)
+def test_several_passes_before_a_step_add_up(processes, models, sizes):
+    path = models["llama", "lm"]
+    found = processes.run(2, tasks.two_passes, processes.name(), megatron(sizes), 2, path, SGD(lr=0.0, clip_grad=0))
+    shapes = spec_of(path).tensors()
+    halves, once = (whole([part[key] for part in found], shapes) for key in ("gradients", "whole"))
+    assert relative(halves, once) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_resuming_from_a_state_changes_nothing(processes, models, kind, dtype):
+    strategy = megatron((1, 1, 2), dtype=dtype)
+    found = processes.run(2, tasks.resumed, processes.name(), strategy, 2, models["llama", "lm"], OPTIMIZERS[kind][0])
+    for part in found:
+        for straight, resumed in zip(part["straight"], part["resumed"], strict=True):
+            assert straight[3].equal(resumed[3]), straight[0]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_start_from_weights_that_were_written_from_outside(processes, models, dtype, kind):
+    optimizer = Adam(lr=1e-3) if kind == "adam" else SGD(lr=0.01)
+    strategy = megatron((2, 1, 2), dtype=dtype)
+    args = (processes.name(), strategy, 4, models["llama-tied", "lm"], optimizer)
+    assert all(processes.run(4, tasks.written_from_outside, *args))
+
+
+def test_16_bit_updates_follow_float32_main_parameters(processes, models, oracles):
+    """bf16 parameters alone would lose steps below 2^-9 of their size; the parameters stay near the float32 run."""
+    name, head = UPDATED[0]
+    args = (processes.name(), megatron((1, 2, 2), dtype="bfloat16"), 4, models[name, head], head, OPTIMIZERS["adam"][0])
+    found = processes.run(4, tasks.updates, *args)
+    parameters = whole([part["parameters"] for part in found], spec_of(models[name, head]).tensors())
+    assert relative(parameters, oracles[name, head, "adam"]["parameters"]) < 0.02
+    assert found[0]["norms"][0]["grad_norm"] == pytest.approx(oracles[name, head, "adam"]["updates"][0][0], rel=0.05)
+
+
+def test_weights_without_a_checkpoint_do_not_depend_on_the_split(processes, models):
+    spec = spec_of(models["qwen2-tied", "lm"])
+    found = {}
+    for sizes in [(1, 1, 1), (2, 2, 1), (1, 4, 1)]:
+        parts = processes.run(count(sizes), tasks.fresh_weights, processes.name(), megatron(sizes), count(sizes), spec)
+        found[sizes] = whole(parts, spec.tensors())
+    for other in ((2, 2, 1), (1, 4, 1)):
+        assert all(found[other][name].equal(tensor) for name, tensor in found[1, 1, 1].items())
+
+
+def test_a_value_model_starts_from_a_language_model_with_a_zero_head(processes, models):
+    path, sizes = models["llama", "lm"], (2, 1, 1)
+    job = (processes.name(), megatron(sizes), 2, path, "value", 1.0)
+    outputs = joined([part[0] for part in processes.run(2, tasks.outputs, [job])], sizes)
+    assert outputs["values"].values.eq(0).all()
+    assert len(outputs["values"].values) == len(make_batch().peek("response_ids").values)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_vocab_parallel_log_probs_and_their_gradients(processes, size, temperature):
+    found = processes.run(size, tasks.vocabulary, processes.name(), size, temperature, size)
+    logits, targets, weights = tasks.vocabulary_case(size)
+    wide = logits.double().requires_grad_()
+    log_p = (wide / temperature).log_softmax(-1)
+    want = log_p.gather(-1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    (want * weights[0] + entropy * weights[1]).sum().backward()
+    for log_probs, found_entropy, _ in found:
+        assert torch.allclose(log_probs.double(), want.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.allclose(found_entropy.double(), entropy.detach(), atol=1e-5)
+    assert torch.allclose(torch.cat([part[2] for part in found], 1).double(), wide.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "what", "error"),
+    [
+        ((1, 1, 1), "values", "ModelError: actor was asked for 'values'"),
+        ((1, 1, 1), "train", "ConfigError: actor was built without an optimizer"),
+        ((1, 1, 1), "prompt", "BatchError: row 0 has an empty prompt"),
+        ((3, 1, 1), "values", "ModelError: actor has 4 layers, not divisible by p=3"),
+        ((1, 3, 1), "values", "ModelError: actor has 8 heads, not divisible by t=3"),
+    ],
+)
+def test_what_cannot_work_is_said(processes, models, sizes, what, error):
+    args = (processes.name(), megatron(sizes), count(sizes), models["llama", "lm"], what)
+    assert all(message.startswith(error) for message in processes.run(count(sizes), tasks.fails, *args))
+    assert VOCABULARY % 2
