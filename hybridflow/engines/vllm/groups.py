@@ -81,6 +81,9 @@ class ReplicaGroups:
                 setattr(vllm_state, name, group)
             vllm_state._ETP = vllm_state._TP
         vllm_state._NODE_COUNT = vllm_state._node_count(vllm_state._WORLD.cpu_group)
+        # that was a barrier of the replica: everybody has mapped the segments, so their names may go, and not even a
+        # killed process leaves one behind
+        self._unlink_segments()
 
     def _world_ranks(self, members: Sequence[int]) -> list[int]:
         return [self.context.groups.ranks[member] for member in members]
@@ -91,7 +94,7 @@ class ReplicaGroups:
         return self.context.groups.new("generate", [member[rank] for rank in ranks], backend)
 
     def remove(self) -> None:
-        """Take the groups out of vLLM (the process groups stay with the context) and unlink its shared memory."""
+        """Take the groups out of vLLM; the process groups stay with the context."""
         from vllm.distributed import parallel_state as vllm_state
 
         for name in _GLOBALS:
@@ -99,6 +102,9 @@ class ReplicaGroups:
             if getattr(group, "device_communicator", None) is not None:
                 group.device_communicator.destroy()
             setattr(vllm_state, name, None)
+        self._unlink_segments()
+
+    def _unlink_segments(self) -> None:
         for segment in Path("/dev/shm").glob(f"*{self.ident}*"):
             segment.unlink(missing_ok=True)
 
