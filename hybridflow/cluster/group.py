@@ -122,7 +122,7 @@ class WorkerGroup:
             result = (carried.repeat(invocation.factor) if invocation.factor > 1 else carried) | result
         result = _several(result)
         if operation.blocking:
-            raise_failure(fetch([status.ref for status in statuses], statuses, self.session.deadlines.peers))
+            self.session.iterations.wait(statuses)
             return result.get() if isinstance(result, Future) else result
         return result
 

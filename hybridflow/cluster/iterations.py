@@ -37,8 +37,8 @@ class Iterations:
         now = self._pending[-1]
         now.extend(statuses)
         if len(now) > _LOOK_BACK:  # a driver without a loader: look back so that references do not pile up
-            self._wait(now[: _LOOK_BACK // 2])
-            del now[: _LOOK_BACK // 2]
+            oldest, self._pending[-1] = now[: _LOOK_BACK // 2], now[_LOOK_BACK // 2 :]
+            self.wait(oldest)
 
     def begin(self, in_flight: int) -> None:
         """Begin an iteration; wait until at most `in_flight`, this one included, are under way."""
@@ -56,16 +56,16 @@ class Iterations:
         """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits if it is under way."""
         place = iteration - self._settled
         if place >= 0:
-            return _slowest(self._wait(self._pending[place])) if place < len(self._pending) else {}
+            return _slowest(self.wait(self._pending[place])) if place < len(self._pending) else {}
         return self._seconds[place] if -place <= len(self._seconds) else {}
 
     def _settle_oldest(self) -> None:
         statuses = self._pending.popleft()
         self._settled += 1
         self._seconds.append({})
-        self._seconds[-1] = _slowest(self._wait(statuses))
+        self._seconds[-1] = _slowest(self.wait(statuses))
 
-    def _wait(self, parts: Sequence[Part]) -> list[tuple[Part, Status]]:
+    def wait(self, parts: Sequence[Part]) -> list[tuple[Part, Status]]:
         """The statuses of all calls. Errors: WorkerError of the first that failed, WaitTimeoutError."""
         deadline = Deadline(self.timeout)
         waiting = {part.ref: part for part in parts}
