@@ -1,0 +1,174 @@
+"""Tracker: what a run shows and keeps: live figures, `metrics.jsonl`, samples, and the reward curve."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+from hybridflow.errors import ConfigError
+from hybridflow.run_display import RunDisplay
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class _Resolvable(Protocol):
+    def get(self) -> Mapping[str, float]: ...
+
+
+Metrics = Mapping[str, float] | _Resolvable
+"""A flat dict of figures, or anything whose `get()` returns one (a future of a group call)."""
+
+_KEPT = ("metrics.jsonl", "samples.jsonl", "notes.json", "reward.png")
+
+
+class Tracker:
+    """Writes a run's figures to `directory`, and shows them.
+
+    - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
+      figures of `log` (the display shows further `time/...` figures as stages), in complete lines, so that it can be
+      followed while the run goes on.
+    - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
+
+    A directory that has such files already keeps them: they are renamed to `metrics.<n>.jsonl` and so on, and the new
+    run starts afresh. `total` is the number of iterations to come, for the display. `console=False` shows nothing.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, total: int | None = None, console: bool = True) -> None:
+        self.directory = Path(directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ConfigError(f"Tracker({str(directory)!r}): this is a file. Give a directory for the run.")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        _set_aside(self.directory)
+        self._file = (self.directory / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._display = RunDisplay(total) if console else None
+        self._pending: tuple[tuple[Metrics, ...], int] | None = None
+        self._step, self._start = 0, time.perf_counter()
+        self._last = self._start
+        self._rewards: list[tuple[int, float]] = []
+        self._notes: dict[str, Any] = {}
+
+    def log(self, *metrics: Metrics) -> None:
+        """The figures of one iteration, later ones winning. Futures are waited for in the *next* `log` (or `finish`).
+
+        So the driver is at most one iteration behind and never waits for the iteration that it has just issued.
+        Errors: ConfigError for figures that are no mapping or no numbers, and whatever a failed call raises.
+        """
+        if self._file.closed:
+            raise ConfigError("this run's tracker is finished: make a new Tracker to log more.")
+        self._step += 1
+        earlier, self._pending = self._pending, (metrics, self._step)
+        if earlier is not None:
+            self._write(*earlier)
+
+    def samples(self, rows: Sequence[Mapping[str, Any]], *, title: str = "samples") -> None:
+        """Show rows (prompts, responses, rewards, ...) as a table, and append them to `samples.jsonl`."""
+        with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"step": self._step, "title": title, **row}, default=_plain) + "\n")
+        if self._display is not None:
+            self._display.samples(rows, title)
+
+    def note(self, **figures: Any) -> None:
+        """Single figures of the whole run (accuracy before and after), kept in `notes.json`."""
+        self._notes |= figures
+        (self.directory / "notes.json").write_text(json.dumps(self._notes, default=_plain, indent=2) + "\n")
+
+    def finish(self) -> None:
+        """Wait for the last iteration, draw the reward curve, close. Can be called again."""
+        if self._file.closed:
+            return
+        try:
+            if self._pending is not None:
+                pending, self._pending = self._pending, None
+                self._write(*pending)
+        finally:
+            self._close()
+        if self._rewards:
+            draw_curve(self._rewards, self.directory / "reward.png")
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if kind is None:
+            self.finish()
+        else:  # what the run waits for may never come
+            self._close()
+
+    def _write(self, metrics: tuple[Metrics, ...], step: int) -> None:
+        figures: dict[str, float] = {}
+        for part in metrics:
+            figures |= _resolve(part)
+        now = time.perf_counter()
+        line = {"step": step, "time/iteration": now - self._last, "time/total": now - self._start} | figures
+        self._last = now
+        if "response/tokens" in line:
+            line["perf/tokens_per_second"] = line["response/tokens"] / max(line["time/iteration"], 1e-9)
+        # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
+        self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
+        if math.isfinite(line.get("reward/mean", math.nan)):
+            self._rewards.append((step, line["reward/mean"]))
+        if self._display is not None:
+            self._display.iteration(line)
+
+    def _close(self) -> None:
+        self._file.close()
+        if self._display is not None:
+            self._display.close()
+
+
+def draw_curve(points: Sequence[tuple[int, float]], path: Path, window: int = 5) -> None:
+    """The mean reward over iterations, and its mean over `window` iterations, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps, rewards = [step for step, _ in points], [reward for _, reward in points]
+    smooth = [sum(rewards[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(rewards))]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="iteration", ylabel="mean reward", title="Reward")
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, marker="o", markersize=3, label="each iteration")
+    axes.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"mean of {window}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _resolve(part: Metrics) -> dict[str, float]:
+    """Plain floats. Errors: ConfigError naming the figure."""
+    found = part if isinstance(part, Mapping) else part.get() if isinstance(part, _Resolvable) else part
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"tracker.log was given {found!r:.80}; it takes dicts of numbers, or futures of them.")
+    out: dict[str, float] = {}
+    for name, value in dict[str, Any](found).items():
+        plain = value.tolist() if hasattr(value, "tolist") else value  # torch and numpy scalars
+        if not isinstance(plain, numbers.Real):
+            raise ConfigError(f"the figure {name!r} is {value!r:.80}; tracker.log takes numbers.")
+        out[str(name)] = float(plain)
+    return out
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as numbers and lists; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _set_aside(directory: Path) -> None:
+    """Rename the files of an earlier run in this directory, all with the first number that is free."""
+    here = [directory / name for name in _KEPT if (directory / name).exists()]
+    if not here:
+        return
+    n = 1
+    while any((directory / f"{Path(name).stem}.{n}{Path(name).suffix}").exists() for name in _KEPT):
+        n += 1
+    for path in here:
+        path.rename(path.with_name(f"{path.stem}.{n}{path.suffix}"))
+    logger.info("%s had an earlier run: its files are now called *.%d.*", directory, n)

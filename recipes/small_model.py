@@ -1,0 +1,98 @@
+"""A tiny Llama with a character tokenizer, made on the spot by a few seconds of supervised steps.
+
+Deterministic: settings and seed decide every weight.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
+_NO_LABEL = -100
+
+Worksheet = Callable[[random.Random], tuple[str, str]]
+"""Draws one exercise: a prompt, and the answer to be learned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallModel:
+    """Sizes of the model (head_dim 32), and its supervised steps: `batch` worksheets each, linear decay from `lr`."""
+
+    characters: str = "0123456789+= "
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    steps: int = 400
+    batch: int = 128
+    lr: float = 3e-3
+    seed: int = 0
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *self.characters])}
+
+    def tokenizer(self) -> Any:
+        """One token per character, plus padding, end and unknown; no beginning-of-sequence token."""
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        raw = Tokenizer(models.WordLevel(self.vocabulary, unk_token=UNKNOWN))
+        raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        raw.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left"
+        )
+
+    def write(self, directory: Path, worksheet: Worksheet) -> None:
+        """Train on worksheets and save model and tokenizer as a Hugging Face directory."""
+        rng, threads = random.Random(self.seed + 1), torch.get_num_threads()
+        torch.set_num_threads(1)  # the weights must not depend on the number of cores; more would not be faster
+        with torch.random.fork_rng(devices=[]):  # the caller's generators stay as they are
+            torch.manual_seed(self.seed)
+            model = self._model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, betas=(0.9, 0.98), weight_decay=0.0)
+            for step in range(self.steps):
+                optimizer.param_groups[0]["lr"] = self.lr * min((step + 1) / 40, 1.0 - step / self.steps)
+                model(**self._examples([worksheet(rng) for _ in range(self.batch)])).loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.set_num_threads(threads)
+        model.eval().save_pretrained(directory)
+        self.tokenizer().save_pretrained(directory)
+
+    def _model(self) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=len(self.vocabulary),
+            hidden_size=self.hidden,
+            intermediate_size=2 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=32,
+            max_position_embeddings=64,
+            initializer_range=0.05,
+            bos_token_id=None,
+            eos_token_id=self.vocabulary[EOS],
+            pad_token_id=self.vocabulary[PAD],
+        )
+        return LlamaForCausalLM(config)
+
+    def _examples(self, pairs: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels`, int64 [batch, longest]; only answers are labels."""
+        code, ids, labels = self.vocabulary, [], []
+        for prompt, answer in pairs:
+            asked, told = [code[c] for c in prompt], [*(code[c] for c in answer), code[EOS]]
+            ids.append(torch.tensor(asked + told))
+            labels.append(torch.tensor([_NO_LABEL] * len(asked) + told))
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {"input_ids": pad(ids, True, code[PAD]), "labels": pad(labels, True, _NO_LABEL)}
