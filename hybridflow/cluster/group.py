@@ -80,6 +80,11 @@ class WorkerGroup:
         self._signatures = {op: inspect.signature(getattr(worker_class, op)) for op in self.operations}
         self._key = f"{pool_name}/{name}/{session.sequence()}"
         self._closed = ""
+        if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
+            raise ConfigError(
+                f"{worker_class.__name__} calls an operation {taken[0]!r}, which every group already has as an "
+                f"attribute of its own. Give the method another name."
+            )
         session.groups[name] = self
         self._create()
 

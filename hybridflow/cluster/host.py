@@ -27,7 +27,7 @@ from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.store import Failure, Manifest, Reader, write
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, WorkerError
 from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
@@ -245,11 +245,15 @@ class Host:
         if result is None:  # a rank whose output no protocol collects, e.g. not the last pipeline stage
             return Manifest(0, {})
         if not isinstance(result, Batch):
-            raise TypeError(f"{call.method} writes {call.writes} and must return a Batch, got {type(result).__name__}.")
+            raise BatchError(
+                f"{call.method} writes {call.writes} and must return a Batch, got {type(result).__name__}."
+            )
         if missing := [name for name in call.writes if name not in result]:
-            raise KeyError(f"{call.method} declares the columns {missing}, but returned only {list(result.columns)}.")
+            raise MissingColumnError(
+                f"{call.method} declares the columns {missing}, but returned only {list(result.columns)}."
+            )
         if call.rows is not None and result.rows != call.rows:
-            raise ValueError(
+            raise BatchError(
                 f"{call.method} returned {result.rows} rows where {call.rows} were due. "
                 f"Declare @register(..., resizes=True) if it changes the number of rows."
             )
