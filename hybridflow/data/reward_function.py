@@ -26,7 +26,7 @@ class FunctionReward:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.name = getattr(function, "__qualname__", type(function).__name__)
+        self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):

@@ -1,0 +1,143 @@
+"""Tracker: the files of a run, one step behind, and a display on and off a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from hybridflow.errors import ConfigError
+from hybridflow.run_display import RunDisplay, sparkline
+from hybridflow.tracker import Tracker
+
+
+class Later:
+    """Figures that count how often they were waited for."""
+
+    def __init__(self, **figures) -> None:
+        self.figures, self.waits = figures, 0
+
+    def get(self):
+        self.waits += 1
+        return {name.replace("__", "/"): value for name, value in self.figures.items()}
+
+
+class Failing:
+    def get(self):
+        raise RuntimeError("rank 1 failed")
+
+
+def lines(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def test_one_object_per_iteration_and_a_curve(tmp_path):
+    with Tracker(tmp_path / "runs" / "a", console=False) as tracker:
+        for i in range(4):
+            tracker.log({"reward/mean": i / 4, "response/tokens": 10}, {"actor/loss": torch.tensor(0.5)})
+    found = lines(tmp_path / "runs" / "a")
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert [line["reward/mean"] for line in found] == [0.0, 0.25, 0.5, 0.75]
+    assert all(line["actor/loss"] == 0.5 for line in found)
+    assert all(line["time/iteration"] >= 0 and line["perf/tokens_per_second"] > 0 for line in found)
+    assert (tmp_path / "runs" / "a" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_log_waits_for_the_iteration_before(tmp_path):
+    tracker = Tracker(tmp_path, console=False)
+    first, second = Later(reward__mean=0.1), Later(reward__mean=0.2)
+    tracker.log(first)
+    assert first.waits == 0
+    tracker.log(second)
+    assert (first.waits, second.waits) == (1, 0)
+    assert [line["reward/mean"] for line in lines(tmp_path)] == [0.1]  # complete lines while the run goes on
+    tracker.finish()
+    tracker.finish()
+    assert (first.waits, second.waits) == (1, 1)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    with pytest.raises(ConfigError, match="finished"):
+        tracker.log({})
+
+
+def test_figures_that_are_not_finite_become_null(tmp_path):
+    with Tracker(tmp_path, console=False) as tracker:
+        tracker.log({"reward/mean": math.nan, "kl/ref": math.inf})
+    assert lines(tmp_path)[0]["reward/mean"] is None
+    assert lines(tmp_path)[0]["kl/ref"] is None
+    assert not (tmp_path / "reward.png").exists()
+
+
+@pytest.mark.parametrize(("bad", "message"), [({"x": "high"}, "figure 'x'"), ([1.0], "takes dicts")])
+def test_what_is_no_figure_is_refused(tmp_path, bad, message):
+    tracker = Tracker(tmp_path, console=False)
+    tracker.log(bad)
+    with pytest.raises(ConfigError, match=message):
+        tracker.finish()
+
+
+def test_a_failed_run_keeps_what_it_has_and_raises_its_own_error(tmp_path):
+    def run():
+        with Tracker(tmp_path, console=False) as tracker:
+            tracker.log({"reward/mean": 0.5})
+            tracker.log(Failing())
+            tracker.log({"reward/mean": 0.7})
+
+    with pytest.raises(RuntimeError, match="rank 1 failed"):
+        run()
+    assert [line["reward/mean"] for line in lines(tmp_path)] == [0.5]
+
+
+def test_an_earlier_run_is_kept_under_a_number(tmp_path):
+    for run in range(3):
+        with Tracker(tmp_path, console=False) as tracker:
+            tracker.samples([{"prompt": "p", "response": str(run)}])
+            tracker.log({"reward/mean": float(run)})
+    names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    assert [lines(tmp_path, name)[0]["reward/mean"] for name in names] == [0.0, 1.0, 2.0]
+    assert lines(tmp_path, "samples.2.jsonl")[0]["response"] == "1"
+    assert (tmp_path / "reward.1.png").exists()
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="this is a file"):
+        Tracker(tmp_path / "file")
+
+
+def test_samples_and_notes(tmp_path):
+    with Tracker(tmp_path, console=False) as tracker:
+        tracker.log({})
+        tracker.samples([{"prompt": "1+1=", "response": "2", "rewards": torch.tensor(1.0)}], title="greedy")
+        tracker.samples([])
+        tracker.note(accuracy_before=0.25)
+        tracker.note(accuracy_after=torch.tensor(0.75))
+    expected = {"step": 1, "title": "greedy", "prompt": "1+1=", "response": "2", "rewards": 1.0}
+    assert lines(tmp_path, "samples.jsonl") == [expected]
+    assert json.loads((tmp_path / "notes.json").read_text()) == {"accuracy_before": 0.25, "accuracy_after": 0.75}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_display_shows_the_figures_that_are_there(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    display = RunDisplay(total=2, console=console)
+    display.iteration({"step": 1, "reward/mean": 0.25, "kl/ref": 0.0125, "time/iteration": 1.5, "time/generation": 0.5})
+    display.iteration({"step": 2, "reward/mean": 0.5, "time/iteration": 1.5, "time/generation": 0.75})
+    display.samples([{"prompt": "[bold]1+1=", "response": "2", "rewards": 1.0}], "samples")
+    display.close()
+    display.close()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.500" in text
+    assert "[bold]1+1=" in text  # a sample is text, never markup
+    assert ("generation 0.75 s" in text) == terminal
+    if not terminal:
+        assert text.splitlines()[0] == "step 1  reward 0.250  KL 0.0125  s/iteration 1.50"
+
+
+def test_sparkline():
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
