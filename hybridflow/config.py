@@ -7,8 +7,10 @@ backend is chosen by its type (`Megatron(...)`, `VLLM(...)`), never by a string.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from functools import wraps
+from typing import Any, Literal, Protocol, TypeVar, dataclass_transform, get_args, runtime_checkable
 
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.topology import RankGrid
@@ -18,19 +20,31 @@ Schedule = Literal["constant", "linear", "cosine"]
 T = TypeVar("T")
 
 
-def from_dict(cls: type[T], values: dict[str, Any]) -> T:
-    """Build a config dataclass from a mapping.
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """A frozen, keyword-only dataclass whose constructor answers a wrong name with the nearest one (ConfigError)."""
+    made = dataclass(frozen=True, kw_only=True)(cls)
+    generated: Any = made.__init__
 
-    Errors: ConfigError for an unknown key, with the nearest known one, and for a missing one.
-    """
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"{cls.__name__} has no setting {key!r}.{nearest(key, known)}")
-    for field in fields(cls):  # type: ignore[arg-type]
-        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{cls.__name__} needs {field.name}=, which has no default.")
-    return cls(**values)
+    @wraps(generated)
+    def init(self: Any, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            raise ConfigError(f"{cls.__name__} takes its settings by name, got {unnamed[0]!r}.")
+        _check_names(made, values)
+        generated(self, **values)
+
+    made.__init__ = init  # type: ignore[method-assign]
+    return made
+
+
+def _check_names(cls: type, values: Mapping[str, Any]) -> None:
+    known = {field.name: field for field in fields(cls)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{cls.__name__} has no setting {name!r}.{nearest(name, known)}")
+    for name, field in known.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{cls.__name__} needs {name}=, which has no default.")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -69,7 +83,7 @@ def _one_of(owner: object, name: str, literal: Any) -> None:
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}) is unknown.{nearest(str(value), known)}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Optimizer:
     """What Adam and SGD share. `clip_grad` is the largest global gradient norm (0 switches clipping off).
 
@@ -104,7 +118,7 @@ class Optimizer:
         return self.min_lr + (self.lr - self.min_lr) * shape
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Adam(Optimizer):
     """AdamW (decoupled weight decay)."""
 
@@ -120,7 +134,7 @@ class Adam(Optimizer):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum."""
 
@@ -140,7 +154,7 @@ class TrainStrategy(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Megatron:
     """Megatron-core 3D parallelism: pipeline, tensor and data parallel sizes (`dp` follows from the pool).
 
@@ -178,7 +192,7 @@ class Megatron:
         return RankGrid(p=self.pp, t=self.tp, d=dp)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Sampling:
     """How responses are drawn. `top_k=0` and `top_p=1` do not truncate; `greedy=True` ignores the temperature.
 
@@ -208,7 +222,7 @@ class Sampling:
         _as_tuple(self, "stop")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class VLLM:
     """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
 
@@ -246,4 +260,4 @@ class VLLM:
     def sampling(self, **changes: Any) -> Sampling:
         """The default sampling with `changes`. Errors: ConfigError for an unknown setting."""
         own = {field.name: getattr(self, field.name) for field in fields(Sampling)}
-        return from_dict(Sampling, own | changes)
+        return Sampling(**(own | changes))

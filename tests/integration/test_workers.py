@@ -32,6 +32,7 @@ class Observed:
     saved: Path
     sampled: hf.Batch
     several: hf.Batch
+    figures: dict[str, float]
     pretrain_loss: float
     updates: list[dict[str, float]] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
@@ -81,7 +82,8 @@ def run(actor: hf.WorkerGroup, saved: Path) -> Observed:
     batch = actor.generate_sequences(prompts)
     batch |= actor.compute_log_prob(batch)
     several = actor.generate_sequences(prompts, n=3, max_tokens=4)
-    found = Observed(saved, batch.get(), several.get(), actor.compute_loss(batch).get()["actor/pretrain_loss"])
+    loss = actor.compute_loss(batch).get()["actor/pretrain_loss"]
+    found = Observed(saved, batch.get(), several.get(), batch.metrics().get(), loss)
     generator = torch.Generator().manual_seed(7)
     before = found.sampled["old_log_probs"].values
     for _ in range(UPDATES):
@@ -127,7 +129,17 @@ def test_generation_has_the_weights_of_every_update(observe, name):
     for batch in seen.drawn:
         assert difference(batch["log_probs"], batch["old_log_probs"]) < TOLERANCE
     assert min(seen.moved) > 100 * TOLERANCE, seen.moved
-    assert {float(t) for batch in seen.drawn for t in batch["temperature"]} == {1.0, pytest.approx(0.7)}
+    cold = [float(batch["temperature"].unique()) for batch in seen.drawn]
+    assert cold == pytest.approx([1.0, 0.7] * UPDATES)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_drift_between_the_engines_is_a_figure_of_every_batch(observe, name):
+    seen = observe(name)
+    drift = seen.sampled["log_probs"].values - seen.sampled["old_log_probs"].values
+    assert seen.figures["actor/rollout_log_prob_diff"] == pytest.approx(float(drift.abs().mean()), abs=1e-7)
+    assert 0 < seen.figures["actor/rollout_log_prob_diff"] < TOLERANCE
+    assert seen.figures["response/tokens"] == len(drift)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.config import SGD, VLLM, Adam, Megatron, Sampling, TrainStrategy, from_dict
+from hybridflow.config import SGD, VLLM, Adam, Megatron, Sampling, TrainStrategy
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.topology import RankGrid
 
 
-def test_from_dict_builds_and_names_the_nearest_setting():
-    assert from_dict(Adam, {"lr": 1e-3, "betas": [0.9, 0.99]}) == Adam(lr=1e-3, betas=(0.9, 0.99))
+def test_a_wrong_name_gets_the_nearest_setting():
+    assert Adam(lr=1e-3, betas=[0.9, 0.99]) == Adam(lr=1e-3, betas=(0.9, 0.99))
     with pytest.raises(ConfigError, match=r"Adam has no setting 'weight_decai'. Did you mean 'weight_decay'"):
-        from_dict(Adam, {"lr": 1e-3, "weight_decai": 0.1})
+        Adam(lr=1e-3, weight_decai=0.1)
     with pytest.raises(ConfigError, match="Adam needs lr="):
-        from_dict(Adam, {"eps": 1e-3})
+        Adam(eps=1e-3)
 
 
 @pytest.mark.parametrize(
