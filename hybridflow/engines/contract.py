@@ -76,9 +76,15 @@ class GenerateEngine(Protocol):
     grid: GenerationGrid
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None = None,
+        names: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """`sampling.n` completions of each prompt; `seeds` one per prompt, so results do not depend on the split.
+
+        `names`, one per prompt, are what error messages call them (default: their positions).
 
         All ranks of one generation replica are called with the same prompts and return the same completions.
         """

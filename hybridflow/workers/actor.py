@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.algorithms.loss import policy_loss
+from hybridflow.algorithms.typed_columns import row_column, token_column
 from hybridflow.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Megatron, Optimizer, Sampling, TrainStrategy
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engine3d.hybrid_engine import HybridEngine
@@ -37,6 +39,14 @@ def _sampling(settings: Settings, call: Settings) -> Sampling:
     if settings["generate"] is None:
         raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
     return settings["generate"].sampling(**{name: value for name, value in call.items() if name != "batch"})
+
+
+def _check_generate(settings: Settings, call: Settings) -> None:
+    _ = _sampling(settings, call)
+    batch = call["batch"]
+    texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
+    if texts and not has_tokenizer(directory := find_checkpoint(settings["model"])):
+        raise PromptError(f"prompts are text and {directory} has no tokenizer. Give prompt_ids, or add a tokenizer.")
 
 
 def _generate_writes(settings: Settings, call: Settings) -> tuple[str, ...]:
@@ -111,7 +121,7 @@ class ActorWorker(ModelWorker):
         writes=_generate_writes,
         repeat=lambda settings, call: _sampling(settings, call).n,
         carries=True,
-        check=lambda settings, call: _sampling(settings, call) and None,
+        check=_check_generate,
     )
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
         """`n` responses per prompt; the input's columns come back with them, each row n times.
@@ -130,18 +140,18 @@ class ActorWorker(ModelWorker):
         with self.context.stage("transition"):
             self.hybrid.to_generation()
         prompts = self._prompt_ids(batch)
+        rows = row_column(batch, "row_id").tolist() if "row_id" in batch else None
         seeds = None
-        if chosen.seed is not None and "row_id" in batch:
-            seeds = [chosen.seed * 1_000_003 + row for row in batch.peek("row_id").tolist()]
+        if chosen.seed is not None and rows is not None:
+            seeds = [chosen.seed * 1_000_003 + row for row in rows]
         with self.context.stage("generation"):
-            drawn = self.generator.generate(prompts, chosen, seeds)
+            drawn = self.generator.generate(prompts, chosen, seeds, rows)
         return self._responses(prompts, drawn, chosen)
 
     def _prompt_ids(self, batch: Batch) -> list[list[int]]:
         if "prompt_ids" in batch:
-            return batch.peek("prompt_ids").tolist()
-        if self.tokenizer is None:
-            raise PromptError(f"prompts are text and {self.checkpoint} has no tokenizer: give prompt_ids.")
+            return token_column(batch, "prompt_ids").tolist()
+        assert self.tokenizer is not None  # checked on the driver
         return self.tokenizer.encode(batch["prompt"])
 
     def _responses(self, prompts: list[list[int]], drawn: Sequence[list[Completion]], sampling: Sampling) -> Batch:
@@ -178,7 +188,9 @@ class ActorWorker(ModelWorker):
         if out is None:
             return {}
         log_probs = out["log_probs"].values.double()
-        mask = batch.peek("response_mask").values if "response_mask" in batch else torch.ones_like(log_probs).bool()
+        mask = torch.ones_like(log_probs, dtype=torch.bool)
+        if "response_mask" in batch:
+            mask = token_column(batch, "response_mask").values
         sums = torch.stack([-log_probs[mask].sum(), mask.sum().double()]).to(self.context.device)
         peers = self.context.grid.group(self.context.rank, "d")
         dist.all_reduce(sums, group=self.context.groups.new("loss", peers))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hybridflow.algorithms.typed_columns import row_column
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.engines.checkpoint import Checkpoint
@@ -57,7 +58,7 @@ def batch_temperature(batch: Batch) -> float:
     """The sampling temperature that `generate_sequences` wrote; 1 without the column."""
     if "temperature" not in batch or not len(batch):
         return 1.0
-    return float(batch.peek("temperature")[0])
+    return float(row_column(batch, "temperature")[0])
 
 
 class ModelWorker(Worker):

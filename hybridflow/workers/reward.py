@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hybridflow.algorithms.typed_columns import row_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.reward_function import FunctionReward
@@ -79,7 +80,7 @@ class RewardWorker(ModelWorker):
 
     def _call(self, function: FunctionReward, batch: Batch) -> torch.Tensor:
         prompts, responses = (self._texts(batch, name) for name in ("prompt", "response"))
-        row_ids = batch.peek("row_id") if "row_id" in batch else None
+        row_ids = row_column(batch, "row_id").tolist() if "row_id" in batch else None
         columns = {name: batch[name] for name in batch.columns}
         return torch.as_tensor(function(prompts, responses, columns, row_ids), dtype=torch.float32)
 
@@ -88,4 +89,4 @@ class RewardWorker(ModelWorker):
             return batch[name]
         if self.tokenizer is None:
             raise RewardError(f"the batch has {name}_ids and no {name} text: give RewardWorker.on(..., tokenizer=...).")
-        return self.tokenizer.decode(batch.peek(f"{name}_ids").tolist())
+        return self.tokenizer.decode(token_column(batch, f"{name}_ids").tolist())

@@ -113,7 +113,11 @@ class VLLMEngine:
         return list({storage._cdata: storage for storage in storages}.values())
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None = None,
+        names: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """`sampling.n` completions of each prompt (token ids), in order.
 
@@ -121,7 +125,8 @@ class VLLMEngine:
         Log-probabilities are those of the policy at `sampling.temperature` over the whole vocabulary, before top-k and
         top-p (greedy: at temperature 1). A response ends at `max_length` tokens of prompt plus response at the latest.
         `seeds` (one per prompt) decide what is drawn, whichever other prompts are in the call; without them
-        `sampling.seed` and the row's index do, or a random number per replica and call.
+        `sampling.seed` and the row's index do, or a random number per replica and call. `names` (one per prompt) are
+        what messages call the prompts (default: their positions).
 
         Errors: PromptError for an empty prompt, unknown token ids, or one too long; ConfigError for `stop` without
         a tokenizer in the checkpoint directory.
@@ -131,7 +136,7 @@ class VLLMEngine:
         core = self._alive()
         if self._asleep:
             raise PlacementError("this vLLM engine sleeps and has no KV cache. Call wake() first.")
-        self._check_prompts(prompts, sampling)
+        self._check_prompts(prompts, sampling, range(len(prompts)) if names is None else names)
         seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
         if len(seeds) != len(prompts):
             raise ConfigError(f"generate got {len(seeds)} seeds for {len(prompts)} prompts. Give one per prompt.")
@@ -141,9 +146,9 @@ class VLLMEngine:
         drawn = [Completion(r.token_ids, r.log_probs, r.finished) for r in responses.values()]
         return [drawn[i : i + sampling.n] for i in range(0, len(drawn), sampling.n)]
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling, names: Sequence[int]) -> None:
         needed = sampling.max_tokens if sampling.ignore_eos else 1
-        for row, prompt in enumerate(prompts):
+        for row, prompt in zip(names, prompts, strict=True):
             if not len(prompt):
                 raise PromptError(f"prompt {row} is empty. Give it at least one token.")
             if len(prompt) + needed > self.max_length:
