@@ -9,8 +9,10 @@ group.method(batch, key=value)
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,9 +93,10 @@ class WorkerGroup:
     def _create(self) -> None:
         spec = GroupSpec(self._key, self.name, self.grid, self.members)
         seq = self.session.sequence()
-        built = [host.create.remote(seq, spec, self.worker_class, self.settings) for host in self.hosts]
-        parts = [Part(ref, 0, Origin(self.name, rank, "__init__")) for rank, ref in enumerate(built)]
         try:
+            with _arguments_sent(self.name, self.settings | {"worker_class": self.worker_class}):
+                built = [host.create.remote(seq, spec, self.worker_class, self.settings) for host in self.hosts]
+            parts = [Part(ref, 0, Origin(self.name, rank, "__init__")) for rank, ref in enumerate(built)]
             raise_failure(fetch(built, parts, self.session.deadlines.peers))
         except BaseException:
             self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
@@ -235,7 +238,8 @@ class WorkerGroup:
             source = next((v for v in mine.values() if isinstance(v, BatchRef)), None)
             due = None if source is None or operation.resizes else source.rows * invocation.factor
             call = Call(seq, self._key, operation.name, (), mine, writes, agree, due)
-            ref, status = host.call.options(num_returns=2).remote(call)
+            with _arguments_sent(f"{self.name}.{operation.name}", mine):
+                ref, status = host.call.options(num_returns=2).remote(call)
             origin = Origin(self.name, rank, operation.name)
             statuses.append(Part(status, None, origin))
             outputs.append(self._output(Part(ref, due, origin), source, writes))
@@ -287,6 +291,20 @@ class WorkerGroup:
         """Called when the pool closes: there is nothing left to free."""
         self._closed = self._closed or " with its pool"
         self.session.groups.pop(self.name, None)
+
+
+@contextlib.contextmanager
+def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Name the setting that cannot be pickled, where Ray shows everything around it."""
+    try:
+        yield
+    except TypeError:
+        for name, value in settings.items():
+            try:
+                ray.cloudpickle.dumps(value)
+            except (TypeError, ValueError, AttributeError, pickle.PicklingError) as reason:
+                raise ConfigError(f"{where}: {name}={value!r} cannot be sent to a host: {reason}.") from None
+        raise
 
 
 class _Nothing:
