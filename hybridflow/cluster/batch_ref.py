@@ -8,8 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.columns import ColumnRef, Concat, Node, Order, Origin, Part, Picked, Restored, View, sliced
-from hybridflow.cluster.store import Column, Reader, write
+from hybridflow.cluster.columns import (
+    ColumnRef,
+    Concat,
+    Node,
+    Order,
+    Origin,
+    Part,
+    Picked,
+    Restored,
+    View,
+    parts_of,
+    sliced,
+)
+from hybridflow.cluster.store import Column, Manifest, Reader, write
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError, nearest
 from hybridflow.rows import RowPlan
 
@@ -54,6 +66,12 @@ class BatchRef:
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.column_refs)
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether any of it comes from a call (what the driver stored itself is there)."""
+        nodes = {id(ref.node): ref.node for ref in self.column_refs.values()}
+        return any(not isinstance(part.ref, Manifest) for part in parts_of(nodes.values()))
 
     def __repr__(self) -> str:
         return f"BatchRef({self.rows} rows by reference: {', '.join(self.columns)})"

@@ -6,7 +6,7 @@ over parts; the process that reads a column `locate`s the rows that it wants and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,36 @@ class Located:
         return [
             (int(self.part[a]), int(self.row[a]), int(self.row[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)
         ]
+
+
+def stretches(node: Node, start: int = 0, stop: int | None = None) -> list[tuple[Part, int, int]] | None:
+    """(part, start, stop) of the rows of a node, where that follows from its form alone; None where it does not."""
+    if isinstance(node, Part):
+        last = node.rows if stop is None else stop
+        return None if last is None else [(node, start, last)]
+    if isinstance(node, View) and node.repeat == 1:
+        return stretches(node.source, node.start + start, node.stop if stop is None else node.start + stop)
+    if not isinstance(node, Concat):
+        return None
+    out: list[tuple[Part, int, int]] = []
+    at, end = 0, sum(node.rows) if stop is None else stop
+    for child, rows in zip(node.nodes, node.rows, strict=True):
+        first, last = max(start - at, 0), min(end - at, rows)
+        if first < last:
+            if (found := stretches(child, first, last)) is None:
+                return None
+            out += found
+        at += rows
+    return out or None
+
+
+def parts_of(nodes: Iterable[Node]) -> Iterator[Part]:
+    """Every part below the nodes; one that several hold may come several times."""
+    for node in nodes:
+        if isinstance(node, Part):
+            yield node
+        else:
+            yield from parts_of(node.nodes if isinstance(node, Concat | Restored) else (node.source,))
 
 
 Assign = Callable[[Order], Sequence[Index]]

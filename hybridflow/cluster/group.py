@@ -228,8 +228,11 @@ class WorkerGroup:
         """Issue the call on every rank, in rank order; one output per rank, and who tells whether it worked."""
         operation, seq = invocation.operation, self.session.sequence()
         writes = operation.columns_written(self.settings, invocation.settings)
-        by_reference = any(isinstance(v, BatchRef) for mine in inputs if mine for v in mine.values())
-        agree = by_reference and self.grid.size > 1 and all(mine is not None for mine in inputs)
+        agree = (
+            any(ref.may_fail for ref in invocation.rows.values())
+            and self.grid.size > 1
+            and all(mine is not None for mine in inputs)
+        )
         outputs, statuses = [], []
         for rank, (host, mine) in enumerate(zip(self.hosts, inputs, strict=True)):
             if mine is None:

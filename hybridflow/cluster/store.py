@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.columns import Assign, ColumnRef, Index, Located, Order, Part, locate
+from hybridflow.cluster.columns import Assign, ColumnRef, Index, Located, Node, Order, Part, locate, stretches
 from hybridflow.errors import WaitTimeoutError, WorkerError
 from hybridflow.ragged import Ragged
 
@@ -133,15 +133,18 @@ class Reader:
 
     def read(self, columns: Mapping[str, ColumnRef], chunk_rows: Sequence[int] | None = None) -> Batch:
         """All columns as one batch whose tensors may be shared memory. Errors: WorkerError of whoever failed."""
-        located: dict[int, Located] = {}
-        nodes = {id(ref.node): ref.node for ref in columns.values()}
-        for key, node in nodes.items():
-            located[key] = locate(node, self._assign)
-        held = {id(part): part for found in located.values() for part in found.parts}
+        sources = {id(ref.node): self._source(ref.node) for ref in columns.values()}
+        held = {id(part): part for source in sources.values() for part in source.parts}
         manifests = dict(zip(held, self._manifests(list(held.values())), strict=True))
-        stored = self._fetch(columns, located, manifests)
-        out = {name: _gather(ref, located[id(ref.node)], stored) for name, ref in columns.items()}
+        stored = self._fetch(columns, sources, manifests)
+        out = {name: _gather(ref, sources[id(ref.node)], stored) for name, ref in columns.items()}
         return Batch.from_shared(out, chunk_rows=chunk_rows)
+
+    def _source(self, node: Node) -> _Source:
+        if (found := stretches(node)) is not None:
+            return _Source([part for part, _, _ in found], [(i, a, b) for i, (_, a, b) in enumerate(found)])
+        located = locate(node, self._assign)
+        return _Source(located.parts, located.runs(), located)
 
     def rows(self, parts: Sequence[Part]) -> list[int]:
         """Row counts of parts whose calls have no fixed number of rows (waits for them)."""
@@ -161,11 +164,11 @@ class Reader:
                 )
         return values
 
-    def _fetch(self, columns, located, manifests) -> dict[tuple[int, str], Column]:
+    def _fetch(self, columns, sources, manifests) -> dict[tuple[int, str], Column]:
         """Each needed stored column of each needed part, in one request."""
         wanted: dict[tuple[int, str], Any] = {}
         for ref in columns.values():
-            for part in located[id(ref.node)].parts:
+            for part in sources[id(ref.node)].parts:
                 manifest: Manifest = manifests[id(part)]
                 if ref.stored not in manifest.columns:
                     raise WorkerError(
@@ -272,17 +275,25 @@ def _lost(refs: Sequence[Any], parts: Sequence[Part], error: Exception) -> Worke
     return WorkerError(f"a result was lost: {type(error).__name__}: {error}")
 
 
-def _gather(ref: ColumnRef, found: Located, stored: Mapping[tuple[int, str], Column]) -> Column:
+@dataclass(slots=True)
+class _Source:
+    """Where the rows of a node are: adjacent `runs` (part, start, stop), and each row by itself where that is needed."""
+
+    parts: list[Part]
+    runs: list[tuple[int, int, int]]
+    rows: Located | None = None
+
+
+def _gather(ref: ColumnRef, found: _Source, stored: Mapping[tuple[int, str], Column]) -> Column:
     """The wanted rows of one column: a view where they lie side by side, else a copy."""
     columns = [stored[id(part), ref.stored] for part in found.parts]
-    runs = found.runs()
-    if len(runs) <= max(8, len(columns)):
-        out = _concat([_slice(columns[i], a, b) for i, a, b in runs] or [_slice(columns[0], 0, 0)])
+    if found.rows is None or len(found.runs) <= max(8, len(columns)):
+        out = _concat([_slice(columns[i], a, b) for i, a, b in found.runs] or [_slice(columns[0], 0, 0)])
     else:
         starts = np.cumsum([0, *(len(column) for column in columns)])
-        out = _index(_concat(columns), starts[found.part] + found.row)
-    if ref.unique and isinstance(out, Tensor):
-        out = out * torch.from_numpy(found.repeats) + torch.from_numpy(found.copy)
+        out = _index(_concat(columns), starts[found.rows.part] + found.rows.row)
+    if ref.unique and isinstance(out, Tensor) and found.rows is not None:
+        out = out * torch.from_numpy(found.rows.repeats) + torch.from_numpy(found.rows.copy)
     return out
 
 
