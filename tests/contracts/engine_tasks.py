@@ -152,8 +152,9 @@ def resumed(world: World, name: str, strategy: Any, size: int, path: Path, optim
     for seed in (1, 2):
         update(first, seed)
     found["straight"] = boxes(first, first.storage())
+    first.context.groups.close()
     first.close()
-    second = build(world, name, strategy, size, path, "lm", optimizer)
+    second = build(world, f"{name}-again", strategy, size, path, "lm", optimizer)
     second.load_state(state)
     for seed in (1, 2):
         update(second, seed)

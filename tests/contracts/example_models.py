@@ -60,7 +60,7 @@ def make_model(name: str, directory: Path, head: str = "lm") -> Path:
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
         "num_labels": 1,
-        "pad_token_id": 0,
+        "pad_token_id": None,  # transformers would not train the padding token
     }
     config = AutoConfig.for_model(**(sizes | FAMILIES[name]))
     torch.manual_seed(len(name))

