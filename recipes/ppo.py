@@ -37,8 +37,9 @@ reference: {train: {tp: 2}}
 
 def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
-    files = arithmetic.make(".cache") if cfg.model is None else settings.Files(cfg.model, cfg.prompts, cfg.held_out)
-    pool = hf.ResourcePool(list(cfg.devices))
+    files = settings.files(cfg) or arithmetic.make(".cache")
+    loader = hf.PromptLoader(files.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed)
+    pool = hf.ResourcePool(cfg.devices)
     actor = hf.ActorWorker.on(
         pool,
         model=files.model,
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> None:
     accuracy = settings.Accuracy(actor, reward, files.held_out, tracker)
 
     accuracy.measure("before")
-    for prompts in hf.PromptLoader(files.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed):
+    for prompts in loader:
         batch = actor.generate_sequences(prompts)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)

@@ -7,31 +7,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 import hybridflow as hf
 from hybridflow.data.prompts import read_prompts
+from hybridflow.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
 class Files:
-    """A model and its prompts."""
+    """A model and its prompts; `held_out` ones are for greedy accuracy."""
 
     model: str | Path
-    train: str | Path | None
+    train: str | Path
     held_out: str | Path | None
 
 
 def read(defaults: str, arguments: Sequence[str]) -> Any:
-    """`defaults` (YAML) changed by `key=value` arguments. Errors: ConfigError for an unknown key."""
+    """`defaults` (YAML) changed by `key=value` arguments.
+
+    What stands in a section of a role (`actor.train.pp=2`) is checked by the strategy that it becomes.
+    Errors: ConfigError for an unknown key, with the nearest known one.
+    """
     settings = OmegaConf.create(defaults)
-    OmegaConf.set_struct(settings, True)
-    try:
-        changes = OmegaConf.from_dotlist(list(arguments))
-        return OmegaConf.merge(settings, changes)
-    except OmegaConfBaseException as error:
-        raise hf.errors.ConfigError(f"{' '.join(arguments)}: {error}") from None
+    for argument in arguments:
+        key, given, _ = argument.partition("=")
+        if not given or not key:
+            raise ConfigError(f"{argument!r} is no setting: write key=value, like steps=100.")
+        try:
+            change = OmegaConf.from_dotlist([argument])
+            _check(settings, change, key)
+            settings = OmegaConf.merge(settings, change)
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"{argument}: {str(error).splitlines()[0]}.") from None
+    return settings
+
+
+def _check(settings: Any, change: Any, key: str, depth: int = 0) -> None:
+    for name in change:
+        if name not in settings:
+            raise ConfigError(f"there is no setting {key!r}.{nearest(str(name), map(str, settings))}")
+        if isinstance(settings[name], DictConfig):
+            if not isinstance(change[name], DictConfig):
+                raise ConfigError(f"{key}={change[name]} replaces the settings {', '.join(settings[name])}: name one.")
+            if depth == 0:
+                _check(settings[name], change[name], key, depth + 1)
+
+
+def files(cfg: Any) -> Files | None:
+    """The model and the prompts that were asked for; None when neither was. Errors: ConfigError for one alone."""
+    if cfg.model is None and cfg.prompts is None:
+        return None
+    if cfg.model is None or cfg.prompts is None:
+        raise ConfigError(f"model={cfg.model} and prompts={cfg.prompts}: give both, a model and prompts for it.")
+    return Files(cfg.model, cfg.prompts, cfg.held_out)
 
 
 class Accuracy:
