@@ -42,7 +42,8 @@ class RunDisplay:
             self._rewards.append(figures["reward/mean"])
         if not self._console.is_terminal:
             shown = [f"{name} {form.format(figures[key])}" for name, key, form in _SHOWN if key in figures]
-            self._console.print(f"step {figures['step']:g}  " + "  ".join(shown), soft_wrap=True, highlight=False)
+            line = f"step {figures['step']:g}  " + "  ".join(shown) + f"  ({self._stages(figures).plain})"
+            self._console.print(line.removesuffix("  ()"), soft_wrap=True, highlight=False)
             return
         self._progress.update(self._task, completed=int(figures["step"]))
         if self._live is None:
@@ -80,9 +81,9 @@ class RunDisplay:
 
     def _stages(self, figures: Mapping[str, float]) -> Text:
         stages = [
-            f"{key.removeprefix('time/')} {value:.2f} s"
+            f"{key.rpartition('.')[2]} {value:.2f}"
             for key, value in figures.items()
-            if key.startswith("time/") and key not in _NO_STAGE
+            if key.startswith("time/") and key not in _NO_STAGE and key.count("/") == 1
         ]
         return Text("  ".join(stages), style="dim")
 

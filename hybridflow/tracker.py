@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
+from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError
 from hybridflow.run_display import RunDisplay
 
@@ -34,8 +35,8 @@ class Tracker:
     """Writes a run's figures to `directory`, and shows them.
 
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
-      figures of `log` (the display shows further `time/...` figures as stages), in complete lines, so that it can be
-      followed while the run goes on.
+      figures of `log`, in complete lines, so that it can be followed while the run goes on. With groups at work there
+      are `time/<role>.<method>` (s, of the slowest rank) too.
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
 
     A directory that has such files already keeps them: they are renamed to `metrics.<n>.jsonl` and so on, and the new
@@ -65,7 +66,9 @@ class Tracker:
         if self._file.closed:
             raise ConfigError("this run's tracker is finished: make a new Tracker to log more.")
         self._step += 1
-        earlier, self._pending = self._pending, (metrics, self._step)
+        session = Session.existing()
+        stages = () if session is None else (session.iterations.stage_seconds(),)
+        earlier, self._pending = self._pending, ((*stages, *metrics), self._step)
         if earlier is not None:
             self._write(*earlier)
 

@@ -18,6 +18,18 @@ _KEPT = 64
 _LOOK_BACK = 4096
 
 
+@dataclass(frozen=True)
+class StageSeconds:
+    """The seconds of each call of one iteration, as figures for a tracker."""
+
+    iterations: Iterations
+    iteration: int
+
+    def get(self) -> dict[str, float]:
+        """`time/<role>.<method>` in seconds; waits for the iteration. Errors: WorkerError of a call that failed."""
+        return {f"time/{name}": seconds for name, seconds in self.iterations.seconds(self.iteration).items()}
+
+
 @dataclass
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration."""
@@ -31,6 +43,10 @@ class Iterations:
     def current(self) -> int:
         """Index of the iteration that the driver is in."""
         return self._settled + len(self._pending) - 1
+
+    def stage_seconds(self) -> StageSeconds:
+        """The figures of the iteration that the driver is in, once it is done."""
+        return StageSeconds(self, self.current)
 
     def issued(self, statuses: Sequence[Part]) -> None:
         """Remember calls until their iteration is waited for."""

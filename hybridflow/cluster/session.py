@@ -75,6 +75,11 @@ class Session:
         return cls._current
 
     @classmethod
+    def existing(cls) -> Session | None:
+        """The open session, if there is one."""
+        return cls._current
+
+    @classmethod
     def open(cls, **settings: Any) -> Session:
         """Open the session with settings. Errors: ConfigError when one is open already."""
         if cls._current is not None:
