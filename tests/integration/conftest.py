@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +27,20 @@ def cluster() -> Iterator[Any]:
 def pool(cluster) -> hf.ResourcePool:
     """Four hosts that every file shares."""
     return hf.ResourcePool([4])
+
+
+@pytest.fixture(scope="session")
+def settle(cluster) -> Callable[[], None]:
+    """Waits for the calls issued so far: their failures are known, and a loop must not meet them again."""
+
+    def settle() -> None:
+        while True:
+            try:
+                return cluster.drain()
+            except hf.errors.WorkerError:
+                continue
+
+    return settle
 
 
 @pytest.fixture

@@ -1,0 +1,412 @@
+"""Bad input: an error class of its own, and a message that says what was asked, what was found and what to do.
+
+What can be seen on the driver is refused there, before any model is built.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hybridflow as hf
+from hybridflow import errors
+from recipes import ppo, settings
+from tests import tiny_models
+from tests.tiny_models import make_prompts, make_rows
+
+MODEL = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def bare(policy, tmp_path_factory) -> Path:
+    """The same model without a tokenizer."""
+    home = tmp_path_factory.mktemp("bare")
+    for name in ("config.json", MODEL):
+        shutil.copy(policy / name, home / name)
+    return home
+
+
+@pytest.fixture(scope="module")
+def critic(pool, bare) -> Iterator[hf.WorkerGroup]:
+    group = hf.CriticWorker.on(pool[:2], name="the critic", model=bare, optim=hf.SGD(lr=0.1))
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def actor(pool, bare) -> Iterator[hf.WorkerGroup]:
+    """On two hosts that generate and train as two replicas."""
+    group = hf.ActorWorker.on(
+        pool[:2], name="the actor", model=bare, optim=hf.SGD(lr=0.1), generate=hf.VLLM(max_tokens=4, kv_cache_gb=0.1)
+    )
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def frozen(pool, bare) -> Iterator[hf.WorkerGroup]:
+    """An actor that neither trains nor generates."""
+    group = hf.ActorWorker.on(pool[:1], name="frozen", model=bare)
+    yield group
+    group.close()
+
+
+@contextmanager
+def refused(pool: hf.ResourcePool, error: type[Exception], *says: str) -> Iterator[None]:
+    """The block raises `error` with all of these texts, and no host began to build or to run anything."""
+    before = len(pool.events())
+    with pytest.raises(error) as caught:
+        yield
+    assert type(caught.value) is error
+    for text in says:
+        assert text in str(caught.value)
+    assert len(pool.events()) == before
+
+
+# Devices and parallel sizes
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ({"tp": 3}, ["p*t*d = 1*3*1 = 3 devices, the pool has 4"]),
+        ({"tp": 2, "dp": 1}, ["p*t*d = 1*2*1 = 2 devices, the pool has 4", "Use Megatron(tp=2, pp=1, dp=2)"]),
+        ({"tp": 4, "pp": 2}, ["p*t*d = 2*4*1 = 8 devices, the pool has 4", "on 8 devices"]),
+    ],
+)
+def test_sizes_that_do_not_fit_the_pool(pool, bare, train, says):
+    with refused(pool, errors.PlacementError, *says):
+        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(**train))
+
+
+def test_models_that_do_not_divide(pool, tmp_path):
+    heads = tiny_models.make_policy(tmp_path / "heads", hidden_size=96, num_attention_heads=6, num_key_value_heads=2)
+    kv_heads = tiny_models.make_policy(tmp_path / "kv_heads", num_key_value_heads=2)
+    layers = tiny_models.make_policy(tmp_path / "layers", num_hidden_layers=3)
+    with refused(pool, errors.ModelError, "actor has 6 heads, not divisible by t=4", "Use tp in [1, 2]"):
+        hf.ActorWorker.on(pool, model=heads, train=hf.Megatron(tp=4))
+    with refused(pool, errors.ModelError, "critic has 2 kv-heads, not divisible by t=4", "Use tp in [1, 2]"):
+        hf.CriticWorker.on(pool, model=kv_heads, train=hf.Megatron(tp=4))
+    with refused(pool, errors.ModelError, "reference has 3 layers, not divisible by p=2", "Use pp in [1, 3]"):
+        hf.ReferenceWorker.on(pool, model=layers, train=hf.Megatron(pp=2))
+
+
+def test_generation_sizes_that_are_no_parts_of_training_sizes(pool, bare):
+    with refused(pool, errors.PlacementError, "VLLM(tp=4, pp=1) must divide the training sizes t=2, p=1"):
+        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tp=2), generate=hf.VLLM(tp=4))
+    with refused(pool, errors.ConfigError, "VLLM(max_length=65): the model's context is 64 tokens"):
+        hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_length=65))
+
+
+# Checkpoints
+
+
+def damaged(bare: Path, home: Path, damage: Callable[[Path], None]) -> Path:
+    shutil.copytree(bare, home)
+    damage(home)
+    return home
+
+
+def truncate(home: Path) -> None:
+    weights = (home / MODEL).read_bytes()
+    (home / MODEL).write_bytes(weights[: len(weights) // 2])
+
+
+def drop_a_tensor(home: Path) -> None:
+    tensors = load_file(home / MODEL)
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, home / MODEL, metadata={"format": "pt"})
+
+
+def rename_family(home: Path) -> None:
+    config = json.loads((home / "config.json").read_text())
+    (home / "config.json").write_text(json.dumps(config | {"model_type": "quen3"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (truncate, errors.CheckpointError, [MODEL, "is truncated", "Download or copy it again"]),
+        (drop_a_tensor, errors.CheckpointError, ["lacks 1 of the 21 tensors", "model.layers.1.mlp.up_proj.weight"]),
+        (lambda home: (home / MODEL).unlink(), errors.CheckpointError, ["needs *.safetensors files", "Convert"]),
+        (
+            lambda home: (home / MODEL).rename(home / "pytorch_model.bin"),
+            errors.CheckpointError,
+            ["it has only pytorch_model.bin", "Convert"],
+        ),
+        (lambda home: (home / "config.json").unlink(), errors.CheckpointError, ["config.json does not exist"]),
+        (rename_family, errors.ModelError, ["model_type 'quen3' is not supported", "Did you mean 'qwen3'?"]),
+    ],
+    ids=["truncated", "a tensor short", "no weights", "pickled weights", "no config", "family"],
+)
+def test_checkpoints_that_cannot_be_loaded(pool, bare, tmp_path, damage, error, says):
+    home = damaged(bare, tmp_path / "model", damage)
+    for worker in (hf.ActorWorker, hf.CriticWorker, hf.ReferenceWorker, hf.RewardWorker):
+        with refused(pool, error, *says):
+            worker.on(pool, model=home)
+
+
+def test_a_checkpoint_that_is_not_there(pool):
+    with refused(pool, errors.CheckpointError, "the checkpoint directory /nowhere/model does not exist"):
+        hf.ReferenceWorker.on(pool, model="/nowhere/model")
+    with refused(pool, errors.CheckpointError, "nobody/no-such-model is neither a directory nor a model that the hub"):
+        hf.ReferenceWorker.on(pool, model="nobody/no-such-model")
+
+
+# Names
+
+
+def test_settings_that_do_not_exist(pool, bare):
+    with refused(pool, errors.ConfigError, "Megatron has no setting 'tpp'", "Did you mean 'tp'?"):
+        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tpp=2))  # pyright: ignore[reportCallIssue]
+    with refused(pool, errors.ConfigError, "VLLM has no setting 'temprature'", "Did you mean 'temperature'?"):
+        hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(temprature=1))  # pyright: ignore[reportCallIssue]
+    with refused(pool, errors.ConfigError, "ActorWorker: no setting 'trian'", "Did you mean 'train'?"):
+        hf.ActorWorker.on(pool, model=bare, trian=hf.Megatron())
+    with refused(pool, errors.ConfigError, "ActorWorker(train='megatron')", "such as hf.Megatron(tp=2)"):
+        hf.ActorWorker.on(pool, model=bare, train="megatron")
+    with refused(pool, errors.ConfigError, "CriticWorker(optim=0.1)", "hf.Adam(lr=...)"):
+        hf.CriticWorker.on(pool, model=bare, optim=0.1)
+    with refused(pool, errors.ConfigError, "Adam(lr=-1): must be at least 0"):
+        hf.CriticWorker.on(pool, model=bare, optim=hf.Adam(lr=-1))
+    with refused(pool, errors.ConfigError, "either model= (a checkpoint) or function="):
+        hf.RewardWorker.on(pool)
+
+
+def test_losses_and_options_that_do_not_exist(pool, actor, critic):
+    rows = make_rows()
+    with refused(pool, errors.ConfigError, "policy loss 'pppo' is unknown", "Did you mean 'ppo'?"):
+        actor.update_actor(rows, loss="pppo")
+    with refused(pool, errors.ConfigError, "no option 'clp'", "Did you mean 'clip'?"):
+        actor.update_actor(rows, clp=0.1)
+    with refused(pool, errors.ConfigError, "no setting 'minibatch'", "Did you mean 'minibatches'?"):
+        actor.update_actor(rows, minibatch=2)
+    with refused(pool, errors.ConfigError, "minibatches=0 must be a whole number of at least 1"):
+        critic.update_critic(rows, minibatches=0)
+    with refused(pool, errors.ConfigError, "value loss 'valu' is unknown", "Did you mean 'value'?"):
+        critic.update_critic(rows, loss="valu")
+    with refused(pool, errors.ConfigError, "Sampling has no setting 'max_token'", "Did you mean 'max_tokens'?"):
+        actor.generate_sequences(make_prompts(), max_token=2)
+    with pytest.raises(AttributeError, match=r"has no operation 'update'\. Did you mean 'update_actor'"):
+        actor.update(rows)
+
+
+def test_estimators_and_options_that_do_not_exist(pool):
+    rows = make_rows().with_columns(rewards=torch.zeros(7))
+    with refused(pool, errors.ConfigError, "advantage estimator 'gea' is unknown", "Did you mean 'gae'?"):
+        hf.compute_advantage(rows, "gea")
+    with refused(pool, errors.ConfigError, "'gae' has no option 'lambda_'", "Did you mean 'lam'?"):
+        hf.compute_advantage(rows, "gae", lambda_=0.9)
+    with refused(pool, errors.ConfigError, "'k4'"):
+        hf.compute_advantage(rows, "gae", kl="k4")
+    with refused(pool, errors.ConfigError, "kl_coef='high' is no KL coefficient"):
+        hf.compute_advantage(rows, "gae", kl_coef="high")
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("step=3", "there is no setting 'step'. Did you mean 'steps'?"),
+        ("actor.trian.tp=2", "there is no setting 'actor.trian.tp'. Did you mean 'train'?"),
+        ("--steps=3", "Did you mean 'steps'?"),
+        ("steps", "'steps' is no setting: write key=value"),
+        ("devices=[2", "devices=[2: while parsing"),
+        ("actor=3", "actor=3 replaces the settings train, generate, optim"),
+    ],
+)
+def test_typos_on_a_recipes_command_line(argument, says):
+    with pytest.raises(errors.ConfigError, match=re.escape(says)):
+        settings.read(ppo.DEFAULTS, ["seed=2", argument])
+
+
+def test_a_recipes_strategies_check_their_own_settings():
+    cfg = settings.read(ppo.DEFAULTS, ["actor.train.pp=2", "actor.train.tpp=2", "model=somewhere"])
+    assert cfg.actor.train.pp == 2
+    with pytest.raises(errors.ConfigError, match=r"Megatron has no setting 'tpp'\. Did you mean 'tp'"):
+        hf.Megatron(**cfg.actor.train)
+    with pytest.raises(errors.ConfigError, match="model=somewhere and prompts=None: give both"):
+        settings.files(cfg)
+
+
+# Rows and columns
+
+
+def test_columns_that_nobody_wrote(pool, actor, critic):
+    rows = make_rows()
+    with refused(pool, errors.MissingColumnError, "update_critic reads 'values'", "the critic.compute_values(batch)"):
+        critic.update_critic(rows.without("values"))
+    with refused(pool, errors.MissingColumnError, "reads 'advantages'", "call hf.compute_advantage(batch, ...) first"):
+        actor.update_actor(rows.without("advantages"))
+    with refused(pool, errors.MissingColumnError, "reads 'old_log_probs'", "the actor.compute_log_prob(batch) first"):
+        actor.update_actor(rows.without("old_log_probs"))
+    with refused(pool, errors.MissingColumnError, "reads 'ref_log_probs'"):
+        hf.compute_advantage(rows.with_columns(rewards=torch.zeros(7)), "gae", kl_coef=0.1)
+    with refused(pool, errors.MissingColumnError, "generate_sequences reads 'prompt_ids'"):
+        actor.generate_sequences(hf.Batch({"answer": ["4"]}))
+
+
+def test_batches_without_rows_or_with_other_rows(pool, actor, critic):
+    rows = hf.BatchRef.from_batch(make_rows(), pool.session)
+    for call in (actor.generate_sequences, actor.update_actor, critic.compute_values):
+        with refused(pool, errors.EmptyBatchError, "was given a batch without rows"):
+            call(rows[0:0])
+    with refused(pool, errors.EmptyBatchError, "compute_advantage was given a batch without rows"):
+        hf.compute_advantage(rows[0:0] | hf.Batch({"rewards": torch.zeros(0)}), "gae")
+    values = critic.compute_values(rows)
+    with pytest.raises(errors.BatchError, match="cannot unite a batch of 7 rows with one of 4 rows"):
+        _ = rows | values[0:4]
+
+
+def test_actors_that_cannot_train_or_generate(pool, frozen):
+    with refused(pool, errors.ConfigError, "does not generate", "ActorWorker.on(..., generate=hf.VLLM(...))"):
+        frozen.generate_sequences(make_prompts())
+    with refused(pool, errors.ConfigError, "has no optimizer", "ActorWorker.on(..., optim=hf.Adam(lr=...))"):
+        frozen.update_actor(make_rows())
+
+
+# Prompts
+
+
+def with_prompt(row: int, ids: list[int]) -> hf.Batch:
+    prompts = make_prompts()
+    listed = prompts["prompt_ids"].tolist()
+    listed[row] = ids
+    return prompts.with_columns(prompt_ids=hf.Ragged.from_rows(listed, torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([5] * 64, r"prompt 105 has 64 tokens and leaves no room .* max_length=64 .* Shorten or filter"),
+        ([], r"prompt 105 is empty\. Give it at least one token"),
+        ([5, 99], r"prompt 105 has token ids from 5 to 99, the vocabulary is 0\.\.55"),
+    ],
+    ids=["too long", "empty", "another tokenizer"],
+)
+def test_prompts_that_cannot_be_answered(actor, ids, says):
+    """The row is named as in the batch, whichever rank met it; the next call works."""
+    with pytest.raises(errors.PromptError, match=says) as caught:
+        actor.generate_sequences(with_prompt(5, ids)).get()
+    assert isinstance(caught.value, errors.WorkerError)
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("the actor", 1, "generate_sequences")
+    assert len(actor.generate_sequences(make_prompts()).get()) == 7
+
+
+def test_texts_without_a_tokenizer(pool, actor, policy, bare):
+    texts = hf.Batch({"row_id": torch.arange(2), "prompt": ["ab", "c"]})
+    with refused(pool, errors.PromptError, f"{bare} has no tokenizer", "Give prompt_ids"):
+        actor.generate_sequences(texts)
+    with refused(pool, errors.CheckpointError, "has no tokenizer"):
+        hf.PromptLoader([{"prompt": "ab"}], batch_size=1, tokenizer=bare)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (None, r"there is no prompt file"),
+        ([], r"has no prompts"),
+        (['{"prompt": "a"}', '{"prompt": '], r"line 2 is not JSON"),
+        (['{"prompt": "a"}', '{"text": "b"}'], r"line 2 has no column 'prompt'"),
+        (['{"prompt": ""}'], r"line 1: column 'prompt' is empty"),
+    ],
+)
+def test_prompt_files_that_cannot_be_used(tmp_path, lines, says):
+    path = tmp_path / "prompts.jsonl"
+    if lines is not None:
+        path.write_text("\n".join(lines))
+    with pytest.raises(errors.PromptError, match=says):
+        hf.PromptLoader(path, batch_size=1)
+
+
+# Reward functions
+
+
+def raises(prompt, response, row_id):
+    if row_id == 105:
+        raise ZeroDivisionError("nothing to divide by")
+    return 1.0
+
+
+def too_few(prompts, completions):
+    return [1.0] * (len(prompts) - 1)
+
+
+def answers(bad: Any) -> Callable[..., list[Any]]:
+    def scores(prompts, completions, row_id):
+        return [bad if row == 105 else 1.0 for row in row_id]
+
+    return scores
+
+
+def no_list(prompts, completions):
+    return 1.0
+
+
+REWARDS = {
+    "raises": (raises, r"function raises raised ZeroDivisionError at row 105: nothing to divide by"),
+    "too few": (too_few, r"function too_few returned \d rewards for \d rows \(10\d\.\.10\d\)"),
+    "None": (answers(None), r"scores returned None \(NoneType\) at row 105; it must be a number"),
+    "NaN": (answers(float("nan")), r"scores returned nan at row 105; it must be finite"),
+    "a text": (answers("1.0"), r"scores returned '1.0' \(str\) at row 105; it must be a number"),
+    "no list": (no_list, r"no_list returned 1.0 \(float\) for \d rows; it must return a list of \d numbers"),
+}
+
+
+@pytest.fixture
+def answered() -> hf.Batch:
+    texts = {"prompt": [f"p{i}" for i in range(7)], "response": [f"r{i}" for i in range(7)]}
+    return make_rows().with_columns(**texts)
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_reward_functions_that_fail(pool, settle, answered, name):
+    """A RewardError wherever the driver looks: at the rewards, at what was computed from them, in the loader."""
+    function, says = REWARDS[name]
+    reward = hf.RewardWorker.on(pool[:2], function=function)
+    batch = hf.BatchRef.from_batch(answered, pool.session)
+    batch |= reward.compute_reward(batch)
+    advantages = hf.compute_advantage(batch, "gae")
+    for look in (batch.get, batch["rewards"].get, batch.metrics().get, advantages.get):
+        with pytest.raises(errors.RewardError, match=says):
+            look()
+    settle()
+    with pytest.raises(errors.RewardError, match=says):
+        loop(reward, batch)
+    reward.close()
+
+
+def loop(reward: hf.WorkerGroup, batch: hf.BatchRef) -> None:
+    """A driver that never looks at the rewards."""
+    for _ in hf.PromptLoader([{"prompt": "a"}], batch_size=1, steps=3):
+        reward.compute_reward(batch)
+
+
+def test_reward_functions_that_cannot_be_called(pool, answered, policy):
+    with refused(pool, errors.ConfigError, "no_arguments()", "must take (prompts, completions, ...)"):
+        hf.RewardWorker.on(pool, function=no_arguments)
+    with refused(pool, errors.ConfigError, "has no signature"):
+        hf.RewardWorker.on(pool, function="exact match")
+    reward = hf.RewardWorker.on(pool[:2], function=answers(1.0))
+    with refused(pool, errors.MissingColumnError, "reads 'prompt'"):
+        reward.compute_reward(answered.without("prompt", "prompt_ids"))
+    with pytest.raises(errors.RewardError, match=r"prompt_ids and no prompt text.* tokenizer="):
+        reward.compute_reward(answered.without("prompt")).get()
+    reward.close()
+
+
+def no_arguments():
+    return []
