@@ -8,7 +8,6 @@ first collective, and a failure travels as a value. So no rank ever skips a call
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import pickle
@@ -300,7 +299,9 @@ class Host:
     def close(self) -> None:
         """Free all models and leave the torch world."""
         for name in list(self._members):
-            with contextlib.suppress(Exception):
+            try:
                 self.drop(name)
+            except Exception:  # the other groups still have to be freed
+                logger.warning("%s could not be freed", name, exc_info=True)
         if dist.is_initialized():
             dist.destroy_process_group()
