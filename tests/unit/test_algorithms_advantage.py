@@ -182,7 +182,7 @@ def gradients(loss, batch: Batch, outputs: dict[str, Ragged], cuts: list[int]):
         micro = {name: outputs[name].with_values(leaf).slice(start, stop) for name, leaf in leaves.items()}
         share, parts = loss(micro, batch[start:stop].select(*loss.reads), totals(batch))
         share.backward()
-        value += float(share)
+        value += float(share.detach())
         metrics = {name: metrics.get(name, 0.0) + float(part) for name, part in parts.items()}
     return value, metrics, {name: leaf.grad for name, leaf in leaves.items()}
 
