@@ -272,7 +272,7 @@ def test_resuming_from_a_state_changes_nothing(processes, models, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_updates_start_from_weights_that_were_written_from_outside(processes, models, dtype, kind):
     optimizer = Adam(lr=1e-3) if kind == "adam" else SGD(lr=0.01)
     strategy = megatron((2, 1, 2), dtype=dtype)

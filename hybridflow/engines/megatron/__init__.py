@@ -1,0 +1,1 @@
+"""Training with Megatron-core: `engine.MegatronEngine` fulfils `engines.contract.TrainEngine`."""

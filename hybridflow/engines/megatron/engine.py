@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -25,7 +24,7 @@ from torch import Tensor
 from hybridflow import config
 from hybridflow.batch import Batch
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.contract import LossFunction, Output, Totals
+from hybridflow.engines.contract import LossFunction, Output
 from hybridflow.engines.megatron import device as devices
 from hybridflow.engines.megatron.groups import process_group_collection
 from hybridflow.engines.megatron.layout import megatron_layout, padded_vocab
@@ -33,6 +32,7 @@ from hybridflow.engines.megatron.log_probs import vocab_parallel_log_probs
 from hybridflow.engines.megatron.micro_batches import MicroBatch, Split
 from hybridflow.engines.megatron.model import build_model, sequence_parallel, transformer_config
 from hybridflow.engines.megatron.optimizer import MegatronOptimizer, is_distributed
+from hybridflow.engines.megatron.replicas import Replicas
 from hybridflow.engines.megatron.weights import initialise, load, load_local
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import BatchError, ConfigError, ModelError
@@ -67,11 +67,11 @@ class MegatronEngine:
         self._layout = megatron_layout(spec, self.grid)
         devices.prepare(self.device)
         self._groups = process_group_collection(context)
-        self._members = context.groups.new("numbers", self.grid.group(context.rank, "d"), "gloo")
+        self._replicas = Replicas(context)
         self._config = transformer_config(spec, strategy, self.grid, self._dtype, self.device)
         with devices.building(self.device):
-            self._gpt, self._selection = build_model(spec, self._config, self._at, self._groups, self.device)
-            self._gpt.requires_grad_(optimizer is not None)
+            model, self._selection = build_model(spec, self._config, self._at, self._groups, self.device)
+            self._gpt: Any = model.requires_grad_(optimizer is not None)
             self._trained = self._data_parallel(optimizer) if optimizer else None
             self._optimizer = (
                 MegatronOptimizer(optimizer, self._trained, self._groups, self._dtype)
@@ -150,7 +150,7 @@ class MegatronEngine:
         self._check(outputs, temperature)
         responses: Ragged = batch.peek("response_ids")  # type: ignore[assignment]
         micro_batches = self._split().responses(batch.peek("prompt_ids"), responses)  # type: ignore[arg-type]
-        totals = self._totals(batch, responses) if self.is_last_stage else None
+        totals = self._replicas.totals(batch) if self.is_last_stage else None
         self._gpt.train()
 
         def share(micro: MicroBatch, out: Tensor):
@@ -165,7 +165,7 @@ class MegatronEngine:
 
         found = self._run(micro_batches, share, forward_only=False)
         self._pending = True
-        return self._summed(found) if self.is_last_stage else {}
+        return self._replicas.summed(found) if self.is_last_stage else {}
 
     def step(self) -> dict[str, float]:
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped), `lr`, `skipped` (1.0: not finite)."""
@@ -178,10 +178,10 @@ class MegatronEngine:
         `step`. No `forward_backward` may follow before the step."""
         self._training()
         self._reduce(everywhere=True)
-        return {name: parameter.main_grad for name, parameter in self._gpt.named_parameters()}  # type: ignore[misc]
+        return {name: parameter.main_grad for name, parameter in self._gpt.named_parameters()}
 
     def _reduce(self, everywhere: bool = False) -> None:
-        if self._pending:
+        if self._pending and self._trained:
             finalize_model_grads([self._trained], None, pg_collection=self._groups, force_all_reduce=everywhere)
             self._pending = False
 
@@ -203,7 +203,9 @@ class MegatronEngine:
             return out, partial(read, micro)
 
         pipelined = self.grid.p > 1
-        extra = {"p2p_communicator": P2PCommunicator(self._groups.pp, self._config)} if pipelined else {}
+        extra: dict[str, Any] = (
+            {"p2p_communicator": P2PCommunicator(self._groups.pp, self._config)} if pipelined else {}
+        )
         rows, length = micro_batches[0].ids.shape
         return get_forward_backward_func(pp_size=self.grid.p, vp_size=None)(
             forward_step_func=forward_step,
@@ -249,31 +251,6 @@ class MegatronEngine:
         if not (temperature > 0 and math.isfinite(temperature)):
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")
 
-    # Numbers over data parallel ranks
-
-    def _totals(self, batch: Batch, responses: Ragged) -> Totals:
-        mask = batch.peek("response_mask") if "response_mask" in batch else None
-        tokens = len(responses.values) if mask is None else int(mask.values.sum())  # type: ignore[union-attr]
-        every = len(responses.values) + len(batch.peek("prompt_ids").values)  # type: ignore[union-attr]
-        counts = torch.tensor([tokens, batch.rows, every], dtype=torch.float64)
-        if self.grid.d > 1:
-            dist.all_reduce(counts, group=self._members)
-        return Totals(*counts.tolist())
-
-    def _summed(self, shares: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Metrics added over micro-batches, then over data parallel ranks (one without rows knows no names)."""
-        names = list(shares[0])
-        sums = dict.fromkeys(names, 0.0)
-        if names:
-            stacked = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares])
-            sums = dict(zip(names, stacked.sum(0).tolist(), strict=True))
-        if self.grid.d == 1:
-            return sums
-        everyone: list[Any] = [None] * self.grid.d
-        dist.all_gather_object(everyone, sums, group=self._members)
-        keys = dict.fromkeys(name for other in everyone for name in other)
-        return {name: sum(other.get(name, 0.0) for other in everyone) for name in keys}
-
     # Weights
 
     def layout(self) -> Layout:
@@ -302,7 +279,7 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Let go of the model, gradients and optimizer; the process groups belong to the context."""
-        self._optimizer = self._trained = self._gpt = None  # type: ignore[assignment]
+        self._optimizer = self._trained = self._gpt = None
 
 
 def _dtype(strategy: config.Megatron, device: torch.device) -> torch.dtype:

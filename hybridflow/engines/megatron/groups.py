@@ -18,8 +18,8 @@ def process_group_collection(context: RankContext) -> ProcessGroupCollection:
     def group(members: list[int]):
         return context.groups.new("megatron", members)
 
-    alone, tp, pp, dp = (group(grid.group(rank, *axes)) for axes in ((), ("t",), ("p",), ("d",)))
-    model, everyone = group(grid.group(rank, "p", "t")), group(grid.ranks())
+    alone, everyone, model = group([rank]), group(grid.ranks()), group(grid.group(rank, "p", "t"))
+    tp, pp, dp = group(grid.group(rank, "t")), group(grid.group(rank, "p")), group(grid.group(rank, "d"))
     ends = [grid.rank(0, at.t, at.d), grid.rank(-1, at.t, at.d)]
     return ProcessGroupCollection(
         tp=tp,

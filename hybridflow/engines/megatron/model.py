@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ def build_model(
     selection = SelectedPositions(groups.tp, config.sequence_parallel)
     if last:
         if spec.head == "value":
-            model.output_layer = ValueHead(spec.hidden, config.params_dtype, device)
+            model.output_layer = ValueHead(spec.hidden, config.params_dtype, device)  # type: ignore[assignment]
         else:
             model.output_layer.sequence_parallel = False  # see SelectedPositions
             model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
@@ -126,13 +127,13 @@ def _block(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSubmod
     layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
-        self_attn_bda=get_bias_dropout_add,
+        self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         pre_mlp_layernorm=RMSNorm,
         mlp=ModuleSpec(MLP, submodules=mlp),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
     )
     here = spec.layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules([ModuleSpec(TransformerLayer, submodules=layer)] * here, RMSNorm)
+    return TransformerBlockSubmodules([ModuleSpec(TransformerLayer, submodules=layer)] * here, RMSNorm)  # type: ignore[arg-type]
 
 
 def _prepare_sequence_parallel() -> None:
@@ -140,8 +141,9 @@ def _prepare_sequence_parallel() -> None:
     (for dropout, which is off)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    if RNG_NAME not in get_cuda_rng_tracker().get_states():
-        get_cuda_rng_tracker().add(RNG_NAME, 1234)
+    tracker: Any = get_cuda_rng_tracker()
+    if RNG_NAME not in tracker.get_states():
+        tracker.add(RNG_NAME, 1234)
 
 
 def _mark_tensor_parallel(model: nn.Module) -> None:

@@ -32,7 +32,11 @@ class MegatronOptimizer:
     """
 
     def __init__(
-        self, settings: config.Optimizer, model: DistributedDataParallel, groups: ProcessGroupCollection, dtype
+        self,
+        settings: config.Optimizer,
+        model: DistributedDataParallel,
+        groups: ProcessGroupCollection,
+        dtype: torch.dtype,
     ) -> None:
         self.settings, self.model, self.steps = settings, model, 0
         self.megatron: Any = _get_megatron_optimizer_based_on_param_groups(
@@ -82,7 +86,7 @@ class MegatronOptimizer:
     def _grad_norm(self) -> float:
         """Each parameter counts once: not its tensor parallel copies, not the second tied embedding."""
         grads = self.megatron.get_main_grads_for_grad_norm()
-        total = torch.zeros((), dtype=torch.float64, device=self.model.buffers[0].grad_data.device)
+        total = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
         if grads:
             total += torch.stack(torch._foreach_norm(grads)).double().square_().sum()
         dist.all_reduce(total, group=self.megatron.get_grad_stats_parallel_group())
@@ -140,6 +144,7 @@ def _optimizer_config(settings: config.Optimizer, dtype: torch.dtype) -> Optimiz
         clip_grad=settings.clip_grad,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
+        initial_loss_scale=2.0**16,
         params_dtype=dtype,
         use_distributed_optimizer=is_distributed(settings),
         **own,

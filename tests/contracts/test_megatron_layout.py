@@ -1,0 +1,163 @@
+"""Megatron's layout and micro-batches as pure values: every canonical number has a place, every token is read once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.engine3d.layout import Region
+from hybridflow.engines.megatron.layout import megatron_layout, padded_vocab
+from hybridflow.engines.megatron.micro_batches import Split
+from hybridflow.errors import BatchError, ModelError
+from hybridflow.model_spec import ModelSpec
+from hybridflow.ragged import Ragged
+from hybridflow.topology import RankGrid
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelSpec, RankGrid]:
+    t, p, d = (draw(st.integers(1, 4)) for _ in range(3))
+    kv_heads = t * draw(st.integers(1, 2))
+    spec = ModelSpec(
+        family="qwen3",
+        hidden=draw(st.integers(1, 6)),
+        intermediate=t * draw(st.integers(1, 3)),
+        layers=p * draw(st.integers(1, 2)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([2, 4])),
+        vocab=draw(st.integers(1, 11)),
+        tied=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        head=draw(st.sampled_from(["lm", "value"])),
+    )
+    return spec, RankGrid(p, t, d)
+
+
+def cells(region: Region, of_box: bool) -> set[tuple]:
+    """Every index of the region's box, or of the storage behind it."""
+    starts = region.box.start if of_box else region.offset
+    name = region.box.tensor if of_box else region.storage
+    ranges = (range(a, a + n) for a, n in zip(starts, region.box.shape, strict=True))
+    return {(name, *index) for index in _product(*ranges)}
+
+
+def _product(*ranges: range) -> list[tuple]:
+    grids = torch.meshgrid(*[torch.tensor(list(r)) for r in ranges], indexing="ij")
+    return list(map(tuple, torch.stack([g.flatten() for g in grids], 1).tolist()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_every_replica_holds_the_whole_model_and_no_storage_twice(case):
+    spec, grid = case
+    layout = megatron_layout(spec, grid)
+    size = sum(math.prod(shape) for shape in layout.tensors.values())
+    for d in range(grid.d):
+        held: set[tuple] = set()
+        for rank in grid.ranks(d=d):
+            regions = layout.regions(rank)
+            assert regions == layout.regions(grid.rank(grid.coords(rank).p, grid.coords(rank).t, 0))
+            stored = [cells(region, of_box=False) for region in regions]
+            assert len(set().union(*stored)) == sum(map(len, stored)), "two regions overlap in storage"
+            for region in regions:
+                held |= cells(region, of_box=True)
+        assert len(held) == size
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_split_tensors_are_held_once_and_copies_are_the_known_ones(case):
+    spec, grid = case
+    layout = megatron_layout(spec, grid)
+    copied = {"norm", "layernorm", "score"}
+    for name in layout.tensors:
+        holders = [r for rank in grid.ranks(d=0) for r in layout.regions(rank) if r.box.tensor == name]
+        volume = sum(region.box.numel for region in holders)
+        if any(word in name for word in copied):
+            assert volume == grid.t * math.prod(layout.tensors[name])
+        elif name == "model.embed_tokens.weight" and spec.tied and spec.head == "lm" and grid.p > 1:
+            assert volume == 2 * math.prod(layout.tensors[name])
+        else:
+            assert volume == math.prod(layout.tensors[name])
+
+
+def test_query_key_and_value_are_interleaved_per_kv_head():
+    spec = ModelSpec(
+        family="llama", hidden=3, intermediate=4, layers=1, heads=8, kv_heads=4, head_dim=2, vocab=5, norm_eps=1e-6
+    )
+    regions = [r for r in megatron_layout(spec, RankGrid(t=2)).regions(1) if "linear_qkv" in r.storage]
+    rows = {(r.box.tensor.split(".")[-2], r.box.start[0], r.box.stop[0]): r.offset[0] for r in regions}
+    assert rows == {
+        ("q_proj", 8, 12): 0,
+        ("k_proj", 4, 6): 4,
+        ("v_proj", 4, 6): 6,
+        ("q_proj", 12, 16): 8,
+        ("k_proj", 6, 8): 12,
+        ("v_proj", 6, 8): 14,
+    }
+
+
+def test_the_vocabulary_is_padded_and_padding_has_no_box():
+    spec = ModelSpec(family="llama", hidden=2, intermediate=4, layers=1, heads=4, kv_heads=4, head_dim=2, vocab=9)
+    layout = megatron_layout(spec, RankGrid(t=4))
+    assert padded_vocab(9, 4) == 12
+    held = [[r.box for r in layout.regions(rank) if r.box.tensor == "lm_head.weight"] for rank in range(4)]
+    assert [(b[0].start[0], b[0].stop[0]) if b else None for b in held] == [(0, 3), (3, 6), (6, 9), None]
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    spec = ModelSpec(family="llama", hidden=2, intermediate=4, layers=3, heads=4, kv_heads=2, head_dim=2, vocab=9)
+    with pytest.raises(ModelError, match="kv-heads"):
+        megatron_layout(spec, RankGrid(t=4))
+    with pytest.raises(ModelError, match="3 layers"):
+        megatron_layout(spec, RankGrid(p=2))
+
+
+rows_of_tokens = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_of_tokens, st.integers(1, 60), st.integers(1, 4), st.integers(1, 4))
+def test_micro_batches_read_every_response_token_once(lengths, budget, multiple, at_least):
+    prompts = Ragged.from_rows([list(range(100 * i, 100 * i + p)) for i, (p, _) in enumerate(lengths)], torch.int64)
+    responses = Ragged.from_rows(
+        [list(range(100 * i + p, 100 * i + p + r)) for i, (p, r) in enumerate(lengths)], torch.int64
+    )
+    micro_batches = Split(budget, multiple, at_least).responses(prompts, responses)
+    assert torch.cat([m.rows for m in micro_batches]).sort().values.tolist() == list(range(len(lengths)))
+    assert len(micro_batches) >= min(at_least, max(1, len(lengths)))
+    for micro in micro_batches:
+        rows, width = micro.ids.shape
+        assert width % multiple == 0
+        assert rows * width <= max(budget, width) or rows == 1
+        assert micro.lengths.tolist() == [lengths[i][1] for i in micro.rows.tolist()]
+        assert micro.selected == int(micro.lengths.sum())
+        assert len(micro.index) == max(1, micro.selected)
+        if micro.selected:
+            before = micro.ids.t().flatten()[micro.index]  # position-major
+            assert micro.targets.equal(before + 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows_of_tokens, st.integers(1, 60))
+def test_scores_are_read_at_the_last_token(lengths, budget):
+    full = [list(range(100 * i + 1, 100 * i + 1 + p + r)) for i, (p, r) in enumerate(lengths)]
+    prompts = Ragged.from_rows([row[:p] for row, (p, _) in zip(full, lengths, strict=True)], torch.int64)
+    responses = Ragged.from_rows([row[p:] for row, (p, _) in zip(full, lengths, strict=True)], torch.int64)
+    for micro in Split(budget).last_tokens(prompts, responses):
+        found = micro.ids.t().flatten()[micro.index][: micro.selected]
+        assert found.tolist() == [full[i][-1] for i in micro.rows.tolist()]
+
+
+def test_rows_need_a_prompt_and_a_partner():
+    one, none = Ragged.from_rows([[1]]), Ragged.from_rows([[]], torch.int64)
+    with pytest.raises(BatchError, match="row 0 has an empty prompt"):
+        Split(10).responses(none, one)
+    with pytest.raises(BatchError, match="1 prompts and 2 responses"):
+        Split(10).responses(one, Ragged.from_rows([[1], [2]]))
