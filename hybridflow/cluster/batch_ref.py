@@ -21,7 +21,8 @@ from hybridflow.cluster.columns import (
     parts_of,
     sliced,
 )
-from hybridflow.cluster.store import Column, Manifest, Reader, write
+from hybridflow.cluster.store import Manifest, Reader, write
+from hybridflow.columns import Column
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError, nearest
 from hybridflow.rows import RowPlan
 
@@ -66,6 +67,13 @@ class BatchRef:
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.column_refs)
+
+    @property
+    def stored_part(self) -> Part:
+        """The part that holds all columns of what one rank has just returned."""
+        node = next(iter(self.column_refs.values())).node
+        assert isinstance(node, Part)
+        return node
 
     @property
     def may_fail(self) -> bool:
@@ -161,11 +169,7 @@ class BatchRef:
 
     def _grouped_counts(self, order: Order) -> list[list[int]]:
         """Group boundaries are data: reads the two small columns (a call that waits)."""
-        refs = {"groups": order.groups} | ({"weights": order.weights} if order.weights else {})
-        data = Reader(self._timeout).read({k: v for k, v in refs.items() if v is not None})
-        weights = data.peek("weights") if order.weights else None
-        lengths = getattr(weights, "lengths", weights)
-        return [[len(chunk) for chunk in part] for part in order.plan.assign(lengths, data["groups"])]
+        return [[len(chunk) for chunk in part] for part in Reader(self._timeout).assignment(order)]
 
     def repeat(self, n: int) -> BatchRef:
         """Each row n times, adjacent. `group_id` becomes the old row_id (unless it is there), row_id row_id*n + k."""

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import cloudpickle
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn, Splitting
@@ -266,18 +267,14 @@ class WorkerGroup:
 
     def _with_rows(self, outputs: list[Any]) -> list[Any]:
         """Row counts that only the workers know: the documented exception that waits."""
-        parts = [next(iter(out.column_refs.values())).node for out in outputs if isinstance(out, BatchRef)]
-        counts = iter(Reader(self.session.deadlines.peers).rows(parts))
-        out: list[Any] = []
-        for output in outputs:
-            if not isinstance(output, BatchRef):
-                out.append(output)
-                continue
-            rows = next(counts)
-            old = next(iter(output.column_refs.values())).node
-            part = Part(old.ref, rows, old.origin)
-            out.append(replace(output, rows=rows, column_refs={n: ColumnRef(n, part) for n in output.columns}))
-        return out
+        stored = {i: out.stored_part for i, out in enumerate(outputs) if isinstance(out, BatchRef)}
+        counts = Reader(self.session.deadlines.peers).rows(list(stored.values()))
+        known = list(outputs)
+        for (i, part), rows in zip(stored.items(), counts, strict=True):
+            counted = Part(part.ref, rows, part.origin)
+            refs = {name: ColumnRef(name, counted) for name in outputs[i].columns}
+            known[i] = replace(outputs[i], rows=rows, column_refs=refs)
+        return known
 
     def close(self) -> None:
         """Free the models of this group; the pool stays. Can be called again."""
@@ -304,7 +301,7 @@ def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
     except TypeError:
         for name, value in settings.items():
             try:
-                ray.cloudpickle.dumps(value)
+                cloudpickle.dumps(value)
             except (TypeError, ValueError, AttributeError, pickle.PicklingError) as reason:
                 raise ConfigError(f"{where}: {name}={value!r} cannot be sent to a host: {reason}.") from None
         raise

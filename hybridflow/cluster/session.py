@@ -17,6 +17,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
+import ray.exceptions
 
 from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.iterations import Iterations
@@ -58,14 +59,15 @@ class Session:
     def _connect(self, address: str | None, devices: int | None) -> None:
         # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        common: dict[str, Any] = {"include_dashboard": False, "log_to_driver": True, "logging_level": logging.ERROR}
         if address:
-            ray.init(address=address, **(common | {"include_dashboard": None}))
+            ray.init(address=address, logging_level=logging.ERROR)
             return
         self.started_ray = True
         cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
         with _terminal_signals_not_inherited():
-            ray.init("local", num_cpus=cores, configure_logging=False, **common)
+            ray.init(
+                "local", num_cpus=cores, include_dashboard=False, configure_logging=False, logging_level=logging.ERROR
+            )
 
     @classmethod
     def current(cls) -> Session:

@@ -15,15 +15,17 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.exceptions
 import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.columns import Assign, ColumnRef, Index, Located, Node, Order, Part, locate, stretches
-from hybridflow.errors import WaitTimeoutError, WorkerError
+from hybridflow.cluster.columns import ColumnRef, Index, Located, Node, Order, Part, locate, stretches
+from hybridflow.columns import Column, join, row_slice, take
+from hybridflow.errors import BatchError, WaitTimeoutError, WorkerError
 from hybridflow.ragged import Ragged
+from hybridflow.rows import Assignment
 
-Column = Tensor | Ragged | list
 _INLINE_BYTES = 2048
 _BUNDLE_BYTES = 65536
 _LOOK_SECONDS = 1.0
@@ -186,22 +188,22 @@ class Reader:
     def _assign(self, order: Order) -> list[Index]:
         """Rows of every part of an order, computed once per order from the columns that it names."""
         if (known := self._orders.get(order.key)) is None:
-            refs = {name: ref for name, ref in (("w", order.weights), ("g", order.groups)) if ref is not None}
-            data = self.read(refs) if refs else None
-            weights = data.peek("w") if data is not None and "w" in data else None
-            groups = data.peek("g") if data is not None and "g" in data else None
-            if isinstance(weights, Ragged):
-                weights = weights.lengths
-            chunks = order.plan.assign(weights=weights, groups=groups)
-            known = [torch.cat(part).numpy() if part else np.empty(0, np.int64) for part in chunks]
+            known = [torch.cat(part).numpy() for part in self.assignment(order)]
             self._orders[order.key] = known
             if len(self._orders) > 64:
                 self._orders.popitem(last=False)
         return known
 
-    @property
-    def assign(self) -> Assign:
-        return self._assign
+    def assignment(self, order: Order) -> Assignment:
+        """[part][chunk] -> rows of an order, from the columns that it names."""
+        refs = {name: ref for name, ref in (("weights", order.weights), ("groups", order.groups)) if ref is not None}
+        data = self.read(refs) if refs else None
+        weights, groups = (data.peek(n) if data is not None and n in refs else None for n in ("weights", "groups"))
+        weights = weights.lengths if isinstance(weights, Ragged) else weights
+        for name, column in (("balance", weights), ("group_id", groups)):
+            if column is not None and not isinstance(column, Tensor):
+                raise BatchError(f"rows are split by {name}, a column of numbers; it holds Python objects.")
+        return order.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 
 def _reference(entry: Any) -> ray.ObjectRef:
@@ -277,7 +279,7 @@ def _lost(refs: Sequence[Any], parts: Sequence[Part], error: Exception) -> Worke
 
 @dataclass(slots=True)
 class _Source:
-    """Where the rows of a node are: adjacent `runs` (part, start, stop), and each row by itself where that is needed."""
+    """Where the rows of a node are: adjacent `runs` (part, start, stop), and each row by itself where needed."""
 
     parts: list[Part]
     runs: list[tuple[int, int, int]]
@@ -288,33 +290,10 @@ def _gather(ref: ColumnRef, found: _Source, stored: Mapping[tuple[int, str], Col
     """The wanted rows of one column: a view where they lie side by side, else a copy."""
     columns = [stored[id(part), ref.stored] for part in found.parts]
     if found.rows is None or len(found.runs) <= max(8, len(columns)):
-        out = _concat([_slice(columns[i], a, b) for i, a, b in found.runs] or [_slice(columns[0], 0, 0)])
+        out = join(ref.stored, [row_slice(columns[i], a, b) for i, a, b in found.runs] or [row_slice(columns[0], 0, 0)])
     else:
         starts = np.cumsum([0, *(len(column) for column in columns)])
-        out = _index(_concat(columns), starts[found.rows.part] + found.rows.row)
+        out = take(join(ref.stored, columns), torch.from_numpy(starts[found.rows.part] + found.rows.row))
     if ref.unique and isinstance(out, Tensor) and found.rows is not None:
         out = out * torch.from_numpy(found.rows.repeats) + torch.from_numpy(found.rows.copy)
     return out
-
-
-def _slice(column: Column, start: int, stop: int) -> Column:
-    if isinstance(column, Ragged):
-        return column if (start, stop) == (0, len(column)) else column.slice(start, stop)
-    return column[start:stop]
-
-
-def _index(column: Column, rows: Index) -> Column:
-    if isinstance(column, list):
-        return [column[i] for i in rows.tolist()]
-    index = torch.from_numpy(rows)
-    return column.index(index) if isinstance(column, Ragged) else column[index]
-
-
-def _concat(columns: list[Column]) -> Column:
-    if len(columns) == 1:
-        return columns[0]
-    if isinstance(columns[0], Ragged):
-        return Ragged.concat(columns)  # type: ignore[arg-type]
-    if isinstance(columns[0], Tensor):
-        return torch.cat(columns)  # type: ignore[arg-type]
-    return [item for column in columns for item in column]

@@ -58,6 +58,7 @@ class ProcessGroups:
             timeout=datetime.timedelta(seconds=timeout or self.timeout),
             device_id=self.device if backend == "nccl" else None,
         )
+        assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {world_rank: i for i, world_rank in enumerate(world)}
         self._built[(full, backend)] = group
         return group
