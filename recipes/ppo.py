@@ -21,7 +21,7 @@ name: ppo             # figures, samples and the trained model go to runs/<name>
 seed: 1
 steps: 40
 batch_size: 128
-minibatches: 4
+minibatches: 2
 epochs: 1
 devices: [2]          # devices of each node
 model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
@@ -29,8 +29,8 @@ prompts: null         # JSONL
 held_out: null        # JSONL, for greedy accuracy before and after
 kl_coef: 0.02
 clip: 0.2
-actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 4}, optim: {lr: 1.0e-3}}
-critic: {train: {tp: 2}, optim: {lr: 2.0e-3}}
+actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
 reference: {train: {tp: 2}}
 """
 

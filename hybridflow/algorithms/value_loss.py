@@ -37,5 +37,8 @@ def value_terms(
     if clip is None:
         return ValueTerms(plain, torch.zeros_like(plain), error)
     old = torch.where(mask, old_values, 0.0)
-    bounded = 0.5 * (old + (values - old).clamp(-clip, clip) - returns).square()
-    return ValueTerms(torch.maximum(plain, bounded), (bounded > plain).to(plain.dtype), error)
+    moved = values - old
+    bounded = 0.5 * (old + moved.clamp(-clip, clip) - returns).square()
+    # old + (values - old) differs from values by rounding: a term is clipped only where the clamp bit
+    clipped = (moved.abs() > clip) & (bounded > plain)
+    return ValueTerms(torch.maximum(plain, bounded), clipped.to(plain.dtype), error)
