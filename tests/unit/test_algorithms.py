@@ -186,7 +186,8 @@ def test_value_terms(n, seed, clip):
         plain = 0.5 * (v - r) ** 2
         bounded = plain if clip is None else 0.5 * (o + min(max(v - o, -clip), clip) - r) ** 2
         assert float(terms.loss[i].detach()) == pytest.approx(max(plain, bounded) if mask[i] else 0.0)
-        assert float(terms.clipped[i]) == float(bool(mask[i]) and bounded > plain)
+        bit = clip is not None and abs(v - o) > clip and bounded > plain
+        assert float(terms.clipped[i]) == float(bool(mask[i]) and bit)
         if not mask[i]:
             assert values.grad[i] == 0
 
