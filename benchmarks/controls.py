@@ -1,0 +1,90 @@
+"""Controls of the main job: what PPO's rise in reward is made of. Prints one JSON line.
+
+    python -m benchmarks.controls [steps=16 ...]
+
+The recipe's own loop on large batches, three times: as it is, with learning rates of 0, and with the rewards shuffled
+between rows. Only the first may rise: a rise of the others would come from prompts, sampling or bookkeeping.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import hybridflow as hf
+from recipes import arithmetic, ppo, settings
+
+CONTROLS = ("none", "lr=0", "shuffled")
+WINDOW = 5
+
+
+def settings_of(arguments: Sequence[str]) -> Any:
+    """The recipe's settings, with batches so large that sampling noise and a random walk stay far below a rise."""
+    return settings.read(ppo.DEFAULTS, ["batch_size=1024", "minibatches=8", "steps=12", *arguments])
+
+
+def rewards(pool: hf.ResourcePool, files: arithmetic.ArithmeticFiles, cfg: Any, control: str) -> list[float]:
+    """Mean reward of every iteration of the recipe's loop under one of `CONTROLS`."""
+    rate = 0.0 if control == "lr=0" else 1.0
+    actor = hf.ActorWorker.on(
+        pool,
+        model=files.model,
+        train=hf.Megatron(**cfg.actor.train),
+        optim=hf.Adam(lr=rate * cfg.actor.optim.lr),
+        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+    )
+    critic = hf.CriticWorker.on(
+        pool, model=files.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(lr=rate * cfg.critic.optim.lr)
+    )
+    reference = hf.ReferenceWorker.on(pool, model=files.model, train=hf.Megatron(**cfg.reference.train))
+    reward = hf.RewardWorker.on(pool, function=arithmetic.exact_match)
+    generator, figures = torch.Generator().manual_seed(cfg.seed), []
+    for prompts in hf.PromptLoader(files.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed):
+        batch = actor.generate_sequences(prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch |= critic.compute_values(batch)
+        batch |= reward.compute_reward(batch)
+        if control == "shuffled":
+            given = batch["rewards"].get()
+            batch |= hf.Batch({"rewards": given[torch.randperm(len(given), generator=generator)]})
+        batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95, kl_coef=cfg.kl_coef)
+        critic.update_critic(batch, minibatches=cfg.minibatches, epochs=cfg.epochs)
+        actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches, epochs=cfg.epochs)
+        figures.append(batch.metrics())
+    means = [future.get()["reward/mean"] for future in figures]
+    for group in (actor, critic, reference, reward):
+        group.close()
+    return means
+
+
+def rise(means: list[float]) -> float:
+    """Mean of the last iterations minus that of the first ones."""
+    return (sum(means[-WINDOW:]) - sum(means[:WINDOW])) / WINDOW
+
+
+def main(arguments: list[str]) -> None:
+    cfg = settings_of(arguments)
+    files, pool = arithmetic.make(".cache"), hf.ResourcePool(cfg.devices)
+    found = {control: rewards(pool, files, cfg, control) for control in CONTROLS}
+    hf.shutdown()
+    print(
+        json.dumps(
+            {
+                "benchmark": "controls",
+                "steps": cfg.steps,
+                "batch_size": cfg.batch_size,
+                "seed": cfg.seed,
+                **{f"rise/{control}": round(rise(means), 4) for control, means in found.items()},
+                **{f"reward/{control}": [round(mean, 3) for mean in means] for control, means in found.items()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
