@@ -61,7 +61,7 @@ class BatchRef:
     @classmethod
     def from_batch(cls, batch: Batch, session: Session | None = None) -> BatchRef:
         """Store a batch that this process made."""
-        part = Part(write(batch), batch.rows, Origin("driver", 0, "from_batch"))
+        part = Part(write(batch, on_driver=True), batch.rows, Origin("driver", 0, "from_batch"))
         return cls(batch.rows, {name: ColumnRef(name, part) for name in batch.columns}, session)
 
     @property

@@ -20,12 +20,13 @@ from hybridflow.cluster.future import Deadline
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.helper import Helper
 from hybridflow.cluster.host import Event, Host, HostSpec
+from hybridflow.cluster.leftovers import MARK
 from hybridflow.cluster.session import Session
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
 
 _PLACE_SECONDS = 60.0
-_CLOSE_SECONDS = 20.0
+_CLOSE_SECONDS = 10.0
 _RETURN_SECONDS = 4.0
 RemoteHost = ray.remote(max_restarts=0, max_task_retries=0)(Host)
 
@@ -198,9 +199,11 @@ def _start_hosts(name: str, node_of: list[int], placement: PlacementGroup, sessi
 
 def _environment(session: Session, threads: int) -> dict[str, str]:
     names = {
-        "HYBRIDFLOW_SESSION": session.name,
+        MARK: session.name,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path and os.path.isdir(path)),
         "TOKENIZERS_PARALLELISM": "false",
+        # results above this size stay in the object store of their node; Ray would send up to 100 kB to the driver
+        "RAY_max_direct_call_object_size": "8192",
     }
     if not session.has_cuda:
         names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

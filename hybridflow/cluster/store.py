@@ -1,12 +1,13 @@
 """How a process stores the batches that it wrote and reads the rows that it needs, through Ray's object store.
 
-Every column is an object of its own, so a reader moves only the columns that it reads, straight from the node of the
-process that wrote them; on one node it reads the stored bytes without copying. The driver sees neither: it holds
-references to small manifests.
+What a call wrote is one manifest: small columns are part of it, every larger one is an object of its own. So a reader
+moves only the large columns that it reads, straight from the node of the process that wrote them; on one node it reads
+the stored bytes without copying. The driver sees none of them: it holds a reference to the manifest.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 import ray
 import ray.exceptions
 import torch
+from ray import cloudpickle
 from torch import Tensor
 
 from hybridflow.batch import Batch
@@ -26,25 +28,20 @@ from hybridflow.errors import BatchError, WaitTimeoutError, WorkerError
 from hybridflow.ragged import Ragged
 from hybridflow.rows import Assignment
 
-_INLINE_BYTES = 2048
-_BUNDLE_BYTES = 65536
+# Columns up to these sizes travel in the manifest: below them a further object costs more than its bytes.
+# A manifest of the driver's own is sent along with every call.
+_SMALL_BYTES = 65536
+_SMALL_DRIVER_BYTES = 2048
 _LOOK_SECONDS = 1.0
 _ODD_DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
 @dataclass(slots=True)
 class Manifest:
-    """What one call wrote on one rank: rows, and per column a reference, or the encoded column if it is tiny."""
+    """What one call wrote on one rank: rows, and per column the encoded column, or a reference to it if it is large."""
 
     rows: int
     columns: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Bundled:
-    """A column that shares its stored object with other small ones."""
-
-    reference: ray.ObjectRef
 
 
 @dataclass(slots=True)
@@ -56,20 +53,23 @@ class Failure:
 
 
 def encode(column: Column) -> tuple:
-    """Plain numpy arrays, which the object store holds out of band and hands out without copying."""
+    """Plain numpy arrays, which the object store holds out of band and hands out without copying.
+
+    Python objects are pickled here, so that nobody unpickles them who does not read them.
+    """
     if isinstance(column, Ragged):
         dtype, values = _to_numpy(column.values)
         return ("ragged", dtype, values, column.offsets.numpy())
     if isinstance(column, Tensor):
         return ("dense", *_to_numpy(column))
-    return ("objects", column)
+    return ("objects", np.frombuffer(cloudpickle.dumps(column), np.uint8))
 
 
 def decode(encoded: tuple) -> Column:
     """The inverse of `encode`; tensors may share read-only memory and must not be written."""
     kind, *rest = encoded
     if kind == "objects":
-        return rest[0]
+        return pickle.loads(rest[0])
     values = _from_numpy(rest[0], rest[1])
     return values if kind == "dense" else Ragged(values, torch.from_numpy(_quietly_writable(rest[2])))
 
@@ -100,30 +100,15 @@ class _Borrowed:
         self.owner, self.__array_interface__ = owner, interface
 
 
-def write(batch: Batch) -> Manifest:
-    """Store a batch column by column; the references travel in the manifest.
-
-    Columns too small to be worth an object of their own share one, and tiny ones are part of the manifest.
-    """
+def write(batch: Batch, on_driver: bool = False) -> Manifest:
+    """Store the large columns of a batch; the small ones are part of the manifest."""
+    limit = _SMALL_DRIVER_BYTES if on_driver else _SMALL_BYTES
     columns: dict[str, Any] = {}
-    bundle: dict[str, tuple] = {}
     for name in batch.columns:
         encoded = encode(batch.peek(name))
         size = sum(item.nbytes for item in encoded if isinstance(item, np.ndarray))
-        if encoded[0] == "objects" or size > _BUNDLE_BYTES:
-            columns[name] = ray.put(encoded)
-        elif size > _INLINE_BYTES:
-            bundle[name] = encoded
-        else:  # an array that is a view would be stored with the whole buffer behind it
-            columns[name] = _own(encoded)
-    if bundle:
-        reference = ray.put(bundle)
-        columns |= {name: Bundled(reference) for name in bundle}
+        columns[name] = encoded if size <= limit else ray.put(encoded)
     return Manifest(batch.rows, columns)
-
-
-def _own(encoded: tuple) -> tuple:
-    return tuple(item.copy() if isinstance(item, np.ndarray) else item for item in encoded)
 
 
 @dataclass
@@ -178,12 +163,12 @@ class Reader:
                         f"{ref.stored!r} and returned {sorted(manifest.columns)}."
                     )
                 wanted[id(part), ref.stored] = (manifest.columns[ref.stored], part)
-        remote: dict[ray.ObjectRef, Part] = {}
-        for entry, part in wanted.values():
-            if not isinstance(entry, tuple):
-                remote[_reference(entry)] = part
+        remote = {entry: part for entry, part in wanted.values() if isinstance(entry, ray.ObjectRef)}
         objects = dict(zip(remote, fetch(list(remote), list(remote.values()), self.timeout), strict=True))
-        return {key: decode(_encoded(entry, key[1], objects)) for key, (entry, _) in wanted.items()}
+        return {
+            key: decode(objects[entry] if isinstance(entry, ray.ObjectRef) else entry)
+            for key, (entry, _) in wanted.items()
+        }
 
     def _assign(self, order: Order) -> list[Index]:
         """Rows of every part of an order, computed once per order from the columns that it names."""
@@ -206,16 +191,6 @@ class Reader:
         return order.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 
-def _reference(entry: Any) -> ray.ObjectRef:
-    return entry.reference if isinstance(entry, Bundled) else entry
-
-
-def _encoded(entry: Any, name: str, objects: Mapping[ray.ObjectRef, Any]) -> tuple:
-    if isinstance(entry, tuple):
-        return entry
-    return objects[entry.reference][name] if isinstance(entry, Bundled) else objects[entry]
-
-
 def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float) -> list[Any]:
     """`ray.get` with a deadline and errors that name who was to write. Errors: WorkerError, WaitTimeoutError.
 
@@ -225,7 +200,7 @@ def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float) -> list[An
     if not refs:
         return []
     if not ray.is_initialized():
-        raise WorkerError(f"{_writers(parts)} ran in a session that is closed: its results are gone.")
+        raise _gone(parts)
     end = time.monotonic() + timeout
     try:
         while True:
@@ -239,7 +214,15 @@ def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float) -> list[An
                     break
     except ray.exceptions.RayError as error:
         raise _lost(refs, parts, error) from None
+    except ValueError as error:
+        if "owner is unknown" not in str(error):  # Ray's words for a reference of another session
+            raise
+        raise _gone(parts) from None
     raise WaitTimeoutError(f"waited {timeout:g} s for {_writers(parts)} without a result.")
+
+
+def _gone(parts: Sequence[Part]) -> WorkerError:
+    return WorkerError(f"{_writers(parts)} ran in a session that is closed: its results are gone.")
 
 
 def raise_failure(values: Sequence[Any]) -> None:
