@@ -21,6 +21,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.helper import Helper
 from hybridflow.cluster.host import Event, Host, HostSpec
 from hybridflow.cluster.leftovers import MARK
+from hybridflow.cluster.leftovers import MARK
 from hybridflow.cluster.session import Session
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 import ray.exceptions
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.iterations import Iterations
-from hybridflow.cluster.leftovers import remove_leftovers
+from hybridflow.cluster.leftovers import Watcher, marked
 from hybridflow.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
@@ -51,8 +52,11 @@ class Session:
         self.iterations = Iterations(self.deadlines.peers)
         self._helper: WorkerGroup | None = None
         self.started_ray = False
-        if not ray.is_initialized():
+        self._connected = not ray.is_initialized()
+        if self._connected:
             self._connect(address or os.environ.get("RAY_ADDRESS"), devices)
+        node = ray._private.worker.global_worker.node
+        self._watcher = Watcher(self.name, node.get_session_dir_path() if self.started_ray else "")
         self.has_cuda = any(node["Resources"].get("GPU", 0) > 0 for node in ray.nodes() if node["Alive"])
         atexit.register(self.shutdown)
 
@@ -60,11 +64,11 @@ class Session:
         # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address:
-            ray.init(address=address, logging_level=logging.ERROR)
+            _join(address)
             return
         self.started_ray = True
         cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
-        with _terminal_signals_not_inherited():
+        with _terminal_signals_not_inherited(), marked(self.name):
             ray.init(
                 "local", num_cpus=cores, include_dashboard=False, configure_logging=False, logging_level=logging.ERROR
             )
@@ -137,11 +141,25 @@ class Session:
                 helper.forget_hosts()
                 for host in helper.hosts:
                     ray.kill(host)
-            if self.started_ray:
+            if self._connected:
                 ray.shutdown()
         self.groups.clear()
         self.iterations = Iterations(self.deadlines.peers)
-        remove_leftovers(self.name)
+        self._watcher.sweep()
+
+
+def _join(address: str) -> None:
+    """Connect to an existing cluster. Errors: ConfigError when none answers there."""
+    if address.rpartition(":")[0] in ("localhost", "127.0.0.1", ray.util.get_node_ip_address()):
+        # `ray start` asks for the token of this machine's user, which Ray shows only to clusters that it finds itself
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        ray.init(address=address, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({error.__cause__ or error}). Start one with `ray start --head`, or "
+            f"unset RAY_ADDRESS for a local one. If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
+        ) from error
 
 
 @contextlib.contextmanager
