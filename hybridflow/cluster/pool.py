@@ -21,13 +21,12 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.helper import Helper
 from hybridflow.cluster.host import Event, Host, HostSpec
 from hybridflow.cluster.leftovers import MARK
-from hybridflow.cluster.leftovers import MARK
 from hybridflow.cluster.session import Session
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
 
 _PLACE_SECONDS = 60.0
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
 _RETURN_SECONDS = 4.0
 RemoteHost = ray.remote(max_restarts=0, max_task_retries=0)(Host)
 
