@@ -104,7 +104,7 @@ class FunctionReward:
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
             raise RewardError(
                 f"reward function {self.name} returned {_show(answer)} for {len(names)} rows; it must return a list "
-                f"of {len(names)} numbers."
+                f"of {len(names)} numbers. To be called once per row instead, name its first parameter `prompt`."
             )
         if len(values) != len(names):
             raise RewardError(

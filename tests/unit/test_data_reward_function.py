@@ -77,7 +77,7 @@ def test_numbers_of_every_kind(answer):
         ([1.0, 0.0], r"returned 2 rewards for 3 rows \(70\.\.72\)"),
         ([1.0] * 4, "returned 4 rewards for 3 rows"),
         (None, "returned None .* for 3 rows"),
-        (1.0, "it must return a list of 3 numbers"),
+        (1.0, "it must return a list of 3 numbers. .* once per row .* name its first parameter `prompt`"),
         ("abc", "it must return a list of 3 numbers"),
         ({"a": 1}, "it must return a list of 3 numbers"),
         (torch.tensor(1.0), "it must return a list of 3 numbers"),
