@@ -11,12 +11,17 @@ from typing import Any
 import torch
 
 from hybridflow.batch import Batch
+from hybridflow.columns import Objects
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, PromptError
 from hybridflow.ragged import Ragged
 
 Record = dict[str, Any]
-RESERVED = ("row_id", "group_id", "prompt_ids", "response", "response_ids")
+RESERVED = (
+    *("row_id", "group_id", "prompt_ids", "response", "response_ids", "response_mask"),
+    *("num_tokens", "finished", "temperature", "log_probs", "old_log_probs", "ref_log_probs", "values", "rewards"),
+    *("advantages", "returns", "kl", "kl_coef"),
+)
 """Columns that hybridflow writes; a prompt file must not have them."""
 
 
@@ -103,7 +108,7 @@ class PromptSource:
         records = [self.records[self._pick(number)] for number in numbers]
         columns: dict[str, Any] = {"row_id": torch.arange(numbers.start, numbers.stop)}
         # objects as they are in the file: a reward function gets the exact values
-        columns |= {name: [record[name] for record in records] for name in records[0]}
+        columns |= {name: Objects(record[name] for record in records) for name in records[0]}
         if self._tokenizer is not None:
             columns["prompt_ids"] = Ragged.from_rows(self._tokenizer.encode(columns["prompt"]), dtype=torch.int64)
         return Batch(columns)

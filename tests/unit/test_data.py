@@ -45,6 +45,7 @@ def test_prompts_from_a_file_keep_their_columns(tmp_path):
         ('{"prompt": "a", "x": 1}\n{"prompt": "b"}', r"line 2: only .*line 1 has the column 'x'"),
         ('{"prompt": "a"}\n{"prompt": "b", "x": 1}', r"line 2: only .*line 2 has the column 'x'"),
         ('{"prompt": "a", "row_id": 1}', r"column 'row_id' is written by hybridflow"),
+        ('{"prompt": "a", "rewards": 1}', r"column 'rewards' is written by hybridflow. Rename it"),
     ],
 )
 def test_bad_files_are_refused_with_line_and_column(tmp_path, lines, message):
