@@ -180,14 +180,16 @@ class Megatron:
         model = self.tp * self.pp
         dp = self.dp if self.dp is not None else max(1, devices // model)
         if model * dp != devices:
+            sizes = f"tp={self.tp}, pp={self.pp}"
             fit = (
-                f"Use Megatron(tp={self.tp}, pp={self.pp}) on {model * max(1, round(devices / model))} devices"
+                f"Use Megatron({sizes}) on {model * max(1, round(devices / model))} devices"
                 if devices < model or devices % model
-                else f"Use Megatron(tp={self.tp}, pp={self.pp}, dp={devices // model})"
+                else f"Use Megatron({sizes}, dp={devices // model})"
             )
+            asked = sizes if self.dp is None else f"{sizes}, dp={self.dp}"
             raise PlacementError(
-                f"Megatron(tp={self.tp}, pp={self.pp}, dp={self.dp}) needs p*t*d = {self.pp}*{self.tp}*{dp} = "
-                f"{model * dp} devices, the pool has {devices}. {fit} or other sizes."
+                f"Megatron({asked}) needs p*t*d = {self.pp}*{self.tp}*{dp} = {model * dp} devices, the pool has "
+                f"{devices}. {fit} or other sizes."
             )
         return RankGrid(p=self.pp, t=self.tp, d=dp)
 

@@ -16,7 +16,7 @@ from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import LossFunction, Output, TrainEngine
-from hybridflow.errors import CheckpointError, ConfigError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, PlacementError, nearest
 from hybridflow.model_spec import Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.protocols.operation import Settings
@@ -71,7 +71,10 @@ class ModelWorker(Worker):
         strategy = settings["train"]
         if not isinstance(strategy, TrainStrategy):
             raise ConfigError(f"{cls.__name__}(train={strategy!r}): give a strategy such as hf.Megatron(tp=2).")
-        return strategy.grid(devices)
+        try:
+            return strategy.grid(devices)
+        except PlacementError as error:
+            raise PlacementError(f"{cls.role}: {error}") from None
 
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:

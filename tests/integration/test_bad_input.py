@@ -83,7 +83,7 @@ def refused(pool: hf.ResourcePool, error: type[Exception], *says: str) -> Iterat
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        ({"tp": 3}, ["p*t*d = 1*3*1 = 3 devices, the pool has 4"]),
+        ({"tp": 3}, ["actor: Megatron(tp=3, pp=1) needs p*t*d = 1*3*1 = 3 devices, the pool has 4"]),
         ({"tp": 2, "dp": 1}, ["p*t*d = 1*2*1 = 2 devices, the pool has 4", "Use Megatron(tp=2, pp=1, dp=2)"]),
         ({"tp": 4, "pp": 2}, ["p*t*d = 2*4*1 = 8 devices, the pool has 4", "on 8 devices"]),
     ],
