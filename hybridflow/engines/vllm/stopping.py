@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def stop_token_ids(checkpoint: Path) -> list[int]:
@@ -40,12 +39,10 @@ class StopStrings:
 
     def _load(self) -> Any:
         if self._tokenizer is None:
-            if not any((self.checkpoint / name).is_file() for name in _TOKENIZER_FILES):
+            if not has_tokenizer(self.checkpoint):
                 raise ConfigError(
                     f"Sampling(stop=...) needs a tokenizer to see text, {self.checkpoint} has none. Save one there, or "
                     "end responses by the model's stop token."
                 )
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self.checkpoint)
+            self._tokenizer = load_tokenizer(self.checkpoint).raw
         return self._tokenizer
