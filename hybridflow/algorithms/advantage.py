@@ -5,7 +5,6 @@ Shapes: B rows, R response tokens, N response tokens of all rows.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from hybridflow.algorithms import whitening
 from hybridflow.algorithms.gae import gae, valid_lengths
 from hybridflow.algorithms.group import grpo, rloo
 from hybridflow.algorithms.kl import FixedKL, KLState, check_kl_kind, kl_estimate, penalise
+from hybridflow.algorithms.options import check_options
 from hybridflow.algorithms.reinforce import reinforce
 from hybridflow.algorithms.remax import remax
 from hybridflow.algorithms.typed_columns import row_column, token_column
@@ -40,14 +40,7 @@ class Estimator:
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Errors: ConfigError for an option that the function does not take, with the nearest one that it does."""
-        parameters = list(inspect.signature(self.function).parameters.values())
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return
-        known = [p.name for p in parameters[2:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        for key in options:
-            if key not in known:
-                hint = nearest(key, known) if known else " It takes none."
-                raise ConfigError(f"advantage estimator {self.name!r} has no option {key!r}.{hint}")
+        check_options(f"advantage estimator {self.name!r}", self.function, options, after=2)  # rewards and batch
 
 
 def _gae(rewards: Ragged, batch: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True):
@@ -57,14 +50,13 @@ def _gae(rewards: Ragged, batch: Batch, *, gamma: float = 1.0, lam: float = 0.95
 
 
 def _grpo(rewards: Ragged, batch: Batch, *, normalize: bool = True, eps: float = 1e-6):
-    scores = _scores(rewards, batch)
-    return _spread(grpo(scores, row_column(batch, "group_id"), normalize=normalize, eps=eps), batch), _spread(
-        scores, batch
-    )
+    scores = rewards.row_sum()  # masked tokens have none
+    advantages = grpo(scores, row_column(batch, "group_id"), normalize=normalize, eps=eps)
+    return _spread(advantages, batch), _spread(scores, batch)
 
 
 def _rloo(rewards: Ragged, batch: Batch):
-    scores = _scores(rewards, batch)
+    scores = rewards.row_sum()
     return _spread(rloo(scores, row_column(batch, "group_id")), batch), _spread(scores, batch)
 
 
@@ -194,11 +186,6 @@ def token_rewards(rewards: Column, mask: Ragged) -> Ragged:
     out = flat.new_zeros(len(mask.values))
     out[last] = flat[counts > 0]
     return mask.with_values(out)
-
-
-def _scores(rewards: Ragged, batch: Batch) -> Tensor:
-    """[B]: the sum of the token rewards; 0 at masked tokens already."""
-    return rewards.row_sum()
 
 
 def _spread(per_row: Tensor, batch: Batch) -> Ragged:

@@ -6,7 +6,6 @@ gradients do not depend on how the mini-batch was split. Shapes: B rows, N respo
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregate import TokenWeights, check_aggregation
 from hybridflow.algorithms.kl import check_kl_kind, kl_estimate
+from hybridflow.algorithms.options import check_options
 from hybridflow.algorithms.ppo import ppo_terms
 from hybridflow.algorithms.pretrain import negative_log_likelihood
 from hybridflow.algorithms.totals import Totals
-from hybridflow.algorithms.typed_columns import token_column
+from hybridflow.algorithms.typed_columns import response_mask, token_column
 from hybridflow.algorithms.value_loss import value_terms
 from hybridflow.batch import Batch
 from hybridflow.errors import ConfigError, nearest
@@ -28,13 +28,15 @@ from hybridflow.ragged import Ragged
 
 Outputs = Mapping[str, Ragged]
 Share = tuple[Tensor, dict[str, Tensor]]
+_ARGUMENTS = 3  # outputs, rows, totals; what follows are options
 
 
 @dataclass(frozen=True)
 class Loss:
     """A `LossFunction` with its options bound, that says what it needs.
 
-    `reads` names the columns it reads (None: every column), `outputs` the engine outputs it differentiates.
+    `reads` names the columns it reads ("name?": if it is there; None: every column), `outputs` the engine outputs it
+    differentiates.
     """
 
     name: str
@@ -102,7 +104,7 @@ def _ppo(
 
 
 def _pretrain(outputs: Outputs, rows: Batch, totals: Totals, *, coef: float = 1.0, aggregation: str = "token-mean"):
-    mask = token_column(rows, "response_mask")
+    mask = response_mask(rows)
     token_loss = negative_log_likelihood(outputs["log_probs"].values, mask.values)
     share = TokenWeights(mask, totals).reduce(token_loss, aggregation)
     return coef * share, {"actor/pretrain_loss": share.detach()}
@@ -137,7 +139,7 @@ class _Entry:
 POLICY_LOSSES: Mapping[str, _Entry] = MappingProxyType(
     {
         "ppo": _Entry(_ppo, ("old_log_probs", "advantages", "response_mask"), ("log_probs",)),
-        "pretrain": _Entry(_pretrain, ("response_mask",), ("log_probs",)),
+        "pretrain": _Entry(_pretrain, ("response_mask?",), ("log_probs",)),
     }
 )
 VALUE_LOSSES: Mapping[str, _Entry] = MappingProxyType(
@@ -150,12 +152,12 @@ def _find(what: str, loss: str | Callable[..., Share], known: Mapping[str, _Entr
         name = getattr(loss, "__name__", type(loss).__name__)
         reads = getattr(loss, "reads", None)
         outputs = tuple(getattr(loss, "outputs", next(iter(known.values())).outputs))
-        _check_options(what, name, loss, options)
+        check_options(f"{what} {name!r}", loss, options, after=_ARGUMENTS)
         return Loss(name, loss, options, None if reads is None else tuple(reads), outputs)
     if not isinstance(loss, str) or loss not in known:
         raise ConfigError(f"{what} {loss!r} is unknown.{nearest(str(loss), known)}")
     entry = known[loss]
-    _check_options(what, loss, entry.function, options)
+    check_options(f"{what} {loss!r}", entry.function, options, after=_ARGUMENTS)
     check_aggregation(options.get("aggregation", "token-mean"))
     check_kl_kind(options.get("kl", "k3"))
     reads, outputs = entry.reads, entry.outputs
@@ -164,14 +166,3 @@ def _find(what: str, loss: str | Callable[..., Share], known: Mapping[str, _Entr
     if loss == "ppo" and options.get("entropy_coef", 0.0) != 0.0:
         outputs = (*outputs, "entropy")
     return Loss(loss, entry.function, options, reads, outputs)
-
-
-def _check_options(what: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    known = [p.name for p in parameters[3:]]
-    for key in options:
-        if key not in known:
-            hint = nearest(key, known) if known else " It takes none."
-            raise ConfigError(f"{what} {name!r} has no option {key!r}.{hint}")

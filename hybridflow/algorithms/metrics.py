@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.gae import valid_lengths
 from hybridflow.algorithms.kl import kl_estimate
-from hybridflow.algorithms.typed_columns import token_column
+from hybridflow.algorithms.typed_columns import response_mask, token_column
 from hybridflow.algorithms.whitening import masked_moments
 from hybridflow.batch import Batch
 from hybridflow.columns import Column
@@ -46,7 +46,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if len(batch) == 0:
         return {}
     out: dict[str, float] = {}
-    mask = _mask(batch)
+    mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
     for column, name in (("rewards", "reward"), ("costs", "cost")):
         if column in batch:
             out |= _row_figures(name, _row_scores(batch.peek(column), mask))
@@ -59,15 +59,6 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if mask is not None and bool(mask.values.any()):
         out |= _token_figures(batch, mask)
     return out
-
-
-def _mask(batch: Batch) -> Ragged | None:
-    """The response mask; without one, every response token counts."""
-    if "response_mask" in batch:
-        return token_column(batch, "response_mask")
-    if "response_ids" in batch:
-        return token_column(batch, "response_ids").map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
-    return None
 
 
 def _row_scores(scores: Column, mask: Ragged | None) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.algorithms.loss import policy_loss
-from hybridflow.algorithms.typed_columns import row_column, token_column
+from hybridflow.algorithms.pretrain import negative_log_likelihood
+from hybridflow.algorithms.typed_columns import response_mask, row_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import VLLM, Megatron, Optimizer, Sampling, TrainStrategy
@@ -187,11 +188,9 @@ class ActorWorker(ModelWorker):
         out = self.engine.forward(batch, ("log_probs",))
         if out is None:
             return {}
-        log_probs = out["log_probs"].values.double()
-        mask = torch.ones_like(log_probs, dtype=torch.bool)
-        if "response_mask" in batch:
-            mask = token_column(batch, "response_mask").values
-        sums = torch.stack([-log_probs[mask].sum(), mask.sum().double()]).to(self.context.device)
+        mask = response_mask(batch).values
+        total = negative_log_likelihood(out["log_probs"].values.double(), mask).sum()
+        sums = torch.stack([total, mask.sum().double()]).to(self.context.device)
         peers = self.context.grid.group(self.context.rank, "d")
         dist.all_reduce(sums, group=self.context.groups.new("loss", peers))
         loss = float(sums[0] / sums[1].clamp(min=1))

@@ -180,7 +180,8 @@ def gradients(loss, batch: Batch, outputs: dict[str, Ragged], cuts: list[int]):
     value, metrics = 0.0, {}
     for start, stop in zip([0, *cuts], [*cuts, len(batch)]):
         micro = {name: outputs[name].with_values(leaf).slice(start, stop) for name, leaf in leaves.items()}
-        share, parts = loss(micro, batch[start:stop].select(*loss.reads), totals(batch))
+        reads = [name.removesuffix("?") for name in loss.reads]
+        share, parts = loss(micro, batch[start:stop].select(*reads), totals(batch))
         share.backward()
         value += float(share.detach())
         metrics = {name: metrics.get(name, 0.0) + float(part) for name, part in parts.items()}
@@ -223,6 +224,17 @@ def test_aggregations_are_what_they_are_called(aggregation):
     }[aggregation]
     assert value == pytest.approx(float(expected), rel=1e-5)
     assert metrics["actor/pretrain_loss"] == pytest.approx(value)
+
+
+def test_pretraining_needs_no_mask():
+    """Without `response_mask` every response token counts."""
+    batch, outputs = trained()
+    loss = policy_loss("pretrain")
+    assert loss.reads == ("response_mask?",)
+    everything = batch.with_columns(response_mask=batch["response_mask"].map(torch.ones_like))
+    plain = Batch({"response_ids": batch["response_mask"].map(lambda mask: mask.to(torch.int64))})
+    share, _ = loss(outputs, plain, totals(everything))
+    assert float(share) == pytest.approx(-float(outputs["log_probs"].values.mean()), rel=1e-5)
 
 
 def test_losses_say_what_they_need_and_travel():

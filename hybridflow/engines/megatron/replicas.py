@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.algorithms.typed_columns import response_mask
 from hybridflow.batch import Batch
 from hybridflow.engines.contract import Totals
 from hybridflow.engines.process_groups import RankContext
@@ -25,8 +26,7 @@ class Replicas:
         """What the mini-batch holds over all replicas; without a `response_mask` every response token counts."""
         responses: Any = batch.peek("response_ids")
         prompts: Any = batch.peek("prompt_ids")
-        mask: Any = batch.peek("response_mask") if "response_mask" in batch else None
-        tokens = len(responses.values) if mask is None else int(mask.values.sum())
+        tokens = int(response_mask(batch).values.sum())
         counts = torch.tensor(
             [tokens, batch.rows, len(prompts.values) + len(responses.values)], dtype=torch.float64, device="cpu"
         )
