@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import uuid
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 import ray.exceptions
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._raylet import GcsClient
 
 from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.iterations import Iterations
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOCAL_DEVICES = 16
+_ANSWER_SECONDS = 5.0
 
 
 class Session:
@@ -63,7 +66,7 @@ class Session:
     def _connect(self, address: str | None, devices: int | None) -> None:
         # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        if address:
+        if address and address != "local":
             _join(address)
             return
         self.started_ray = True
@@ -149,17 +152,31 @@ class Session:
 
 
 def _join(address: str) -> None:
-    """Connect to an existing cluster. Errors: ConfigError when none answers there."""
-    if address.rpartition(":")[0] in ("localhost", "127.0.0.1", ray.util.get_node_ip_address()):
-        # `ray start` asks for the token of this machine's user, which Ray shows only to clusters that it finds itself
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    """Connect to an existing cluster, `host:port` or "auto". Errors: ConfigError when none answers there."""
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+            _show_token(address, host)
         ray.init(address=address, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except OSError as error:
         raise ConfigError(
-            f"no Ray cluster answers at {address} ({error.__cause__ or error}). Start one with `ray start --head`, or "
-            f"unset RAY_ADDRESS for a local one. If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
+            f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head` and give its host:port, "
+            f"or unset RAY_ADDRESS to have one started."
         ) from error
+
+
+def _show_token(address: str, host: str) -> None:
+    """`ray start` may ask for the user's token, which Ray shows only to clusters that it finds without an address."""
+    try:
+        GcsClient(address=address)
+    except ray.exceptions.AuthenticationError:
+        here = host in ("localhost", "127.0.0.1", ray.util.get_node_ip_address())
+        if not (here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False)):
+            raise ConfigError(
+                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+                f"~/.ray/auth_token to the cluster's."
+            ) from None
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ import torch
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
-from hybridflow.errors import PlacementError, WorkerError
+from hybridflow.errors import ConfigError, PlacementError, WorkerError
 
 class Busy:
     @hf.register(hf.ONE_TO_ALL)
@@ -264,6 +264,10 @@ def test_sessions_follow_each_other(tmp_path):
 
 GUEST = """
 import ray
+try:
+    hf.init("127.0.0.1:9")
+except ConfigError as error:
+    assert "no Ray cluster answers at 127.0.0.1:9" in str(error), error
 pool = hf.ResourcePool([1])
 session = Session.current()
 assert not session.started_ray
