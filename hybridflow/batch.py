@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """B rows of named columns: tensors or numpy arrays [B, ...], `Ragged`, or sequences of B objects.
+    """B rows of named columns: tensors or numpy arrays [B, ...], `Ragged`, or lists with one entry per row.
+
+    Of a list, numbers become a dense column, lists of numbers a ragged one, anything else stays a list of objects
+    (`columns.from_values`); `columns.Objects` keeps numbers as they are.
 
     `chunk_rows` are the row counts of the mini-batches that the rows form, in order (set by `split`).
 
@@ -70,10 +73,10 @@ class Batch:
 
     @classmethod
     def from_shared(cls, columns: Mapping[str, Any], *, chunk_rows: Sequence[int] | None = None) -> Batch:
-        """A batch over tensors that others read too: each is copied on its first `batch[name]`."""
-        batch = cls(columns, chunk_rows=chunk_rows)
-        batch._shared = {name for name in batch.columns if not isinstance(batch.peek(name), list)}
-        return batch
+        """A batch over columns that others read too: each tensor is copied on its first `batch[name]`."""
+        made, _ = kinds.checked({name: kinds.Objects(c) if isinstance(c, list) else c for name, c in columns.items()})
+        shared = {name for name, column in made.items() if not isinstance(column, list)}
+        return cls._of(made, len(next(iter(made.values()), ())), shared, chunk_rows)
 
     # Columns
 
@@ -109,26 +112,29 @@ class Batch:
             return value
         if isinstance(value, TensorDictBase):
             return Ragged(value.get("values"), value.get("offsets"))
-        return list(value.data)
+        return kinds.Objects(value.data)
 
-    def select(self, *names: str) -> Batch:
-        """Only these columns, in this order."""
-        return self._with({name: self.peek(name) for name in names})
+    def select(self, *names: str | Iterable[str]) -> Batch:
+        """Only these columns, in this order: `select("a", "b")` or `select(["a", "b"])`."""
+        return self._with({name: self.peek(name) for name in kinds.names_of(names)})
 
-    def without(self, *names: str) -> Batch:
+    def without(self, *names: str | Iterable[str]) -> Batch:
         """All columns but these."""
-        for name in names:
+        dropped = kinds.names_of(names)
+        for name in dropped:
             self.peek(name)
-        return self._with({name: column for name, column in self._peek_all().items() if name not in names})
+        return self._with({name: column for name, column in self._peek_all().items() if name not in dropped})
 
-    def rename(self, **old_to_new: str) -> Batch:
+    def rename(self, names: Mapping[str, str] | None = None, /, **more: str) -> Batch:
+        """Other names for some columns: `rename(old="new")` or `rename({"old": "new"})`."""
+        old_to_new = dict(names or {}, **more)
         for old in old_to_new:
             self.peek(old)
-        names = {old: old_to_new.get(old, old) for old in self.columns}
-        if len(set(names.values())) < len(names):
-            raise BatchError(f"rename({old_to_new}) gives two columns one name; the columns are {list(names)}.")
-        made = {new: self.peek(old) for old, new in names.items()}
-        return Batch._of(made, self._rows, {names[old] for old in self._shared}, self.chunk_rows)
+        new = {old: old_to_new.get(old, old) for old in self.columns}
+        if len(set(new.values())) < len(new):
+            raise BatchError(f"rename({old_to_new}) gives two columns one name; the columns are {list(new)}.")
+        made = {new[old]: column for old, column in self._peek_all().items()}
+        return Batch._of(made, self._rows, {new[old] for old in self._shared}, self.chunk_rows)
 
     def with_columns(self, **new: Any) -> Batch:
         """These columns added, or put in the place of those with the same name."""
@@ -137,11 +143,12 @@ class Batch:
         made, shared = kinds.checked(new, self._rows)
         return Batch._of(self._peek_all() | made, self._rows, (self._shared - made.keys()) | shared, self.chunk_rows)
 
-    def union(self, other: Batch) -> Batch:
+    def union(self, other: Batch | Mapping[str, Any]) -> Batch:
         """The columns of both batches of the same rows; of two with one name, `other`'s. Also `batch | other`.
 
-        Errors: BatchError when the row counts or the `row_id`s differ.
+        `other` may be a mapping of columns. Errors: BatchError when the row counts or the `row_id`s differ.
         """
+        other = other if isinstance(other, Batch) else Batch(other)
         if self._rows != other._rows:
             raise BatchError(
                 f"cannot unite a batch of {self._rows} rows with one of {other._rows}: give the same rows."
@@ -169,6 +176,10 @@ class Batch:
         ids = self.peek("group_id") if groups else None
         assignment = RowPlan(self._rows, parts, chunks).assign(weights, ids)  # type: ignore[arg-type]
         return [self._take(torch.cat(part), [len(rows) for rows in part]) for part in assignment]
+
+    def balance(self, parts: int, by: str = "num_tokens") -> list[Batch]:
+        """`parts` batches with about equal sums of column `by` (of a ragged one, its lengths): `split` for tokens."""
+        return self.split(parts, balance=by)
 
     def chunks(self) -> list[Batch]:
         """The mini-batches by `chunk_rows`; the batch itself when it has none."""
@@ -269,13 +280,21 @@ class Batch:
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._data.get(name, None) is not None
 
-    def __getitem__(self, key: str | int | slice) -> Any:
-        """A column by name (copied out of shared memory the first time), or rows as a batch of views."""
+    def __getitem__(self, key: Any) -> Any:
+        """A column by name (copied out of shared memory the first time), columns by a list of names, or rows.
+
+        Rows come by number or slice as a batch of views, by a list or tensor of row numbers or of bools as a copy.
+        """
         if isinstance(key, str):
             if key in self._shared:
                 self._store(key, kinds.copy(self.peek(key)))
                 self._shared.discard(key)
             return self.peek(key)
+        if isinstance(key, list | tuple) and any(isinstance(name, str) for name in key):
+            return self.select(*key)
+        if isinstance(key, list | tuple | range) or getattr(key, "ndim", 0):
+            index = torch.as_tensor(key)
+            return self.filter(index) if index.dtype == torch.bool else self.reorder(index)
         if isinstance(key, slice):
             picked = range(self._rows)[key]
         elif -self._rows <= (row := operator.index(key)) < self._rows:
@@ -290,12 +309,12 @@ class Batch:
         for row in range(self._rows):
             yield {name: c.row(row) if isinstance(c, Ragged) else c[row] for name, c in own.items()}
 
-    def __or__(self, other: Batch) -> Batch:
-        return self.union(other) if isinstance(other, Batch) else NotImplemented
+    def __or__(self, other: Batch | Mapping[str, Any]) -> Batch:
+        return self.union(other) if isinstance(other, Batch | Mapping) else NotImplemented
 
     def __reduce__(self):
-        packed = {name: kinds.pack(column) for name, column in self._peek_all().items()}
-        return _unpickle, (packed, self._rows, self.chunk_rows)
+        encoded = {name: kinds.encode(column) for name, column in self._peek_all().items()}
+        return _unpickle, (encoded, self._rows, self.chunk_rows)
 
     def __repr__(self) -> str:
         return batch_display.summary(self._peek_all(), self._rows, self.chunk_rows)
@@ -346,7 +365,7 @@ def _memory(column: Column) -> int:
     return (column.values if isinstance(column, Ragged) else column).data_ptr()
 
 
-def _unpickle(packed: Mapping[str, Any], rows: int, chunk_rows: tuple[int, ...] | None) -> Batch:
-    made = {name: kinds.unpack(value) for name, value in packed.items()}
-    shared = {name for name, (_, read_only) in made.items() if read_only}
-    return Batch._of({name: column for name, (column, _) in made.items()}, rows, shared, chunk_rows)
+def _unpickle(encoded: Mapping[str, Any], rows: int, chunk_rows: tuple[int, ...] | None) -> Batch:
+    made = {name: kinds.decode(value) for name, value in encoded.items()}
+    shared = {name for name, value in encoded.items() if kinds.is_read_only(value)}
+    return Batch._of(made, rows, shared, chunk_rows)

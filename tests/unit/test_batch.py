@@ -49,6 +49,7 @@ def test_storage_is_a_tensordict():
         ({"a": torch.tensor(1.0)}, "'a' is a Tensor without a row dimension"),
         ({"a": "text"}, "'a' is a str"),
         ({"a": 3}, "'a' is a int"),
+        ({"a": np.zeros(2, dtype=">f4")}, "'a': torch has no type for an array of >f4"),
     ],
 )
 def test_bad_columns(columns, message):
@@ -106,7 +107,7 @@ def test_row_slices_are_views():
         with pytest.raises(IndexError):
             batch[wrong]
     with pytest.raises(TypeError):
-        batch[[0, 1]]
+        batch[None]
 
 
 def test_iteration_gives_rows():
@@ -142,6 +143,15 @@ def test_balanced_split_evens_out_tokens():
     assert {9} <= {length for part in by_weight[:1] for length in part["ids"].lengths.tolist()}
     with pytest.raises(BatchError, match="Python objects has no weights"):
         make(3).split(2, balance="answer")
+
+
+def test_balance_is_a_split_by_tokens():
+    batch = make(12).with_columns(num_tokens=torch.arange(12))
+    for by in ("num_tokens", "response_ids"):
+        assert all(a.equal(b) for a, b in zip(batch.balance(3, by), batch.split(3, balance=by), strict=True))
+    assert [int(part["num_tokens"].sum()) for part in batch.balance(2)] == [33, 33]
+    with pytest.raises(MissingColumnError, match="num_tokens"):
+        make(4).balance(2)
 
 
 def test_split_by_groups_keeps_them_whole():

@@ -12,6 +12,7 @@ from example_batches import batches, make, quick
 from hypothesis import given
 
 from hybridflow.batch import Batch
+from hybridflow.columns import decode, encode, from_array, is_read_only, same
 from hybridflow.ragged import Ragged
 
 
@@ -135,3 +136,57 @@ def test_shown_columns_are_not_changed_or_copied():
     assert "x" in batch._repr_html_()
     assert batch.nbytes > 0
     assert batch.shared
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint32, torch.complex64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_type_is_encoded_and_decoded_over_the_same_memory(dtype):
+    values = torch.randint(0, 255, (24 * dtype.itemsize,), dtype=torch.uint8)
+    dense = (values % 2).bool() if dtype == torch.bool else values.view(dtype)
+    for column in (dense, dense[3:7], dense[:24].reshape(4, 6), dense[::2], dense[:0]):
+        kind, name, array = encode(column)
+        back = decode((kind, name, array))
+        assert isinstance(back, torch.Tensor)
+        assert back.dtype == dtype
+        assert back.shape == column.shape
+        if len(column):
+            assert back.contiguous().view(torch.uint8).equal(column.contiguous().view(torch.uint8))
+            assert back.data_ptr() == array.ctypes.data
+    ragged = Ragged.from_lengths(dense[:6], [2, 0, 4])
+    assert decode(encode(ragged)).values.view(torch.uint8).equal(ragged.values.view(torch.uint8))
+    assert decode(encode(ragged)).lengths.tolist() == [2, 0, 4]
+
+
+def test_read_only_memory_is_decoded_without_a_copy_or_a_warning(recwarn):
+    encoded = encode(torch.arange(6.0).to(torch.bfloat16))
+    assert not is_read_only(encoded)
+    encoded[2].flags.writeable = False
+    assert is_read_only(encoded)
+    column = decode(encoded)
+    assert column.data_ptr() == encoded[2].ctypes.data
+    del encoded
+    assert column.tolist() == [0, 1, 2, 3, 4, 5]  # the tensor keeps the memory
+    assert not recwarn
+
+
+def test_objects_are_encoded_once_and_come_back_as_objects():
+    class Local:  # pickle alone could not send it
+        value = 3
+
+    objects = [1, "a", None, {"k": [2]}]
+    assert same(decode(encode(objects)), objects)
+    assert not is_read_only(encode(objects))
+    assert decode(encode([Local()]))[0].value == 3
+
+
+def test_arrays_that_torch_cannot_describe_are_copied():
+    array = np.arange(5)[::-1]
+    assert from_array(array).tolist() == [4, 3, 2, 1, 0]
+    array.flags.writeable = False
+    assert from_array(array[:0]).shape == (0,)
+    assert Batch({"x": np.arange(5)[::-1]})["x"].tolist() == [4, 3, 2, 1, 0]

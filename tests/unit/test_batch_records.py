@@ -10,6 +10,7 @@ from example_batches import batches, make, quick
 from hypothesis import given
 
 from hybridflow.batch import Batch
+from hybridflow.columns import Objects, same
 from hybridflow.errors import BatchError
 from hybridflow.ragged import Ragged
 
@@ -45,6 +46,65 @@ def test_from_dicts_chooses_types_by_value_not_by_chance():
     assert stacked["t"].shape == (2, 2, 2)
     assert stacked["z"].tolist() == [3, 3]
     assert len(Batch.from_dicts([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([1, 2, 3], torch.int64),
+        ([1, 2.5, 3], torch.float32),
+        ((True, False), torch.bool),
+        (range(3), torch.int64),
+        ([np.float64(1), np.int32(2)], torch.float32),
+        ([torch.tensor(1.0), torch.tensor(2.0)], torch.float32),
+        ([torch.tensor(1), 2], torch.int64),
+        ([torch.tensor(1.0, dtype=torch.bfloat16)] * 2, torch.bfloat16),
+        ([[1, 2], [3]], "ragged int64"),
+        ([[1, 2], [3.5, 4]], "ragged float32"),
+        ([[], [True]], "ragged bool"),
+        ([(1, 2), [3, 4]], "ragged int64"),
+        ([torch.rand(2).half(), torch.rand(3).half()], "ragged float16"),
+        ([torch.tensor([1.5]), torch.tensor([2])], "ragged float32"),
+        ([np.zeros(2, np.float32), np.zeros(0, np.float32)], "ragged float32"),
+        ([np.zeros((2, 3)), np.ones((2, 3))], torch.float64),
+        (["a", "b"], list),
+        ([1, None], list),
+        ([1, "1"], list),
+        ([True, 1], list),
+        ([[1], None], list),
+        ([[1], 2], list),
+        ([["a"], [1]], list),
+        ([{"role": "user"}], list),
+        ([2**70], list),
+        ([torch.zeros(1, 1), torch.zeros(2, 2)], list),
+        ([], list),
+        (Objects([1, 2]), list),
+        (np.array([1, 2], dtype=object), list),
+    ],
+)
+def test_a_list_becomes_the_same_column_everywhere(values, kind):
+    column = Batch({"x": values})["x"]
+    if kind is list:
+        assert isinstance(column, list)
+        assert len(column) == len(values)
+    elif isinstance(kind, str):
+        assert isinstance(column, Ragged)
+        assert f"ragged {str(column.dtype).removeprefix('torch.')}" == kind
+        assert [list(map(float, row)) for row in column.tolist()] == [list(map(float, row)) for row in values]
+    else:
+        assert isinstance(column, torch.Tensor)
+        assert column.dtype == kind
+        assert len(column) == len(values)
+    others = [Batch.from_dicts([{"x": value} for value in values])] if type(values) is list and values else []
+    for other in [Batch({"x": column}), Batch({}).with_columns(x=values), *others]:
+        assert same(other["x"], column)
+
+
+def test_a_column_of_objects_stays_one_whatever_its_rows_are():
+    batch = Batch({"x": [1, None, 2]})[:1]
+    assert batch["x"] == [1]
+    assert Batch({"x": batch["x"]})["x"] == [1]
+    assert Batch.from_shared({"x": [1, 2]})["x"] == [1, 2]
 
 
 def test_from_dicts_names_the_record():
