@@ -41,7 +41,6 @@ class Sender:
             self.made[key] = hf.Batch({f"c{i}": torch.full((batch.rows, width), float(i)) for i in range(10)})
         return self.made[key]
 
-
     @hf.register(hf.DP_PROTO, reads=("row",))
     def send_values(self, batch: hf.Batch, megabytes: float) -> dict[str, torch.Tensor]:
         made = self.send(batch, megabytes)
