@@ -124,8 +124,9 @@ def test_samples_and_notes(tmp_path):
 def test_the_display_shows_the_figures_that_are_there(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     display = RunDisplay(total=2, console=console)
-    display.iteration({"step": 1, "reward/mean": 0.25, "kl/ref": 0.0125, "time/iteration": 1.5, "time/actor.generation": 0.5})
-    display.iteration({"step": 2, "reward/mean": 0.5, "time/iteration": 1.5, "time/actor.generation": 0.75})
+    times = {"time/iteration": 1.5, "time/actor.generation": 0.5}
+    display.iteration({"step": 1, "reward/mean": 0.25, "kl/ref": 0.0125, **times})
+    display.iteration({"step": 2, "reward/mean": 0.5, **times, "time/actor.generation": 0.75})
     display.samples([{"prompt": "[bold]1+1=", "response": "2", "rewards": 1.0}], "samples")
     display.close()
     display.close()
