@@ -7,6 +7,7 @@ keeps working, and every instance survives pickling (exceptions cross process bo
 from __future__ import annotations
 
 import difflib
+import uuid
 from collections.abc import Iterable
 
 
@@ -68,8 +69,9 @@ class WaitTimeoutError(HybridFlowError, TimeoutError):
 class WorkerError(HybridFlowError, RuntimeError):
     """A call failed in a worker: names role, rank and method and carries the remote traceback.
 
-    Attributes: `role`, `rank` (in the group), `method`, `rows` (global row range of the rank's input, or None),
-    `cause` (the original exception where it could be pickled, else None) and `remote_traceback` (text).
+    Attributes: `role`, `rank` (in the group), `method`, `rows` (start and stop of the rank's rows in the call's batch,
+    None where they are not adjacent), `cause` (the original exception where it could be pickled, else None),
+    `remote_traceback` (text) and `id` (the same wherever this error is met).
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class WorkerError(HybridFlowError, RuntimeError):
         super().__init__(message)
         self.role, self.rank, self.method, self.rows = role, rank, method, rows
         self.cause, self.remote_traceback = cause, remote_traceback
+        self.id = uuid.uuid4().hex
 
     def as_cause(self) -> WorkerError:
         """This error, also as an instance of its cause's class when that is one of hybridflow's.

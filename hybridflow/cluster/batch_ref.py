@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hybridflow.batch import Batch
 from hybridflow.cluster.columns import (
     ColumnRef,
     Concat,
     Node,
-    Order,
     Origin,
     Part,
     Picked,
@@ -21,25 +22,15 @@ from hybridflow.cluster.columns import (
     parts_of,
     sliced,
 )
+from hybridflow.cluster.splitting import Piece, Splitting
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.columns import Column
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError, nearest
-from hybridflow.rows import RowPlan
+from hybridflow.rows import even_bounds
 
 if TYPE_CHECKING:
     from hybridflow.cluster.future import Future
     from hybridflow.cluster.session import Session
-
-_ORDER_KEYS = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """How an operation wants its rows split; `BatchRef.split` obeys it."""
-
-    balance: str | None = None
-    groups: bool = False
-    chunks: int = 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,16 +42,16 @@ class BatchRef:
     """
 
     rows: int
-    column_refs: Mapping[str, ColumnRef] = field(repr=False)
-    session: Session | None = field(default=None, repr=False, compare=False)
-    splitting: Splitting = field(default=Splitting(), repr=False)
-    order: Order | None = field(default=None, repr=False)
-    part: int = field(default=0, repr=False)
-    chunk_rows: tuple[int, ...] | None = field(default=None, repr=False)
+    column_refs: Mapping[str, ColumnRef]
+    session: Session | None = field(default=None, compare=False)
+    splitting: Splitting = field(default_factory=Splitting)
+    piece: Piece | None = None
 
     @classmethod
-    def from_batch(cls, batch: Batch, session: Session | None = None) -> BatchRef:
-        """Store a batch that this process made."""
+    def from_batch(cls, batch: Batch, session: Session | None = None, number: bool = True) -> BatchRef:
+        """Store a batch that this process made. With `number`, rows without `row_id` get 0, 1, 2, ..."""
+        if number and "row_id" not in batch:
+            batch = batch.with_columns(row_id=torch.arange(batch.rows))
         part = Part(write(batch, on_driver=True), batch.rows, Origin("driver", 0, "from_batch"))
         return cls(batch.rows, {name: ColumnRef(name, part) for name in batch.columns}, session)
 
@@ -93,83 +84,91 @@ class BatchRef:
     def __iter__(self) -> Iterator[str]:
         raise TypeError("a BatchRef holds references: iterate over .get(), or over .columns for the names.")
 
-    def __getitem__(self, key: str | slice) -> Any:
-        """`ref["rewards"]` is one column as a reference with `.get()`; `ref[2:8]` are rows."""
+    def __getitem__(self, key: str | int | slice | list[str]) -> Any:
+        """`ref["rewards"]` is one column as a reference with `.get()`; `ref[2:8]` and `ref[3]` are rows."""
         if isinstance(key, str):
             return OneColumn(self.select(key))
+        if isinstance(key, int):
+            at = range(self.rows)[key]
+            return self._rows(at, at + 1)
+        if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
+            return self.select(*key)
+        if not isinstance(key, slice):
+            raise BatchError(f"a batch is indexed by a column, columns, a row or a slice of rows, got {key!r}.")
         start, stop, step = key.indices(self.rows)
         if step != 1:
             raise BatchError(f"rows can only be sliced with step 1, got {step}. Use .get() and Batch.reorder.")
         return self._rows(start, max(start, stop))
 
-    def __or__(self, other: BatchRef | Batch) -> BatchRef:
+    def __or__(self, other: BatchRef | Batch | Mapping[str, Any]) -> BatchRef:
         return self.union(other)
 
-    def union(self, other: BatchRef | Batch) -> BatchRef:
+    def __ror__(self, other: Batch | Mapping[str, Any]) -> BatchRef:
+        return BatchRef.from_batch(_as_batch(other), self.session, number=False).union(self)
+
+    def union(self, other: BatchRef | Batch | Mapping[str, Any]) -> BatchRef:
         """Columns of both, row by row; those of `other` win. Errors: BatchError when row counts differ."""
-        if isinstance(other, Batch):
-            other = BatchRef.from_batch(other, self.session)
         if not isinstance(other, BatchRef):
-            raise BatchError(f"only another batch can be united with a batch, got {type(other).__name__}.")
+            other = BatchRef.from_batch(_as_batch(other), self.session, number=False)
         if other.rows != self.rows:
             raise BatchError(
                 f"cannot unite a batch of {self.rows} rows with one of {other.rows} rows: rows must correspond."
             )
-        refs = {**self.column_refs, **other.column_refs}
-        return replace(self, column_refs=refs, splitting=Splitting(), order=None, chunk_rows=None)
+        return replace(self, column_refs={**self.column_refs, **other.column_refs}, piece=None)
 
-    def select(self, *names: str) -> BatchRef:
-        for name in names:
+    def select(self, *names: str | Sequence[str]) -> BatchRef:
+        """Some columns: `select("a", "b")` or `select(["a", "b"])`. Errors: MissingColumnError, with the nearest."""
+        wanted = _names(names)
+        for name in wanted:
             if name not in self.column_refs:
                 raise MissingColumnError(f"the batch has no column {name!r}.{nearest(name, self.columns)}")
-        return replace(self, column_refs={name: self.column_refs[name] for name in names})
+        return replace(self, column_refs={name: self.column_refs[name] for name in wanted})
 
-    def without(self, *names: str) -> BatchRef:
-        self.select(*names)
-        return replace(self, column_refs={n: ref for n, ref in self.column_refs.items() if n not in names})
+    def without(self, *names: str | Sequence[str]) -> BatchRef:
+        dropped = self.select(*names).columns
+        return replace(self, column_refs={n: ref for n, ref in self.column_refs.items() if n not in dropped})
 
-    def rename(self, **old_to_new: str) -> BatchRef:
-        self.select(*old_to_new)
-        return replace(self, column_refs={old_to_new.get(n, n): ref for n, ref in self.column_refs.items()})
+    def rename(self, names: Mapping[str, str] | None = None, **old_to_new: str) -> BatchRef:
+        """`rename(old="new")` or `rename({"old": "new"})`. Errors: MissingColumnError, BatchError for a taken name."""
+        changes = {**(names or {}), **old_to_new}
+        self.select(*changes)
+        renamed = [changes.get(name, name) for name in self.columns]
+        if len(set(renamed)) < len(renamed):
+            twice = next(name for name in renamed if renamed.count(name) > 1)
+            raise BatchError(f"rename({changes}): there would be two columns {twice!r}. Drop one with without().")
+        return replace(self, column_refs=dict(zip(renamed, self.column_refs.values(), strict=True)))
 
-    def split(self, parts: int, **how: Any) -> list[BatchRef]:
+    def split(
+        self, parts: int, *, balance: str | None = None, groups: bool = False, chunks: int | None = None
+    ) -> list[BatchRef]:
         """`parts` batches that cover every row once; without options contiguous and even (sizes differ by one).
 
-        Options (`Splitting`): `balance` spreads the sum of that column (or the lengths of a ragged one) evenly,
-        `groups=True` never cuts rows of one `group_id`, `chunks` splits each of so many row ranges on its own.
+        `balance` spreads the sum of that column (or the lengths of a ragged one) evenly, `groups=True` never cuts rows
+        of one `group_id`, `chunks` splits each of so many row ranges on its own. Inside a call, the operation decides.
         """
-        splitting = replace(self.splitting, **how)
-        balance = splitting.balance if splitting.balance in self.column_refs and parts > 1 else None
-        grouped = splitting.groups and "group_id" in self.column_refs
-        plan = RowPlan(self.rows, parts, splitting.chunks)
-        counts = plan.counts()
-        if not balance and not grouped and splitting.chunks == 1:
-            starts = list(itertools.accumulate((c[0] for c in counts), initial=0))
-            return [self._rows(a, b) for a, b in itertools.pairwise(starts)]
-        order = Order(
-            plan,
-            self.column_refs[balance] if balance else None,
-            self.column_refs["group_id"] if grouped else None,
-            next(_ORDER_KEYS),
-        )
-        if grouped:
-            counts = self._grouped_counts(order)
+        if type(parts) is not int or parts < 1:
+            raise BatchError(f"split({parts!r}): must be a whole number of at least 1.")
+        splitting = self.splitting
+        if balance is not None or groups or chunks is not None:
+            refs = self.select(*([balance] if balance else []), *(["group_id"] if groups else [])).column_refs
+            splitting = Splitting(
+                refs[balance] if balance else None, refs.get("group_id") if groups else None, chunks or 1
+            )
+        planned = splitting.plan(self.rows, parts, self._timeout)
+        if planned is None:
+            bounds = even_bounds(self.rows, parts)
+            return [replace(self._rows(a, b), piece=Piece(start=a)) for a, b in itertools.pairwise(bounds)]
+        order, counts = planned
         return [
             replace(
                 self,
                 rows=sum(counts[i]),
-                column_refs=_mapped(self.column_refs, lambda node, i=i: _picked(node, order, i)),
-                order=order,
-                part=i,
-                chunk_rows=tuple(counts[i]),
+                column_refs=_mapped(self.column_refs, lambda node, i=i: Picked(node, order, i)),
+                piece=Piece(order, i, chunk_rows=tuple(counts[i])),
                 splitting=Splitting(),
             )
             for i in range(parts)
         ]
-
-    def _grouped_counts(self, order: Order) -> list[list[int]]:
-        """Group boundaries are data: reads the two small columns (a call that waits)."""
-        return [[len(chunk) for chunk in part] for part in Reader(self._timeout).assignment(order)]
 
     def repeat(self, n: int) -> BatchRef:
         """Each row n times, adjacent. `group_id` becomes the old row_id (unless it is there), row_id row_id*n + k."""
@@ -181,11 +180,11 @@ class BatchRef:
             row_id = repeated["row_id"]
             repeated.setdefault("group_id", replace(row_id, unique=False))
             repeated["row_id"] = replace(row_id, unique=True)
-        return replace(self, rows=rows, column_refs=repeated, splitting=Splitting(), order=None, chunk_rows=None)
+        return replace(self, rows=rows, column_refs=repeated, splitting=Splitting(), piece=None)
 
     def _rows(self, start: int, stop: int) -> BatchRef:
         refs = _mapped(self.column_refs, lambda node: sliced(node, start, stop, self.rows))
-        return replace(self, rows=stop - start, column_refs=refs, splitting=Splitting(), chunk_rows=None)
+        return replace(self, rows=stop - start, column_refs=refs, splitting=Splitting(), piece=None)
 
     @staticmethod
     def concat(parts: Sequence[BatchRef]) -> BatchRef:
@@ -197,8 +196,9 @@ class BatchRef:
         for part in parts:
             if set(part.columns) != set(names):
                 raise BatchError(f"cannot join batches with columns {sorted(names)} and {sorted(part.columns)}.")
-        order = first.order
-        together = order is not None and [(p.order, p.part) for p in parts] == [
+        piece = first.piece
+        order = piece.order if piece else None
+        together = order is not None and [(p.piece.order, p.piece.part) if p.piece else None for p in parts] == [
             (order, i) for i in range(order.plan.parts)
         ]
         if len(parts) == 1 and not together:
@@ -207,13 +207,17 @@ class BatchRef:
         joined: dict[tuple[int, ...], Node] = {}
         refs = {}
         for name in names:
-            nodes = tuple(part.column_refs[name].node for part in parts)
+            columns = [part.column_refs[name] for part in parts]
+            if len({column.stored for column in columns}) > 1:
+                raise BatchError(f"column {name!r} had different names in the parts: rename after joining them.")
+            nodes = tuple(column.node for column in columns)
             key = tuple(map(id, nodes))
             if key not in joined:
-                joined[key] = Restored(nodes, order) if together and order else Concat(nodes, rows)
-            unique = any(part.column_refs[name].unique for part in parts)
-            refs[name] = ColumnRef(first.column_refs[name].stored, joined[key], unique)
-        return replace(first, rows=sum(rows), column_refs=refs, order=None, part=0, chunk_rows=None)
+                joined[key] = (
+                    Restored(nodes, order, piece.repeat) if together and order and piece else Concat(nodes, rows)
+                )
+            refs[name] = ColumnRef(columns[0].stored, joined[key], any(column.unique for column in columns))
+        return replace(first, rows=sum(rows), column_refs=refs, piece=None)
 
     @property
     def _timeout(self) -> float:
@@ -238,7 +242,24 @@ class BatchRef:
         return self.session.helper.batch_metrics(self)
 
     def __reduce__(self):
-        return _rebuild, (self.rows, self.column_refs, self.chunk_rows)
+        return BatchRef, (
+            self.rows,
+            self.column_refs,
+            None,
+            Splitting(),
+            self.piece and Piece(chunk_rows=self.chunk_rows),
+        )
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Where these rows lie in the batch that they were split from, if they are adjacent there."""
+        start = self.piece.start if self.piece else None
+        return None if start is None else (start, start + self.rows)
+
+    @property
+    def chunk_rows(self) -> tuple[int, ...] | None:
+        """Rows in each mini-batch, for a part that was split in chunks."""
+        return self.piece.chunk_rows if self.piece else None
 
 
 @dataclass(frozen=True)
@@ -255,8 +276,16 @@ class OneColumn:
         return self.batch.get(timeout=timeout)[self.batch.columns[0]]
 
 
-def _rebuild(rows, column_refs, chunk_rows) -> BatchRef:
-    return BatchRef(rows, column_refs, chunk_rows=chunk_rows)
+def _names(given: Sequence[str | Sequence[str]]) -> list[str]:
+    return [name for entry in given for name in ([entry] if isinstance(entry, str) else entry)]
+
+
+def _as_batch(value: Any) -> Batch:
+    if isinstance(value, Batch):
+        return value
+    if isinstance(value, Mapping):
+        return Batch(value)
+    raise BatchError(f"only a batch or a mapping of columns can be united with a batch, got {type(value).__name__}.")
 
 
 def _mapped(refs: Mapping[str, ColumnRef], change: Any) -> dict[str, ColumnRef]:
@@ -266,7 +295,3 @@ def _mapped(refs: Mapping[str, ColumnRef], change: Any) -> dict[str, ColumnRef]:
         if id(ref.node) not in done:
             done[id(ref.node)] = change(ref.node)
     return {name: ColumnRef(ref.stored, done[id(ref.node)], ref.unique) for name, ref in refs.items()}
-
-
-def _picked(node: Node, order: Order, index: int) -> Node:
-    return Picked(node, order, index)

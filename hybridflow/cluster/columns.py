@@ -27,16 +27,33 @@ class Origin:
     method: str
 
 
+@dataclass(slots=True, eq=False)
+class Issued:
+    """One call as the driver issued it: `statuses` tell how it went on every rank, collected or not.
+
+    `met` says that the driver was told of its failure; `reported` holds the ids of the errors that it was told, and is
+    shared by all calls of a session (a call fails with the error of the one before it).
+    """
+
+    statuses: list[Part]
+    reported: set[str]
+    met: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """The stored output of one rank: `ref` refers to its manifest, or is the manifest where the driver made it.
 
-    `rows` is None until its call has finished.
+    `rows` is None until its call has finished. `call` stays on the driver: the call that writes it.
     """
 
     ref: Any
     rows: int | None
     origin: Origin
+    call: Issued | None = None
+
+    def __reduce__(self):
+        return Part, (self.ref, self.rows, self.origin)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,10 +95,11 @@ class Picked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restored:
-    """Rows computed in the parts of `order`, back in the order that they had before it."""
+    """Rows computed in the parts of `order`, back in the order that they had before it; `repeat` rows from each."""
 
     nodes: tuple[Node, ...]
     order: Order
+    repeat: int = 1
 
 
 Node = Part | View | Concat | Picked | Restored
@@ -172,8 +190,10 @@ def locate(node: Node, assign: Assign, want: Index | None = None) -> Located:
         assigned = assign(node.order)
         inverse = np.empty(node.order.plan.rows, np.int64)
         inverse[np.concatenate(assigned)] = np.arange(node.order.plan.rows)
-        counts = tuple(len(rows) for rows in assigned)
-        return locate(Concat(node.nodes, counts), assign, inverse if want is None else inverse[want])
+        counts = tuple(len(rows) * node.repeat for rows in assigned)
+        want = np.arange(node.order.plan.rows * node.repeat) if want is None else want
+        base, copy = np.divmod(want, node.repeat)
+        return locate(Concat(node.nodes, counts), assign, inverse[base] * node.repeat + copy)
     return _locate_in_concat(node, assign, want)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from hybridflow.cluster.columns import Part
-from hybridflow.cluster.store import fetch, raise_failure
+from hybridflow.cluster.store import fetch
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Future:
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the value. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
         values = fetch([p.ref for p in self.parts], self.parts, self.timeout if timeout is None else timeout)
-        raise_failure(values)
         if self.merge is None:
             return values[0]
         if self.merge == "join" and all(map(_is_metrics, values)):

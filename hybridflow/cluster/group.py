@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,13 @@ import ray
 from ray import cloudpickle
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.batch_ref import BatchRef, OneColumn, Splitting
-from hybridflow.cluster.columns import ColumnRef, Origin, Part
+from hybridflow.cluster.batch_ref import BatchRef, OneColumn
+from hybridflow.cluster.columns import ColumnRef, Issued, Origin, Part
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.host import Call, GroupSpec
-from hybridflow.cluster.store import Reader, fetch, raise_failure
+from hybridflow.cluster.invocation import Invocation, Outputs
+from hybridflow.cluster.splitting import Splitting
+from hybridflow.cluster.store import fetch
 from hybridflow.errors import (
     ConfigError,
     EmptyBatchError,
@@ -34,23 +36,13 @@ from hybridflow.errors import (
     PlacementError,
     nearest,
 )
-from hybridflow.protocols import SKIP, Operation, operations
+from hybridflow.protocols import Operation, operations
 from hybridflow.topology import RankGrid
 
 if TYPE_CHECKING:
     from hybridflow.cluster.session import Session
 
 _DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
-
-
-@dataclass(frozen=True)
-class _Invocation:
-    """One call of one operation: the settings by name, and which of them are rows to distribute."""
-
-    operation: Operation
-    settings: dict[str, Any]
-    rows: dict[str, BatchRef]
-    factor: int
 
 
 class WorkerGroup:
@@ -97,8 +89,9 @@ class WorkerGroup:
         try:
             with _arguments_sent(self.name, self.settings | {"worker_class": self.worker_class}):
                 built = [host.create.remote(seq, spec, self.worker_class, self.settings) for host in self.hosts]
-            parts = [Part(ref, 0, Origin(self.name, rank, "__init__")) for rank, ref in enumerate(built)]
-            raise_failure(fetch(built, parts, self.session.deadlines.peers))
+            call = Issued([], self.session.iterations.reported)
+            call.statuses += [Part(ref, 0, Origin(self.name, r, "__init__"), call) for r, ref in enumerate(built)]
+            fetch(built, call.statuses, self.session.deadlines.peers)
         except BaseException:
             self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
             raise
@@ -123,19 +116,18 @@ class WorkerGroup:
         if self._closed:
             raise PlacementError(f"{self.name} is closed{self._closed}: place it again with .on(pool, ...).")
         invocation = self._bind(operation, args, kwargs)
-        inputs = self._distribute(invocation)
-        outputs, statuses = self._dispatch(invocation, inputs)
-        result = operation.protocol.collect(self.grid, outputs)
-        if invocation.operation.carries:
+        issued = self._dispatch(invocation)
+        result = operation.protocol.collect(self.grid, issued.outputs)
+        if operation.carries:
             carried = next(iter(invocation.rows.values()))
             result = (carried.repeat(invocation.factor) if invocation.factor > 1 else carried) | result
         result = _several(result)
         if operation.blocking:
-            self.session.iterations.wait(statuses)
+            self.session.iterations.wait(issued.call.statuses)
             return result.get() if isinstance(result, Future) else result
         return result
 
-    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> _Invocation:
+    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Invocation:
         """Name the arguments, and check everything that can be checked before a process is asked."""
         signature = self._signatures[operation.name]
         try:
@@ -161,27 +153,43 @@ class WorkerGroup:
         if operation.check is not None:
             operation.check(self.settings, settings)
         rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
-        rows = {name: self._pruned(operation, settings, ref) for name, ref in rows.items()}
+        reads = {name: self._reads(operation, settings, ref) for name, ref in rows.items()}
+        splitting = self._splitting(operation, settings, rows)
+        rows = {name: replace(ref, splitting=splitting, piece=None) for name, ref in rows.items()}
         factor = operation.repeat(self.settings, settings) if operation.repeat else 1
-        return _Invocation(operation, settings, rows, factor)
+        writes = operation.columns_written(self.settings, settings)
+        return Invocation(operation, settings, rows, reads, writes, factor)
 
-    def _pruned(self, operation: Operation, settings: dict[str, Any], ref: BatchRef) -> BatchRef:
+    def _reads(self, operation: Operation, settings: dict[str, Any], ref: BatchRef) -> tuple[str, ...]:
+        """The columns that travel."""
         if ref.rows == 0:
             raise EmptyBatchError(f"{self.name}.{operation.name} was given a batch without rows.")
         try:
-            columns = operation.columns_read(self.settings, settings, ref.columns)
+            return operation.columns_read(self.settings, settings, ref.columns)
         except MissingColumnError as error:
             column = getattr(error, "column", "")
             raise MissingColumnError(
                 f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column)}"
             ) from None
+
+    def _splitting(self, operation: Operation, settings: dict[str, Any], rows: dict[str, BatchRef]) -> Splitting:
+        """One way to split all batches of a call, so that their rows stay together."""
+
+        def column(name: str | None) -> ColumnRef | None:
+            return next((ref.column_refs[name] for ref in rows.values() if name and name in ref.column_refs), None)
+
         chunks = settings.get(operation.chunks, 1) if operation.chunks else 1
-        if type(chunks) is not int or chunks < 1:
-            raise ConfigError(f"{self.name}.{operation.name}({operation.chunks}={chunks!r}): at least 1 is needed.")
-        return replace(
-            ref if operation.carries else ref.select(*columns),
-            splitting=Splitting(operation.balance, operation.groups, chunks),
-        )
+        most = min((ref.rows for ref in rows.values()), default=chunks)
+        if type(chunks) is not int or not 1 <= chunks <= most:
+            raise ConfigError(
+                f"{self.name}.{operation.name}({operation.chunks}={chunks!r}): at least 1 and at most {most}, the rows of the batch."
+            )
+        if operation.groups and rows and column("group_id") is None:
+            raise MissingColumnError(
+                f"{self.name}.{operation.name} keeps groups of rows together and needs 'group_id': repeat() or "
+                f"generate_sequences(n=...) write it."
+            )
+        return Splitting(column(operation.balance), column("group_id") if operation.groups else None, chunks)
 
     def _who_writes(self, column: str) -> str:
         if column in _DRIVER_WRITES:
@@ -201,80 +209,28 @@ class WorkerGroup:
         except (KeyError, HybridFlowError):  # it depends on a setting without a default
             return ()
 
-    def _distribute(self, invocation: _Invocation) -> list[dict[str, Any] | None]:
-        """The settings of each rank; None for a rank that is not called."""
-        operation, size = invocation.operation, self.grid.size
-        per_rank: list[dict[str, Any] | None] = [{} for _ in range(size)]
-        read = {
-            name: operation.columns_read(self.settings, invocation.settings, ref.columns)
-            for name, ref in invocation.rows.items()
-        }
-        for name, value in invocation.settings.items():
-            moves = name in invocation.rows or operation.protocol.prepared
-            if moves:
-                parts = operation.protocol.split(self.grid, invocation.rows.get(name, value))
-            else:
-                parts = [value] * size
-            for rank, part in enumerate(parts):
-                if part is SKIP:
-                    per_rank[rank] = None
-                elif (mine := per_rank[rank]) is not None:
-                    mine[name] = part.select(*read[name]) if name in read and isinstance(part, BatchRef) else part
-        if not invocation.rows and not operation.protocol.prepared:  # who is called does not depend on rows
-            asked = operation.protocol.split(self.grid, _Nothing())
-            per_rank = [None if part is SKIP else mine for part, mine in zip(asked, per_rank, strict=True)]
-        return per_rank
-
-    def _dispatch(self, invocation: _Invocation, inputs: list[dict[str, Any] | None]) -> tuple[list[Any], list[Part]]:
-        """Issue the call on every rank, in rank order; one output per rank, and who tells whether it worked."""
-        operation, seq = invocation.operation, self.session.sequence()
-        writes = operation.columns_written(self.settings, invocation.settings)
-        agree = (
-            any(ref.may_fail for ref in invocation.rows.values())
-            and self.grid.size > 1
-            and all(mine is not None for mine in inputs)
-        )
-        outputs, statuses = [], []
+    def _dispatch(self, invocation: Invocation) -> Outputs:
+        """Issue the call on every rank, in rank order."""
+        operation, where = invocation.operation, f"{self.name}.{invocation.operation.name}"
+        inputs = invocation.inputs(self.grid)
+        ranks = tuple(rank for rank, mine in enumerate(inputs) if mine is not None)
+        agree = ranks if len(ranks) > 1 and invocation.may_fail(inputs) else ()
+        out = Outputs(self.session, invocation, Issued([], self.session.iterations.reported))
+        seq = self.session.sequence()
         for rank, (host, mine) in enumerate(zip(self.hosts, inputs, strict=True)):
             if mine is None:
-                outputs.append(SKIP)
+                out.skip()
                 continue
             source = next((v for v in mine.values() if isinstance(v, BatchRef)), None)
             due = None if source is None or operation.resizes else source.rows * invocation.factor
-            call = Call(seq, self._key, operation.name, (), mine, writes, agree, due)
-            with _arguments_sent(f"{self.name}.{operation.name}", mine):
+            span = source.span if source else None
+            call = Call(seq, self._key, operation.name, mine, invocation.writes, agree, due, span)
+            with _arguments_sent(where, mine):
                 ref, status = host.call.options(num_returns=2).remote(call)
-            origin = Origin(self.name, rank, operation.name)
-            statuses.append(Part(status, None, origin))
-            outputs.append(self._output(Part(ref, due, origin), source, writes))
-        self.session.iterations.issued(statuses)
-        if writes and any(isinstance(out, BatchRef) and out.rows < 0 for out in outputs):
-            outputs = self._with_rows(outputs)
-        return outputs, statuses
-
-    def _output(self, part: Part, source: BatchRef | None, writes: tuple[str, ...]) -> BatchRef | Future:
-        if not writes:
-            return Future((part,), None, self.session.deadlines.peers)
-        rows = -1 if part.rows is None else part.rows
-        ordered = source is not None and part.rows == source.rows
-        return BatchRef(
-            rows,
-            {name: ColumnRef(name, part) for name in writes},
-            self.session,
-            order=source.order if ordered and source else None,
-            part=source.part if ordered and source else 0,
-        )
-
-    def _with_rows(self, outputs: list[Any]) -> list[Any]:
-        """Row counts that only the workers know: the documented exception that waits."""
-        stored = {i: out.stored_part for i, out in enumerate(outputs) if isinstance(out, BatchRef)}
-        counts = Reader(self.session.deadlines.peers).rows(list(stored.values()))
-        known = list(outputs)
-        for (i, part), rows in zip(stored.items(), counts, strict=True):
-            counted = Part(part.ref, rows, part.origin)
-            refs = {name: ColumnRef(name, counted) for name in outputs[i].columns}
-            known[i] = replace(outputs[i], rows=rows, column_refs=refs)
-        return known
+            out.add(ref, status, Origin(self.name, rank, operation.name), due, source)
+        self.session.iterations.issued(out.call.statuses)
+        out.count_rows()
+        return out
 
     def close(self) -> None:
         """Free the models of this group; the pool stays. Can be called again."""
@@ -305,13 +261,6 @@ def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
             except (TypeError, ValueError, AttributeError, pickle.PicklingError) as reason:
                 raise ConfigError(f"{where}: {name}={value!r} cannot be sent to a host: {reason}.") from None
         raise
-
-
-class _Nothing:
-    """Rows of a call that has none."""
-
-    def split(self, parts: int) -> list[_Nothing]:
-        return [self] * parts
 
 
 def _several(result: Any) -> Any:

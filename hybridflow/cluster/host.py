@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.store import Failure, Manifest, Reader, write
+from hybridflow.cluster.store import Failure, Manifest, Reader, Status, write
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, WorkerError
+from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError, WorkerError
 from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,6 @@ class HostSpec:
     use_cuda: bool
     threads: int
     deadlines: Deadlines
-    path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,27 +65,19 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call on one rank. With `agree` every rank of the group runs it, and all agree on their inputs first."""
+    """One call on one rank. `rows` are due in its result; `span` is where its input rows lie in the call's batch.
+
+    The ranks in `agree` (none: nobody) tell each other whether they have their inputs before any of them begins.
+    """
 
     seq: int
     group: str
     method: str
-    args: tuple
-    kwargs: dict[str, Any]
+    settings: dict[str, Any]
     writes: tuple[str, ...]
-    agree: bool
+    agree: tuple[int, ...]
     rows: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How a call went: kept by the driver when nobody holds the data any more.
-
-    `seconds` are those of the method once its inputs were there, and of the stages that it recorded.
-    """
-
-    failure: Failure | None
-    seconds: tuple[tuple[str, float], ...] = ()
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +110,7 @@ class Host:
     _members: dict[str, _Member] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
+    _joined: bool = False
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
         return f"host {self.spec.rank}"
@@ -152,6 +144,7 @@ class Host:
             timeout=self._peers,
             device_id=self.device if self.spec.use_cuda else None,
         )
+        self._joined = True
 
     @property
     def _peers(self) -> datetime.timedelta:
@@ -168,6 +161,8 @@ class Host:
         member = self._members[spec.name] = _Member(spec, rank, groups)
         start = time.time()
         try:
+            if self.spec.size and not self._joined:
+                raise PlacementError("this host could not join the others of its pool; its log says why.")
             worker = object.__new__(worker_class)
             if groups is not None:
                 worker.context = RankContext(spec.role, rank, spec.grid, self.device, groups)
@@ -187,7 +182,7 @@ class Host:
         result = self._inputs(member, call)
         if not isinstance(result, Failure):
             ready = time.time()
-            result = self._run(member, call, *result)
+            result = self._run(member, call, result)
         seconds = self._record(member, call, start, ready)
         return result, Status(result if isinstance(result, Failure) else None, seconds)
 
@@ -201,30 +196,28 @@ class Host:
         stages.clear()
         return tuple((event.method, event.end - event.ready) for event in events)
 
-    def _inputs(self, member: _Member, call: Call) -> tuple[tuple, dict] | Failure:
+    def _inputs(self, member: _Member, call: Call) -> dict[str, Any] | Failure:
         """Read the inputs; agree with the other ranks that all have them, or return the error that one of them met."""
         try:
-            args = tuple(self._resolve(arg) for arg in call.args)
-            kwargs = {name: self._resolve(arg) for name, arg in call.kwargs.items()}
-            outcome: tuple[tuple, dict] | Failure = (args, kwargs)
+            outcome: dict[str, Any] | Failure = {name: self._resolve(v) for name, v in call.settings.items()}
         except Exception as error:
             outcome = self._failure(member, call.method, call, error, upstream=True)
         if not call.agree or member.groups is None:
             return outcome
         try:
-            return self._agree(member, outcome)
+            return self._agree(member, call.agree, outcome)
         except Exception as error:
             return self._failure(member, call.method, call, error)
 
-    def _agree(self, member: _Member, outcome: Any) -> Any:
+    def _agree(self, member: _Member, ranks: tuple[int, ...], outcome: Any) -> Any:
         assert member.groups is not None
-        control = member.groups.new("control", range(member.spec.grid.size), "gloo", self.spec.deadlines.peers)
+        control = member.groups.new("control", ranks, "gloo", self.spec.deadlines.peers)
         mine = outcome if isinstance(outcome, Failure) else None
         failed = torch.tensor([mine is not None], dtype=torch.int32)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=control)
         if not int(failed):
             return outcome
-        everyone: list[Failure | None] = [None] * member.spec.grid.size
+        everyone: list[Failure | None] = [None] * len(ranks)
         dist.all_gather_object(everyone, mine, group=control)
         return mine or next(failure for failure in everyone if failure is not None)
 
@@ -233,9 +226,9 @@ class Host:
             return self.reader.read(value.column_refs, value.chunk_rows)
         return value
 
-    def _run(self, member: _Member, call: Call, args: tuple, kwargs: dict) -> Any:
+    def _run(self, member: _Member, call: Call, settings: dict[str, Any]) -> Any:
         try:
-            result = getattr(member.worker, call.method)(*args, **kwargs)
+            result = getattr(member.worker, call.method)(**settings)
             return self._written(result, call) if call.writes else result
         except Exception as error:
             return self._failure(member, call.method, call, error)
@@ -264,7 +257,8 @@ class Host:
         """Keep the original error of a worker; wrap anything else with role, rank, method and traceback."""
         if isinstance(error, WorkerError):
             return Failure(error, upstream)
-        span = f", {call.rows} rows" if call is not None and call.rows is not None else ""
+        rows = call.span if call is not None else None
+        span = f", rows {rows[0]}..{rows[1] - 1}" if rows and rows[0] < rows[1] else ""
         text = "".join(traceback.format_exception(error))
         message = f"{member.spec.role}.{method} failed on rank {member.rank}{span}: {type(error).__name__}: {error}"
         try:
@@ -276,15 +270,18 @@ class Host:
         if not isinstance(error, HybridFlowError):
             logger.debug("%s", text)
         worker_error = WorkerError(
-            message, role=member.spec.role, rank=member.rank, method=method, cause=cause, remote_traceback=text
+            message,
+            role=member.spec.role,
+            rank=member.rank,
+            method=method,
+            rows=rows,
+            cause=cause,
+            remote_traceback=text,
         )
         return Failure(worker_error, upstream)
 
     def events(self) -> list[Event]:
         return list(self._events)
-
-    def ping(self) -> int:
-        return self.spec.rank
 
     def drop(self, name: str) -> None:
         """Forget a group and free its model."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import ray
 
 from hybridflow.cluster.columns import Part
 from hybridflow.cluster.future import Deadline
-from hybridflow.cluster.host import Status
-from hybridflow.cluster.store import fetch, raise_failure
+from hybridflow.cluster.store import Status, fetch, first_failure
 from hybridflow.errors import WaitTimeoutError
 
 _KEPT = 64
@@ -32,12 +31,17 @@ class StageSeconds:
 
 @dataclass
 class Iterations:
-    """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration."""
+    """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
+
+    `reported` are the ids of errors that the driver has met already: they are not raised again.
+    """
 
     timeout: float
+    reported: set[str] = field(default_factory=set)
     _pending: deque[list[Part]] = field(default_factory=lambda: deque([[]]))
     _seconds: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _settled: int = 0
+    _has_loader: bool = False
 
     @property
     def current(self) -> int:
@@ -45,8 +49,11 @@ class Iterations:
         return self._settled + len(self._pending) - 1
 
     def stage_seconds(self) -> StageSeconds:
-        """The figures of the iteration that the driver is in, once it is done."""
-        return StageSeconds(self, self.current)
+        """The figures of the iteration that the driver is in, once it is done. Without a loader it ends here."""
+        found = StageSeconds(self, self.current)
+        if not self._has_loader:
+            self._next(in_flight=2)
+        return found
 
     def issued(self, statuses: Sequence[Part]) -> None:
         """Remember calls until their iteration is waited for."""
@@ -58,12 +65,17 @@ class Iterations:
 
     def begin(self, in_flight: int) -> None:
         """Begin an iteration; wait until at most `in_flight`, this one included, are under way."""
+        self._has_loader = True
+        self._next(in_flight)
+
+    def _next(self, in_flight: int) -> None:
         self._pending.append([])
         while len(self._pending) > in_flight:
             self._settle_oldest()
 
     def drain(self) -> None:
-        """Wait for everything issued so far."""
+        """Wait for everything issued so far; no loader is at work any more."""
+        self._has_loader = False
         self._pending.append([])
         while len(self._pending) > 1:
             self._settle_oldest()
@@ -90,13 +102,27 @@ class Iterations:
             # short waits leave room for Ctrl-C
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(1.0, deadline.left))
             finished = [waiting.pop(ref) for ref in ready]
-            statuses = fetch([part.ref for part in finished], finished, 60.0)
-            raise_failure([status.failure for status in statuses])
+            statuses: list[Status] = fetch([part.ref for part in finished], finished, 60.0, follow=False)
+            self._raise_unmet(zip(finished, statuses, strict=True))
             done += zip(finished, statuses, strict=True)
             if waiting and not deadline.left:
                 late = {f"{part.origin.role}.{part.origin.method}" for part in waiting.values()}
                 raise WaitTimeoutError(f"{', '.join(sorted(late))} did not finish in {self.timeout:g} s.")
         return done
+
+    def _raise_unmet(self, statuses: Iterable[tuple[Part, Status]]) -> None:
+        """Raise the first failure that the driver was not told of."""
+        unmet = [
+            (part, status)
+            for part, status in statuses
+            if status.failure and status.failure.error.id not in self.reported and not (part.call and part.call.met)
+        ]
+        if (failure := first_failure([status for _, status in unmet])) is not None:
+            self.reported.add(failure.error.id)
+            for part, _ in unmet:
+                if part.call:
+                    part.call.met = True
+            raise failure.error.as_cause()
 
 
 def _slowest(statuses: Sequence[tuple[Part, Status]]) -> dict[str, float]:

@@ -182,7 +182,7 @@ def _start_hosts(name: str, node_of: list[int], placement: PlacementGroup, sessi
     hosts = []
     for rank, node in enumerate(node_of):
         threads = 1 if session.started_ray else max(1, cores // len(node_of))
-        spec = HostSpec(name, rank, len(node_of), session.has_cuda, threads, session.deadlines, tuple(sys.path))
+        spec = HostSpec(name, rank, len(node_of), session.has_cuda, threads, session.deadlines)
         hosts.append(
             RemoteHost.options(
                 num_cpus=0 if session.has_cuda else 1,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 import ray.exceptions
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.worker import global_worker
 from ray._raylet import GcsClient
 
 from hybridflow.cluster.host import Deadlines
@@ -58,7 +59,7 @@ class Session:
         self._connected = not ray.is_initialized()
         if self._connected:
             self._connect(address or os.environ.get("RAY_ADDRESS"), devices)
-        node = ray._private.worker.global_worker.node
+        node = global_worker.node
         self._watcher = Watcher(self.name, node.get_session_dir_path() if self.started_ray else "")
         self.has_cuda = any(node["Resources"].get("GPU", 0) > 0 for node in ray.nodes() if node["Alive"])
         atexit.register(self.shutdown)
@@ -70,6 +71,9 @@ class Session:
             _join(address)
             return
         self.started_ray = True
+        # one idle worker per CPU would be started, and hosts are none of them: their environment is their own
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        os.environ.setdefault("RAY_enable_worker_prestart", "0")
         cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
         with _terminal_signals_not_inherited(), marked(self.name):
             ray.init(

@@ -22,7 +22,7 @@ from ray import cloudpickle
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.columns import ColumnRef, Index, Located, Node, Order, Part, locate, stretches
+from hybridflow.cluster.columns import ColumnRef, Index, Issued, Located, Node, Order, Part, locate, stretches
 from hybridflow.columns import Column, join, row_slice, take
 from hybridflow.errors import BatchError, WaitTimeoutError, WorkerError
 from hybridflow.ragged import Ragged
@@ -50,6 +50,18 @@ class Failure:
 
     error: WorkerError
     upstream: bool = False
+    at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call went on one rank: kept by the driver when nobody holds the data any more.
+
+    `seconds` are those of the method once its inputs were there, and of the stages that it recorded.
+    """
+
+    failure: Failure | None
+    seconds: tuple[tuple[str, float], ...] = ()
 
 
 def encode(column: Column) -> tuple:
@@ -107,6 +119,8 @@ def write(batch: Batch, on_driver: bool = False) -> Manifest:
     for name in batch.columns:
         encoded = encode(batch.peek(name))
         size = sum(item.nbytes for item in encoded if isinstance(item, np.ndarray))
+        if on_driver and size <= limit:  # what the caller does to its tensors later must not reach the batch
+            encoded = tuple(item.copy() if isinstance(item, np.ndarray) else item for item in encoded)
         columns[name] = encoded if size <= limit else ray.put(encoded)
     return Manifest(batch.rows, columns)
 
@@ -164,7 +178,7 @@ class Reader:
                     )
                 wanted[id(part), ref.stored] = (manifest.columns[ref.stored], part)
         remote = {entry: part for entry, part in wanted.values() if isinstance(entry, ray.ObjectRef)}
-        objects = dict(zip(remote, fetch(list(remote), list(remote.values()), self.timeout), strict=True))
+        objects = dict(zip(remote, fetch(list(remote), list(remote.values()), self.timeout, follow=False), strict=True))
         return {
             key: decode(objects[entry] if isinstance(entry, ray.ObjectRef) else entry)
             for key, (entry, _) in wanted.items()
@@ -191,45 +205,73 @@ class Reader:
         return order.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 
-def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float) -> list[Any]:
-    """`ray.get` with a deadline and errors that name who was to write. Errors: WorkerError, WaitTimeoutError.
+def fetch(refs: Sequence[Any], parts: Sequence[Part], timeout: float, follow: bool = True) -> list[Any]:
+    """The values of `refs`; `parts`, one for each, say who writes them. Errors: WorkerError, WaitTimeoutError.
 
-    A `Failure` is a value like others. Once one is there the rest gets only a second longer: peers of a rank that
-    failed may be inside a collective that it will never join.
+    A `Failure` is a value like others, but on the driver it raises: also that of a rank whose output nobody collects,
+    and as soon as it is there, since the peers of a rank that failed may be inside a collective that it never joins.
+    `follow=False` does not look at the calls again.
     """
     if not refs:
         return []
     if not ray.is_initialized():
         raise _gone(parts)
-    end = time.monotonic() + timeout
+    calls = list({id(part.call): part.call for part in parts if part.call is not None and follow}.values())
+    statuses = [status for call in calls for status in call.statuses]
+    everything = [*refs, *(status.ref for status in statuses)]
     try:
-        while True:
-            left = end - time.monotonic()
-            try:
-                return ray.get(list(refs), timeout=max(0.0, min(left, _LOOK_SECONDS)))
-            except ray.exceptions.GetTimeoutError:
-                ready, _ = ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)
-                raise_failure(ray.get(ready))
-                if left <= _LOOK_SECONDS:
-                    break
+        values = _get(everything, calls, timeout)
     except ray.exceptions.RayError as error:
-        raise _lost(refs, parts, error) from None
+        raise _lost(everything, [*parts, *statuses], error) from None
     except ValueError as error:
         if "owner is unknown" not in str(error):  # Ray's words for a reference of another session
             raise
         raise _gone(parts) from None
-    raise WaitTimeoutError(f"waited {timeout:g} s for {_writers(parts)} without a result.")
+    if values is None:
+        raise WaitTimeoutError(f"waited {timeout:g} s for {_writers(parts)} without a result.")
+    if calls:
+        _raise_met(values, calls)
+    return values[: len(refs)]
+
+
+def _get(refs: list[Any], calls: Sequence[Issued], timeout: float) -> list[Any] | None:
+    """All values, or None after the deadline. A driver looks for failures while it waits."""
+    end = time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        try:
+            return ray.get(refs, timeout=max(0.0, min(left, _LOOK_SECONDS) if calls else left))
+        except ray.exceptions.GetTimeoutError:
+            if calls:
+                statuses = [status.ref for call in calls for status in call.statuses]
+                ready, _ = ray.wait(statuses, num_returns=len(statuses), timeout=0)
+                _raise_met(ray.get(ready), calls)
+            if end <= time.monotonic():
+                return None
 
 
 def _gone(parts: Sequence[Part]) -> WorkerError:
     return WorkerError(f"{_writers(parts)} ran in a session that is closed: its results are gone.")
 
 
-def raise_failure(values: Sequence[Any]) -> None:
-    """Raise what failed, if anything did: the rank that failed itself says more than those that only heard of it."""
-    failures = [value for value in values if isinstance(value, Failure)]
-    if failures:
-        raise next((f for f in failures if not f.upstream), failures[0]).error.as_cause()
+def first_failure(values: Sequence[Any]) -> Failure | None:
+    """What failed first, if anything did: the rank that failed itself says more than those that heard of it."""
+    failures = [failure for failure in map(_failure_in, values) if failure is not None]
+    return min(failures, key=lambda failure: (failure.upstream, failure.at), default=None)
+
+
+def _raise_met(values: Sequence[Any], calls: Sequence[Issued]) -> None:
+    if (failure := first_failure(values)) is not None:
+        for call in calls:
+            call.met = True
+            call.reported.add(failure.error.id)
+        raise failure.error.as_cause()
+
+
+def _failure_in(value: Any) -> Failure | None:
+    if isinstance(value, Status):
+        return value.failure
+    return value if isinstance(value, Failure) else None
 
 
 def _writers(parts: Sequence[Part]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.batch_ref import BatchRef, Splitting
+from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.columns import ColumnRef, Concat, Origin, Part, View, locate, sliced
+from hybridflow.cluster.splitting import Splitting
 from hybridflow.cluster.store import Reader, write
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError
 from hybridflow.protocols import DP_PROTO, THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP, THREE_D_PROTO, Protocol
@@ -51,17 +53,28 @@ def compute(ref: BatchRef, rank: int) -> BatchRef:
     assert batch.rows == ref.rows
     out = Batch({"twice": batch["row_id"] * 2, "rank": torch.full((batch.rows,), rank)})
     part = Part(write(out), out.rows, Origin("simulated", rank, "compute"))
-    return BatchRef(out.rows, {name: ColumnRef(name, part) for name in out.columns}, order=ref.order, part=ref.part)
+    return BatchRef(out.rows, {name: ColumnRef(name, part) for name in out.columns}, piece=ref.piece)
 
 
-def call(ref: BatchRef, protocol: Protocol, grid: RankGrid, splitting: Splitting) -> tuple[BatchRef, list[BatchRef]]:
-    inputs = protocol.split(grid, replace(ref, splitting=splitting))
+class How(NamedTuple):
+    """How an operation declares that its rows are split."""
+
+    balance: str | None = None
+    groups: bool = False
+    chunks: int = 1
+
+    def applied(self, ref: BatchRef) -> BatchRef:
+        refs = ref.column_refs
+        weights = refs.get(self.balance) if self.balance else None
+        return replace(ref, splitting=Splitting(weights, refs["group_id"] if self.groups else None, self.chunks))
+
+
+def call(ref: BatchRef, protocol: Protocol, grid: RankGrid, how: How) -> tuple[BatchRef, list[BatchRef]]:
+    inputs = protocol.split(grid, how.applied(ref))
     return protocol.collect(grid, [compute(part, rank) for rank, part in enumerate(inputs)]), inputs
 
 
-splittings = st.builds(
-    Splitting, st.sampled_from((None, "num_tokens", "tokens", "absent")), st.booleans(), st.integers(1, 4)
-)
+splittings = st.builds(How, st.sampled_from((None, "num_tokens", "tokens", "absent")), st.booleans(), st.integers(1, 4))
 
 
 @quick
@@ -79,7 +92,7 @@ def test_rows_come_back_in_order_through_two_calls(rows, first, second, protocol
 @given(st.integers(1, 60), st.integers(1, 7), splittings)
 def test_split_covers_every_row_once_and_concat_restores_them(rows, parts, splitting):
     batch = batch_of(rows, seed=rows)
-    ref = replace(BatchRef.from_batch(batch), splitting=splitting)
+    ref = splitting.applied(BatchRef.from_batch(batch))
     pieces = ref.split(parts)
     read = [piece.get() for piece in pieces]
     assert [len(piece) for piece in pieces] == [piece.rows for piece in read]
@@ -138,7 +151,7 @@ def test_any_chain_of_edits_reads_like_a_batch(rows, chain):
 def test_fewer_rows_than_parts(parts):
     """Empty shards keep their columns and types, also when they are cut from several parts."""
     ref = BatchRef.from_batch(batch_of(2))
-    joined, _ = call(ref, DP_PROTO, RankGrid(d=parts), Splitting())
+    joined, _ = call(ref, DP_PROTO, RankGrid(d=parts), How())
     assert joined.get()["twice"].tolist() == [0, 2]
     pieces = [piece.get() for piece in (ref | joined).split(4)]
     assert [piece.rows for piece in pieces] == [1, 1, 0, 0]
@@ -215,7 +228,7 @@ def test_columns():
         (lambda ref: ref.rename(tokns="t"), MissingColumnError, "Did you mean 'tokens'"),
         (lambda ref: ref[::2], BatchError, "step 1"),
         (lambda ref: ref | ref[:3], BatchError, "4 rows with one of 3 rows"),
-        (lambda ref: ref | {"x": 1}, BatchError, "only another batch"),
+        (lambda ref: ref | 1, BatchError, "only a batch or a mapping"),
         (lambda ref: ref.repeat(0), BatchError, r"repeat\(0\)"),
         (lambda ref: ref.repeat(1.5), BatchError, r"repeat\(1.5\)"),
         (lambda ref: ref.split(0), BatchError, "at least 1"),
