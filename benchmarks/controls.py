@@ -37,11 +37,14 @@ def rewards(pool: hf.ResourcePool, files: arithmetic.ArithmeticFiles, cfg: Any, 
         pool,
         model=files.model,
         train=hf.Megatron(**cfg.actor.train),
-        optim=hf.Adam(lr=rate * cfg.actor.optim.lr),
+        optim=hf.Adam(**{**cfg.actor.optim, "lr": rate * cfg.actor.optim.lr}),
         generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
     )
     critic = hf.CriticWorker.on(
-        pool, model=files.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(lr=rate * cfg.critic.optim.lr)
+        pool,
+        model=files.model,
+        train=hf.Megatron(**cfg.critic.train),
+        optim=hf.Adam(**{**cfg.critic.optim, "lr": rate * cfg.critic.optim.lr}),
     )
     reference = hf.ReferenceWorker.on(pool, model=files.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, function=arithmetic.exact_match)

@@ -1,8 +1,11 @@
 """Seconds per iteration of PPO and GRPO on a Llama of 0.6 M parameters, and where they go.
 
 PPO: actor, critic, reference and reward model, 128 prompts of 16 tokens, exactly 64 response tokens, one epoch. GRPO:
-16 prompts x 8 responses, no critic. Float32, real Ray, Megatron-core and vLLM. Prints one JSON line; stages are the
-busiest host's seconds per iteration (`controller`: the iteration's time in which no host computed).
+16 prompts x 8 responses, no critic. Float32, real Ray, Megatron-core and vLLM. Prints one JSON line.
+
+Stages are the slowest rank's seconds, as every call reports them, of the calls that wait for one another; figures of
+the batch are computed beside them. `controller` is the rest of an iteration: the time in which nobody computed, so that
+all stages add up to `mean_seconds`.
 """
 
 from __future__ import annotations
@@ -12,14 +15,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hybridflow as hf
-from hybridflow.cluster.host import Event
 
 SIZES = {
     "vocab_size": 64,
@@ -35,7 +37,7 @@ SIZES = {
 }
 PROMPT, RESPONSE = 16, 64
 STAGES = {
-    "generate_sequences/generation": "generation",
+    "generate_sequences": "generation",  # less its transition
     "generate_sequences/transition": "transition",
     "compute_log_prob": "preparation",
     "compute_ref_log_prob": "preparation",
@@ -101,21 +103,22 @@ class Job:
         return self.actor.update_actor(batch, kl_coef=0.05), batch.metrics()
 
 
-def measure(job: Job, step: Callable[[], Sequence[hf.Future]], iterations: int) -> dict[str, Any]:
+def measure(job: Job, step: Callable[[], Sequence[hf.Future]], repeats: int) -> dict[str, Any]:
     for _ in range(2):
         finish(step())
-    begin, times = time.time(), []
-    for _ in range(iterations):
+    iterations, times, calls = job.pool.session.iterations, [], []
+    for _ in range(repeats):
+        iterations.begin(in_flight=1)
         start = time.perf_counter()
         finish(step())
         times.append(time.perf_counter() - start)
-    stages = stage_seconds([e for e in job.pool.events() if e.start >= begin], iterations)
-    busy = sum(seconds for name, seconds in stages.items() if name != "transition")
-    total = statistics.mean(times)
+        calls.append(iterations.seconds(iterations.current))
+    mean = statistics.mean(times)
     return {
         "seconds": round(statistics.median(times), 3),
         "min_seconds": round(min(times), 3),
-        "stages": {**stages, "controller": round(total - busy - stages.get("transition", 0.0), 4)},
+        "mean_seconds": round(mean, 3),
+        "stages": {name: round(seconds, 4) for name, seconds in stage_seconds(calls, mean).items()},
     }
 
 
@@ -124,17 +127,15 @@ def finish(futures: Sequence[hf.Future]) -> None:
         future.get()
 
 
-def stage_seconds(events: Sequence[Event], iterations: int) -> dict[str, float]:
-    """Seconds per iteration of the slowest rank in each stage."""
-    slowest: dict[tuple[int, str], float] = {}
-    for event in events:
-        if (stage := STAGES.get(event.method)) is not None:
-            key = (event.seq, stage)
-            slowest[key] = max(slowest.get(key, 0.0), event.end - event.ready)
-    totals: dict[str, float] = {}
-    for (_, stage), seconds in slowest.items():
-        totals[stage] = totals.get(stage, 0.0) + seconds / iterations
-    return {name: round(seconds, 4) for name, seconds in sorted(totals.items())}
+def stage_seconds(calls: Sequence[Mapping[str, float]], mean: float) -> dict[str, float]:
+    """Seconds per iteration in each stage, from `role.method` -> seconds of each iteration and their mean time."""
+    totals = dict.fromkeys(("generation", "transition", "preparation", "update"), 0.0)
+    for of_one in calls:
+        for name, seconds in of_one.items():
+            if (stage := STAGES.get(name.partition(".")[2])) is not None:
+                totals[stage] += seconds / len(calls)
+    totals["generation"] -= totals["transition"]
+    return {**totals, "controller": mean - sum(totals.values())}
 
 
 def main() -> None:

@@ -1,0 +1,35 @@
+"""The arithmetic of the benchmark programs; the programs themselves are run by hand (docs/benchmarks.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import controller, controls, iteration
+
+
+def test_stages_add_up_to_the_iteration():
+    calls = {
+        "actor.generate_sequences": 0.5,
+        "actor.generate_sequences/transition": 0.1,
+        "actor.generate_sequences/generation": 0.39,
+        "actor.compute_log_prob": 0.05,
+        "helper.compute_advantage": 0.02,
+        "helper.batch_metrics": 0.3,  # runs beside the updates
+        "critic.update_critic": 0.1,
+        "actor.update_actor": 0.15,
+    }
+    stages = iteration.stage_seconds([calls, {name: 3 * seconds for name, seconds in calls.items()}], mean=2.0)
+    expected = {"generation": 0.8, "transition": 0.2, "preparation": 0.14, "update": 0.5, "controller": 0.36}
+    assert stages == pytest.approx(expected)
+    assert sum(stages.values()) == pytest.approx(2.0)
+
+
+def test_the_rise_is_that_of_the_last_iterations_over_the_first():
+    assert controls.rise([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]) == pytest.approx(0.5)
+
+
+def test_a_hop_is_measured_as_often_as_asked():
+    hops = []
+    found = controller.measure(lambda: hops.append(0), 20)
+    assert len(hops) == 2 + 20  # two warm it up
+    assert 0 <= found["min_ms"] <= found["median_ms"]
