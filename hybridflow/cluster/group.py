@@ -182,7 +182,8 @@ class WorkerGroup:
         most = min((ref.rows for ref in rows.values()), default=chunks)
         if type(chunks) is not int or not 1 <= chunks <= most:
             raise ConfigError(
-                f"{self.name}.{operation.name}({operation.chunks}={chunks!r}): at least 1 and at most {most}, the rows of the batch."
+                f"{self.name}.{operation.name}({operation.chunks}={chunks!r}): at least 1 and at most {most}, the rows "
+                f"of the batch."
             )
         if operation.groups and rows and column("group_id") is None:
             raise MissingColumnError(

@@ -59,8 +59,8 @@ class Session:
         self._connected = not ray.is_initialized()
         if self._connected:
             self._connect(address or os.environ.get("RAY_ADDRESS"), devices)
-        node = global_worker.node
-        self._watcher = Watcher(self.name, node.get_session_dir_path() if self.started_ray else "")
+        directory = str(global_worker.node.get_session_dir_path()) if self.started_ray and global_worker.node else ""
+        self._watcher = Watcher(self.name, directory)
         self.has_cuda = any(node["Resources"].get("GPU", 0) > 0 for node in ray.nodes() if node["Alive"])
         atexit.register(self.shutdown)
 
