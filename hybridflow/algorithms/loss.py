@@ -36,7 +36,7 @@ class Loss:
     """A `LossFunction` with its options bound, that says what it needs.
 
     `reads` names the columns it reads ("name?": if it is there; None: every column), `outputs` the engine outputs it
-    differentiates.
+    differentiates, `per_token` the columns with one value per response token (of a user's loss that is not known).
     """
 
     name: str
@@ -44,6 +44,13 @@ class Loss:
     options: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] | None = None
     outputs: tuple[str, ...] = ("log_probs",)
+    per_token: tuple[str, ...] = ()
+
+    def check(self, rows: Batch) -> None:
+        """Errors: BatchError when one of the columns `per_token` has not one value for each response token."""
+        for name in self.per_token:
+            if name in rows:
+                token_column(rows, name, token_column(rows, "response_ids"))
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals) -> Share:
         return self.function(outputs, rows, totals, **self.options)
@@ -165,4 +172,4 @@ def _find(what: str, loss: str | Callable[..., Share], known: Mapping[str, _Entr
         reads = (*reads, "ref_log_probs")
     if loss == "ppo" and options.get("entropy_coef", 0.0) != 0.0:
         outputs = (*outputs, "entropy")
-    return Loss(loss, entry.function, options, reads, outputs)
+    return Loss(loss, entry.function, options, reads, outputs, tuple(name.removesuffix("?") for name in reads))

@@ -30,6 +30,13 @@ class TrainEngine(Protocol):
 
     grid: RankGrid
 
+    def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
+        """Raise what can be said against these rows without any collective, so that ranks can agree to go on.
+
+        Errors: BatchError naming the row, ModelError for an output that the model's head does not give.
+        """
+        ...
+
     def forward(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> dict[str, Ragged] | None:
         """Without gradients: each output ragged [B, R] float32 on the CPU, rows in order; None off the last stage.
 
@@ -45,7 +52,10 @@ class TrainEngine(Protocol):
     def forward_backward(
         self, batch: Batch, loss: LossFunction, outputs: Sequence[Output], temperature: float = 1.0
     ) -> dict[str, float]:
-        """Add this rank's gradients of one mini-batch, reduced over data parallel ranks; metrics summed likewise."""
+        """Add this rank's gradients of one mini-batch, reduced over data parallel ranks; metrics summed likewise.
+
+        When `loss` raises on a rank, every rank raises and no gradient of the mini-batch is kept.
+        """
         ...
 
     def step(self) -> dict[str, float]:

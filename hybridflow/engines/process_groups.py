@@ -75,7 +75,10 @@ class ProcessGroups:
 
 @dataclass
 class RankContext:
-    """Who a worker is: its role, its rank in the group's grid, its device and its process groups."""
+    """Who a worker is: its role, its rank in the group's grid, its device and its process groups.
+
+    `method` is the operation that runs, for messages.
+    """
 
     role: str
     rank: int
@@ -83,6 +86,7 @@ class RankContext:
     device: torch.device
     groups: ProcessGroups
     stages: list[tuple[str, float, float]] = field(default_factory=list)
+    method: str = ""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -26,7 +26,6 @@ from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import (
     ModelWorker,
-    batch_temperature,
     check_positive,
     check_spelling,
     find_checkpoint,
@@ -179,12 +178,14 @@ class ActorWorker(ModelWorker):
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
         """`old_log_probs` ragged [B, R] float32: the responses under the training weights, in training precision."""
-        out = self.engine.forward(batch, ("log_probs",), batch_temperature(batch))
+        temperature = self._agreed("compute_log_prob", batch, ("log_probs",))
+        out = self.engine.forward(batch, ("log_probs",), temperature)
         return None if out is None else Batch({"old_log_probs": out["log_probs"]})
 
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
+        _ = self._agreed("compute_loss", batch, ("log_probs",))  # a loss of the model, not of how it sampled
         out = self.engine.forward(batch, ("log_probs",))
         if out is None:
             return {}
@@ -204,11 +205,9 @@ class ActorWorker(ModelWorker):
 
         A mini-batch is the same range of the batch's rows whatever the data parallel size is.
         """
-        found = policy_loss(loss, **options)
-        metrics = self._update(batch, found, found.outputs, epochs, batch_temperature(batch))
         if self.generator is not None:
-            self.hybrid.trained()
-        return metrics
+            self.hybrid.trained()  # first: an update that fails half-way has changed the weights too
+        return self._update("update_actor", batch, policy_loss(loss, **options), epochs)
 
     def close(self) -> None:
         if (generator := getattr(self, "generator", None)) is not None:

@@ -51,6 +51,7 @@ class CriticWorker(ModelWorker):
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), balance="num_tokens")
     def compute_values(self, batch: Batch) -> Batch | None:
         """`values` ragged [B, R] float32: the value before each response token is drawn."""
+        _ = self._agreed("compute_values", batch, ("values",))
         out = self.engine.forward(batch, ("values",))
         return None if out is None else Batch({"values": out["values"]})
 
@@ -59,5 +60,4 @@ class CriticWorker(ModelWorker):
         self, batch: Batch, minibatches: int = 1, epochs: int = 1, loss: Any = "value", **options: Any
     ) -> dict[str, float]:
         """Steps on the value loss over `epochs` x `minibatches`; `options` are those of the loss (e.g. `clip`)."""
-        found = value_loss(loss, **options)
-        return self._update(batch, found, found.outputs, epochs)
+        return self._update("update_critic", batch, value_loss(loss, **options), epochs)

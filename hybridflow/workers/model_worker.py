@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from hybridflow.algorithms.loss import Loss
 from hybridflow.algorithms.typed_columns import row_column
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
-from hybridflow.engines.contract import LossFunction, Output, TrainEngine
-from hybridflow.errors import CheckpointError, ConfigError, PlacementError, nearest
+from hybridflow.engines.contract import Output, TrainEngine
+from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
 from hybridflow.model_spec import Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.protocols.operation import Settings
@@ -54,11 +56,20 @@ def build_engine(
     raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
 
 
-def batch_temperature(batch: Batch) -> float:
-    """The sampling temperature that `generate_sequences` wrote; 1 without the column."""
+def batch_temperature(batch: Batch) -> float | None:
+    """The sampling temperature that `generate_sequences` wrote; None without the column or without rows.
+
+    Errors: BatchError when rows differ: logits are divided by one temperature per call.
+    """
     if "temperature" not in batch or not len(batch):
-        return 1.0
-    return float(row_column(batch, "temperature")[0])
+        return None
+    low, high = (float(end) for end in row_column(batch, "temperature").aminmax())
+    if low != high:
+        raise BatchError(
+            f"the rows of this batch were drawn at temperatures from {low:g} to {high:g}; a call computes at one. "
+            f"Call it once for the rows of each temperature."
+        )
+    return high
 
 
 class ModelWorker(Worker):
@@ -95,16 +106,32 @@ class ModelWorker(Worker):
         self.spec = ModelSpec.from_checkpoint(self.checkpoint, self.head)
         self.engine = build_engine(self.context, train, self.spec, self.checkpoint, optim)
 
-    def _update(
-        self, batch: Batch, loss: LossFunction, outputs: tuple[str, ...], epochs: int, temperature: float = 1.0
-    ) -> dict[str, float]:
+    def _agreed(self, method: str, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
+        """The temperature to compute at, once every rank of the group has found that it can compute its rows.
+
+        Errors: those of the rank that cannot, on all ranks, before any of them waits for another in a collective.
+        """
+        self.context.method = method
+
+        def check() -> float | None:
+            if loss is not None:
+                loss.check(batch)
+            temperature = batch_temperature(batch) if self.head == "lm" else None
+            self.engine.check(batch, outputs, 1.0 if temperature is None else temperature)
+            return temperature
+
+        agreed = agree(self.context, check, "the sampling temperature")
+        return 1.0 if agreed is None else agreed
+
+    def _update(self, method: str, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
         """Epochs over the mini-batches of `batch`, one optimizer step each; figures averaged over the steps."""
         total: dict[str, float] = {}
         steps = 0
-        wanted: tuple[Output, ...] = outputs  # type: ignore[assignment]
+        outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
+        temperature = self._agreed(method, batch, outputs, loss)
         for _ in range(epochs):
             for minibatch in batch.chunks():
-                metrics = self.engine.forward_backward(minibatch, loss, wanted, temperature)
+                metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
                 step = {f"{self.role}/{name}": value for name, value in self.engine.step().items()}
                 for name, value in (metrics | step).items():
                     total[name] = total.get(name, 0.0) + value

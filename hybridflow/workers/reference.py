@@ -7,7 +7,7 @@ import os
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.protocols import THREE_D_PROTO, register
-from hybridflow.workers.model_worker import ModelWorker, batch_temperature
+from hybridflow.workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
@@ -31,5 +31,6 @@ class ReferenceWorker(ModelWorker):
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """`ref_log_probs` ragged [B, R] float32, logits divided by the temperature that the actor sampled with."""
-        out = self.engine.forward(batch, ("log_probs",), batch_temperature(batch))
+        temperature = self._agreed("compute_ref_log_prob", batch, ("log_probs",))
+        out = self.engine.forward(batch, ("log_probs",), temperature)
         return None if out is None else Batch({"ref_log_probs": out["log_probs"]})

@@ -73,6 +73,7 @@ class RewardWorker(ModelWorker):
     def compute_reward(self, batch: Batch) -> Batch | None:
         """`rewards` [B] float32. Errors: RewardError naming the function and the row; never a silent 0."""
         if self.function is None:
+            _ = self._agreed("compute_reward", batch, ("values",))
             scores = self.engine.score(batch)
         else:
             scores = self._call(self.function, batch)

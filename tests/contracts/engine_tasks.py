@@ -215,6 +215,36 @@ def vocabulary_case(seed: int, tokens: int = 9, columns: int = 10) -> tuple[Tens
     return logits, targets, torch.randn(2, tokens, generator=generator)
 
 
+def survives_a_loss_that_raises(
+    world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any
+) -> tuple[str, str, bool]:
+    """The id (or class) and text of the error, and whether the next update leaves the weights of an undisturbed one."""
+    loss, found, error = loss_of("lm"), [], None
+    for disturbed in (True, False):
+        engine = build(world, f"{name}-{disturbed}", strategy, size, path, "lm", optimizer)
+        rows = share(make_batch(), engine.grid, world.rank)
+        if disturbed:
+            try:
+                engine.forward_backward(rows, _raises_for(engine.context.coords.d), ("log_probs",))
+            except Exception as raised:
+                error = raised
+        engine.forward_backward(rows, loss, loss.outputs)
+        engine.step()
+        found.append({key: value.clone() for key, value in engine.storage().items()})
+        engine.context.groups.close()
+    same = all(torch.equal(found[0][key], found[1][key]) for key in found[1])
+    return getattr(error, "id", type(error).__name__), str(error), same
+
+
+def _raises_for(replica: int) -> Any:
+    def loss(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        if replica == 0:
+            raise LookupError("the reward of this row is gone")
+        return found["log_probs"].values.sum(), {"sum": found["log_probs"].values.sum()}
+
+    return loss
+
+
 def fails(world: World, name: str, strategy: Any, size: int, path: Path, what: str) -> str:
     """The error of a call that must not work, as `ErrorClass: message`."""
     try:
@@ -226,6 +256,9 @@ def fails(world: World, name: str, strategy: Any, size: int, path: Path, what: s
         elif what == "prompt":
             empty = Ragged.from_rows([[], [1]], dtype=torch.int64)
             engine.forward(Batch({"prompt_ids": empty, "response_ids": empty}), ("log_probs",))
+        elif what == "vocabulary":
+            prompts, unknown = Ragged.from_rows([[1], [2]]), Ragged.from_rows([[3], [4, 61]])
+            engine.forward(Batch({"prompt_ids": prompts, "response_ids": unknown}), ("log_probs",))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -161,3 +161,14 @@ def test_rows_need_a_prompt_and_a_partner():
         Split(10).responses(none, one)
     with pytest.raises(BatchError, match="1 prompts and 2 responses"):
         Split(10).responses(one, Ragged.from_rows([[1], [2]]))
+
+
+@pytest.mark.parametrize("wrong", [56, -1])
+def test_token_ids_are_in_the_vocabulary(wrong):
+    inside, outside = Ragged.from_rows([[0], [1, 55]]), Ragged.from_rows([[2], [3, wrong]])
+    assert Split(10, vocab=56).responses(inside, inside)
+    for prompts, responses, name in ((outside, inside, "prompt_ids"), (inside, outside, "response_ids")):
+        says = rf"row 1 of 2 has the token id {wrong} in {name}, the model's vocabulary is 0\.\.55"
+        for split in (Split(10, vocab=56).responses, Split(10, vocab=56).last_tokens):
+            with pytest.raises(BatchError, match=says):
+                split(prompts, responses)

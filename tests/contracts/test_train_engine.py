@@ -324,12 +324,23 @@ def test_vocab_parallel_log_probs_and_their_gradients(processes, size, temperatu
     assert torch.allclose(torch.cat([part[2] for part in found], 1).double(), wide.grad, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothing(processes, models, sizes):
+    """All ranks meet the same error, and the next update is that of an engine on which nothing failed."""
+    args = (processes.name(), megatron(sizes), count(sizes), models["llama", "lm"], OPTIMIZERS["sgd"][0])
+    found = processes.run(count(sizes), tasks.survives_a_loss_that_raises, *args)
+    assert len({name for name, _, _ in found}) == 1
+    assert all("the reward of this row is gone" in text for _, text, _ in found)
+    assert all(same for _, _, same in found)
+
+
 @pytest.mark.parametrize(
     ("sizes", "what", "error"),
     [
         ((1, 1, 1), "values", "ModelError: actor was asked for 'values'"),
         ((1, 1, 1), "train", "ConfigError: actor was built without an optimizer"),
         ((1, 1, 1), "prompt", "BatchError: row 0 has an empty prompt"),
+        ((1, 2, 1), "vocabulary", "BatchError: row 1 of 2 has the token id 61 in response_ids, the model's vocabulary"),
         ((3, 1, 1), "values", "ModelError: actor has 4 layers, not divisible by p=3"),
         ((1, 3, 1), "values", "ModelError: actor has 8 heads, not divisible by t=3"),
     ],

@@ -278,6 +278,64 @@ def test_actors_that_cannot_train_or_generate(pool, frozen):
         frozen.update_actor(make_rows())
 
 
+# Rows that one data parallel rank cannot compute
+
+
+def with_response(row: int, ids: list[int]) -> hf.Batch:
+    rows = make_rows()
+    listed = rows["response_ids"].tolist()
+    listed[row] = ids
+    return rows.with_columns(response_ids=hf.Ragged.from_rows(listed, torch.int64))
+
+
+def test_rows_that_one_rank_cannot_compute(pool, settle, actor, critic):
+    """Every rank of the group hears of it before it waits for that one: no collective is left half done, and the
+    next call works."""
+    rows, length = make_rows(), int(make_rows()["response_ids"].lengths[5])
+    foreign = with_response(5, [99] * length)
+    for group, call in ((critic, critic.compute_values), (critic, critic.update_critic), (actor, actor.update_actor)):
+        with pytest.raises(errors.BatchError, match=r"has the token id 99 in response_ids, .* 0\.\.55") as caught:
+            call(foreign).get()
+        assert isinstance(caught.value, errors.WorkerError)
+        assert caught.value.role == group.name
+        with pytest.raises(errors.BatchError, match="every row needs the same length"):
+            _ = critic.update_critic(with_response(5, [5] * (length + 1))).get()
+        settle()
+    assert len(critic.compute_values(rows).get()) == 7
+
+
+def test_rows_drawn_at_different_temperatures(settle, actor):
+    """On one rank or on two, which would not see it in their own rows."""
+    for several in ([0.7] + [1.0] * 6, [0.7] * 4 + [1.0] * 3):
+        rows = make_rows().with_columns(temperature=torch.tensor(several))
+        with pytest.raises(errors.BatchError, match=r"from 0\.7 to 1"):
+            actor.compute_log_prob(rows).get()
+    settle()
+
+
+def test_an_update_that_fails_half_way_is_not_forgotten_by_generation(settle, actor):
+    """Its first step was made: the next responses come from the weights that training has."""
+    rows = make_rows(4)
+    actor.generate_sequences(make_prompts()).get()
+    with pytest.raises(errors.WorkerError, match="LookupError: no second mini-batch for me"):
+        actor.update_actor(rows, loss=only_rows(0, 1), minibatches=2).get()
+    settle()
+    drawn = actor.generate_sequences(make_prompts())
+    drawn = (drawn | actor.compute_log_prob(drawn)).get()
+    assert (drawn["log_probs"].values - drawn["old_log_probs"].values).abs().max() < 1e-3
+
+
+def only_rows(*known: int) -> Callable[..., Any]:
+    """A loss that is defined for some of the rows."""
+
+    def loss(outputs, rows, totals):
+        if not set(rows["row_id"].tolist()) <= {100 + row for row in known}:
+            raise LookupError("no second mini-batch for me")
+        return -outputs["log_probs"].values.sum(), {}
+
+    return loss
+
+
 # Prompts
 
 

@@ -22,8 +22,10 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from hybridflow import config
+from hybridflow.algorithms.typed_columns import response_mask, token_column
 from hybridflow.batch import Batch
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import LossFunction, Output
 from hybridflow.engines.megatron import device as devices
 from hybridflow.engines.megatron.groups import process_group_collection
@@ -102,11 +104,10 @@ class MegatronEngine:
     def forward(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> Outputs | None:
         """Without gradients: each output ragged [B, R] float32 on the CPU; None off the last stage.
 
-        Errors: BatchError for a row without a prompt, ModelError for an output that the model's head does not give.
+        Errors: those of `check`.
         """
-        self._check(outputs, temperature)
-        responses: Ragged = batch.peek("response_ids")  # type: ignore[assignment]
-        micro_batches = self._split().responses(batch.peek("prompt_ids"), responses)  # type: ignore[arg-type]
+        self.check(batch, outputs, temperature)
+        micro_batches = self._micro_batches(batch)
         read = partial(self._outputs, names=outputs, temperature=temperature)
         flat = self._infer(micro_batches, lambda micro, out: {k: v.float() for k, v in read(micro, out).items()})
         if flat is None:
@@ -120,9 +121,8 @@ class MegatronEngine:
 
     def score(self, batch: Batch) -> Tensor | None:
         """[B] float32 on the CPU: the value head at the last token; None off the last stage."""
-        self._check(("values",), 1.0)
-        prompts, responses = batch.peek("prompt_ids"), batch.peek("response_ids")
-        micro_batches = self._split().last_tokens(prompts, responses)  # type: ignore[arg-type]
+        self.check(batch, ("values",))
+        micro_batches = self._micro_batches(batch, last_tokens=True)
         parts = self._infer(micro_batches, lambda micro, out: out.flatten()[: micro.selected])
         if parts is None:
             return None
@@ -145,11 +145,15 @@ class MegatronEngine:
 
         Several calls before a `step` add up. Gradients meet those of other ranks in `step` (or `gradients`). Metrics
         are returned on the last pipeline stage (equal on its ranks), {} on the others.
+
+        A loss that raises does so after the schedule, whose collectives need every rank: then all ranks raise and
+        drop their gradients. What its backward pass raises is met by one rank alone; its peers wait for their timeout.
+        Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
         """
-        self._training()
-        self._check(outputs, temperature)
-        responses: Ragged = batch.peek("response_ids")  # type: ignore[assignment]
-        micro_batches = self._split().responses(batch.peek("prompt_ids"), responses)  # type: ignore[arg-type]
+        optimizer = self._training()
+        self.check(batch, outputs, temperature)
+        micro_batches = self._micro_batches(batch)
+        failures: list[Exception] = []
         totals = self._replicas.totals(batch) if self.is_last_stage else None
         self._gpt.train()
 
@@ -160,10 +164,20 @@ class MegatronEngine:
                 return nothing, 0, {}
             rows = batch if len(micro_batches) == 1 else batch.reorder(micro.rows)
             ragged = {name: Ragged.from_lengths(value, micro.lengths) for name, value in values.items()}
-            scalar, metrics = loss(ragged, rows.to(self.device), totals)  # type: ignore[arg-type]
-            return scalar + nothing, 0, {name: value.detach() for name, value in metrics.items()}
+            try:
+                scalar, metrics = loss(ragged, rows.to(self.device), totals)  # type: ignore[arg-type]
+                return scalar + nothing, 0, {name: value.detach() for name, value in metrics.items()}
+            except Exception as error:  # peers count on this rank in the rest of the schedule
+                failures.append(error)
+                return nothing, 0, {}
 
         found = self._run(micro_batches, share, forward_only=False)
+        try:
+            agree(self.context, partial(_raise_first, failures))
+        except Exception:
+            optimizer.zero_grad()
+            self._pending = False
+            raise
         self._pending = True
         return self._replicas.summed(found) if self.is_last_stage else {}
 
@@ -220,9 +234,14 @@ class MegatronEngine:
             **extra,
         )
 
+    def _micro_batches(self, batch: Batch, last_tokens: bool = False) -> list[MicroBatch]:
+        prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
+        split = self._split()
+        return split.last_tokens(prompts, responses) if last_tokens else split.responses(prompts, responses)
+
     def _split(self) -> Split:
         multiple = self.grid.t if sequence_parallel(self.strategy, self.grid) else 1
-        return Split(self.strategy.micro_tokens, multiple, 2 * self.grid.p if self.grid.p > 1 else 1)
+        return Split(self.strategy.micro_tokens, multiple, 2 * self.grid.p if self.grid.p > 1 else 1, self.spec.vocab)
 
     def _outputs(
         self, micro: MicroBatch, out: Tensor, names: Sequence[Output], temperature: float
@@ -240,7 +259,9 @@ class MegatronEngine:
         found = {"log_probs": log_probs, "entropy": entropy}
         return {name: found[name] for name in names}  # type: ignore[misc]
 
-    def _check(self, outputs: Sequence[Output], temperature: float) -> None:
+    def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
+        """Without any collective. Errors: ModelError for an output that the model's head does not give, BatchError for
+        a temperature of 0, a row without a prompt, an unknown token id, or a mask that does not fit the response."""
         given = ("values",) if self.spec.head == "value" else ("log_probs", "entropy")
         if not outputs or (wrong := [name for name in outputs if name not in given]):
             asked = ", ".join(map(repr, wrong if outputs else outputs)) or "no output"
@@ -250,6 +271,8 @@ class MegatronEngine:
             )
         if not (temperature > 0 and math.isfinite(temperature)):
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")
+        self._split().check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
+        _ = response_mask(batch)
 
     # Weights
 
@@ -280,6 +303,11 @@ class MegatronEngine:
     def close(self) -> None:
         """Let go of the model, gradients and optimizer; the process groups belong to the context."""
         self._optimizer = self._trained = self._gpt = None
+
+
+def _raise_first(failures: Sequence[Exception]) -> None:
+    if failures:
+        raise failures[0]
 
 
 def _dtype(strategy: config.Megatron, device: torch.device) -> torch.dtype:

@@ -44,11 +44,12 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Split:
     """How rows become micro-batches: at most `budget` tokens each, S a multiple of `multiple`, at least `count`
-    micro-batches where there are as many rows (a pipeline with one would stand still)."""
+    micro-batches where there are as many rows (a pipeline with one would stand still). Token ids are below `vocab`."""
 
     budget: int
     multiple: int = 1
     count: int = 1
+    vocab: int | None = None
 
     def rows(self, lengths: Tensor) -> list[Tensor]:
         """Row indices of each micro-batch: longest rows first, or in order when all fit into one."""
@@ -73,14 +74,14 @@ class Split:
     def responses(self, prompts: Ragged, responses: Ragged) -> list[MicroBatch]:
         """Micro-batches that read the positions which predict the response tokens.
 
-        Errors: BatchError for a row without a prompt (nothing predicts its first response token).
+        Errors: BatchError of `check`.
         """
-        self._check(prompts, responses)
+        self.check(prompts, responses)
         return [self._response_batch(rows, prompts, responses) for rows in self._split(prompts, responses)]
 
     def last_tokens(self, prompts: Ragged, responses: Ragged) -> list[MicroBatch]:
-        """Micro-batches that read the last position of every row."""
-        self._check(prompts, responses)
+        """Micro-batches that read the last position of every row. Errors: BatchError of `check`."""
+        self.check(prompts, responses)
         out = []
         for rows in self._split(prompts, responses):
             prompt, response = prompts.index(rows), responses.index(rows)
@@ -112,12 +113,28 @@ class Split:
         ids[row, _positions(response, row) + prompt.lengths[row]] = response.values.to(torch.int64)
         return ids
 
-    def _check(self, prompts: Ragged, responses: Ragged) -> None:
+    def check(self, prompts: Ragged, responses: Ragged) -> None:
+        """Errors: BatchError for a row without a prompt (nothing predicts its first response token), or with a token
+        id that is not in the vocabulary (a rank of a split vocabulary would take it for another rank's)."""
         if len(prompts) != len(responses):
             raise BatchError(f"there are {len(prompts)} prompts and {len(responses)} responses: give one each.")
         if len(prompts) and int(prompts.lengths.min()) < 1:
             row = int(prompts.lengths.argmin())
             raise BatchError(f"row {row} has an empty prompt: its first response token has nothing to follow.")
+        for name, ids in (("prompt_ids", prompts), ("response_ids", responses)):
+            self._check_ids(name, ids)
+
+    def _check_ids(self, name: str, ids: Ragged) -> None:
+        if self.vocab is None or not len(ids.values):
+            return
+        smallest, largest = (int(end) for end in ids.values.aminmax())
+        if smallest < 0 or largest >= self.vocab:
+            wrong = smallest if smallest < 0 else largest
+            row = int(ids.row_index()[(ids.values == wrong).nonzero()[0, 0]])
+            raise BatchError(
+                f"row {row} of {len(ids)} has the token id {wrong} in {name}, the model's vocabulary is "
+                f"0..{self.vocab - 1}. Was it made with another tokenizer?"
+            )
 
 
 def _positions(ragged: Ragged, row: Tensor) -> Tensor:

@@ -79,9 +79,12 @@ class MegatronOptimizer:
                 group["lr"] = lr
             self.megatron.step_with_ready_grads()
             self.steps += 1
+        self.zero_grad()
+        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
+
+    def zero_grad(self) -> None:
         self.model.zero_grad_buffer()
         self.megatron.zero_grad()
-        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
 
     def _grad_norm(self) -> float:
         """Each parameter counts once: not its tensor parallel copies, not the second tied embedding."""
