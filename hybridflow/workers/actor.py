@@ -24,14 +24,10 @@ from hybridflow.protocols import THREE_D_ALL_MICRO_DP, THREE_D_PROTO, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
-from hybridflow.workers.model_worker import (
-    ModelWorker,
-    check_positive,
-    check_spelling,
-    find_checkpoint,
-)
+from hybridflow.workers.model_worker import ModelWorker, find_checkpoint
+from hybridflow.workers.update import UpdateCall
 
-_UPDATE = ("minibatches", "epochs", "loss", "batch")
+_UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 _GENERATED = ("prompt_ids", "response_ids", "log_probs", "response_mask", "num_tokens", "finished", "temperature")
 
 
@@ -51,23 +47,6 @@ def _check_generate(settings: Settings, call: Settings) -> None:
 
 def _generate_writes(settings: Settings, call: Settings) -> tuple[str, ...]:
     return (*_GENERATED, "response") if has_tokenizer(find_checkpoint(settings["model"])) else _GENERATED
-
-
-def _loss(call: Settings) -> Any:
-    return policy_loss(call["loss"], **{name: value for name, value in call.items() if name not in _UPDATE})
-
-
-def _update_reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
-    reads = _loss(call).reads
-    return None if reads is None else ("prompt_ids", "response_ids", *reads, "temperature?")
-
-
-def _check_update(settings: Settings, call: Settings) -> None:
-    if settings["optim"] is None:
-        raise ConfigError("this actor has no optimizer: give ActorWorker.on(..., optim=hf.Adam(lr=...)).")
-    check_spelling(call, _UPDATE)
-    check_positive(call, "minibatches", "epochs")
-    _loss(call)
 
 
 class ActorWorker(ModelWorker):
@@ -197,7 +176,7 @@ class ActorWorker(ModelWorker):
         loss = float(sums[0] / sums[1].clamp(min=1))
         return {"actor/pretrain_loss": loss}
 
-    @register(THREE_D_PROTO, reads=_update_reads, chunks="minibatches", balance="num_tokens", check=_check_update)
+    @register(THREE_D_PROTO, reads=_UPDATE.reads, chunks="minibatches", balance="num_tokens", check=_UPDATE.check)
     def update_actor(
         self, batch: Batch, loss: Any = "ppo", minibatches: int = 1, epochs: int = 1, **options: Any
     ) -> dict[str, float]:

@@ -8,29 +8,11 @@ from typing import Any
 from hybridflow.algorithms.loss import value_loss
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
-from hybridflow.errors import ConfigError
 from hybridflow.protocols import THREE_D_PROTO, register
-from hybridflow.protocols.operation import Settings
-from hybridflow.workers.model_worker import ModelWorker, check_positive, check_spelling
+from hybridflow.workers.model_worker import ModelWorker
+from hybridflow.workers.update import UpdateCall
 
-_UPDATE = ("minibatches", "epochs", "loss", "batch")
-
-
-def _loss(call: Settings) -> Any:
-    return value_loss(call["loss"], **{name: value for name, value in call.items() if name not in _UPDATE})
-
-
-def _update_reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
-    reads = _loss(call).reads
-    return None if reads is None else ("prompt_ids", "response_ids", *reads)
-
-
-def _check_update(settings: Settings, call: Settings) -> None:
-    if settings["optim"] is None:
-        raise ConfigError("this critic has no optimizer: give CriticWorker.on(..., optim=hf.Adam(lr=...)).")
-    check_spelling(call, _UPDATE)
-    check_positive(call, "minibatches", "epochs")
-    _loss(call)
+_UPDATE = UpdateCall("critic", value_loss)
 
 
 class CriticWorker(ModelWorker):
@@ -55,7 +37,7 @@ class CriticWorker(ModelWorker):
         out = self.engine.forward(batch, ("values",))
         return None if out is None else Batch({"values": out["values"]})
 
-    @register(THREE_D_PROTO, reads=_update_reads, chunks="minibatches", balance="num_tokens", check=_check_update)
+    @register(THREE_D_PROTO, reads=_UPDATE.reads, chunks="minibatches", balance="num_tokens", check=_UPDATE.check)
     def update_critic(
         self, batch: Batch, minibatches: int = 1, epochs: int = 1, loss: Any = "value", **options: Any
     ) -> dict[str, float]:

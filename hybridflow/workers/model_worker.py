@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +17,9 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import Output, TrainEngine
-from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
+from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
 from hybridflow.model_spec import Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, register
-from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker
 
@@ -165,17 +163,3 @@ class ModelWorker(Worker):
 
 def _absolute(call: Any) -> None:
     call["path"] = os.path.abspath(call["path"])
-
-
-def check_spelling(call: Settings, known: Sequence[str]) -> None:
-    """Errors: ConfigError for a setting that looks like one of `known` and is not; other names go to the loss."""
-    for name in call:
-        if name not in known and difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-            raise ConfigError(f"there is no setting {name!r}.{nearest(name, known)}")
-
-
-def check_positive(call: Settings, *names: str) -> None:
-    """Errors: ConfigError when one of the settings is no whole number of at least 1."""
-    for name in names:
-        if type(call[name]) is not int or call[name] < 1:
-            raise ConfigError(f"{name}={call[name]!r} must be a whole number of at least 1.")

@@ -197,6 +197,8 @@ def test_losses_and_options_that_do_not_exist(pool, actor, critic):
         actor.update_actor(rows, minibatch=2)
     with refused(pool, errors.ConfigError, "minibatches=0 must be a whole number of at least 1"):
         critic.update_critic(rows, minibatches=0)
+    with refused(pool, errors.ConfigError, "minibatches=32 for a batch of 7 rows", "Use minibatches of at most 7"):
+        actor.update_actor(rows, minibatches=32)
     with refused(pool, errors.ConfigError, "value loss 'valu' is unknown", "Did you mean 'value'?"):
         critic.update_critic(rows, loss="valu")
     with refused(pool, errors.ConfigError, "Sampling has no setting 'max_token'", "Did you mean 'max_tokens'?"):
