@@ -1,4 +1,4 @@
-"""The documentation's blocks that need a cluster run as they stand, each page in a program of its own."""
+"""The documentation's blocks that need a cluster run after those that need none, each page in a program of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python clu
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_cluster_blocks_run(page: Path, tmp_path: Path):
     program = tmp_path / "blocks.py"
-    program.write_text("\n".join(re.findall(r"^```python cluster\n(.*?)^```$", page.read_text(), re.M | re.S)))
+    program.write_text(
+        "\n".join(re.findall(r"^```python (?:runnable|cluster)\n(.*?)^```$", page.read_text(), re.M | re.S))
+    )
     done = subprocess.run(
         [sys.executable, program],
         capture_output=True,

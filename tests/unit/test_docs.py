@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import hybridflow as hf
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CALL = re.compile(r"^ +\w+ +\|?= ((?:actor|critic|reference|reward|hf)\.[a-z_]+)\(", re.MULTILINE)
 RUNNABLE = [page for page in PAGES if "```python runnable" in page.read_text()]
 
 
@@ -39,6 +42,24 @@ def test_all_blocks_are_python(page: Path):
     for mark in ("", "runnable", "cluster"):
         for line, source in blocks(page, mark):
             compile("\n" * line + source, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_use_names_that_exist(page: Path):
+    found = [block for mark in ("", "runnable", "cluster") for block in blocks(page, mark)]
+    used = [(line, name) for line, source in found for name in re.findall(r"\bhf\.(\w+)", source)]
+    unknown = sorted({(line, name) for line, name in used if name not in hf.__all__})
+    assert not unknown, f"{page.name} uses names that hybridflow does not have (line of the block, name): {unknown}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_loop_of_a_page_is_the_recipes(page: Path):
+    recipe = (ROOT / "recipes" / "ppo.py").read_text()
+    for source in [source for _, source in blocks(page, "") if "for prompts in hf.PromptLoader" in source]:
+        shown, run = (CALL.findall(text[text.index("for prompts") :]) for text in (source, recipe))
+        assert shown
+        assert shown == run
+        assert "tracker.finish()" in source
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
