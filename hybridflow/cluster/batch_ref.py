@@ -24,7 +24,7 @@ from hybridflow.cluster.columns import (
 )
 from hybridflow.cluster.splitting import Piece, Splitting
 from hybridflow.cluster.store import Manifest, Reader, write
-from hybridflow.columns import Column
+from hybridflow.columns import Column, names_of
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError, nearest
 from hybridflow.rows import even_bounds
 
@@ -118,7 +118,7 @@ class BatchRef:
 
     def select(self, *names: str | Sequence[str]) -> BatchRef:
         """Some columns: `select("a", "b")` or `select(["a", "b"])`. Errors: MissingColumnError, with the nearest."""
-        wanted = _names(names)
+        wanted = names_of(names)
         for name in wanted:
             if name not in self.column_refs:
                 raise MissingColumnError(f"the batch has no column {name!r}.{nearest(name, self.columns)}")
@@ -274,10 +274,6 @@ class OneColumn:
     def get(self, timeout: float | None = None) -> Column:
         """The column as a Tensor, Ragged or list."""
         return self.batch.get(timeout=timeout)[self.batch.columns[0]]
-
-
-def _names(given: Sequence[str | Sequence[str]]) -> list[str]:
-    return [name for entry in given for name in ([entry] if isinstance(entry, str) else entry)]
 
 
 def _as_batch(value: Any) -> Batch:

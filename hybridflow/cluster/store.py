@@ -7,7 +7,6 @@ the stored bytes without copying. The driver sees none of them: it holds a refer
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,11 @@ import numpy as np
 import ray
 import ray.exceptions
 import torch
-from ray import cloudpickle
 from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.columns import ColumnRef, Index, Issued, Located, Node, Order, Part, locate, stretches
-from hybridflow.columns import Column, join, row_slice, take
+from hybridflow.columns import Column, decode, encode, join, row_slice, take
 from hybridflow.errors import BatchError, WaitTimeoutError, WorkerError
 from hybridflow.ragged import Ragged
 from hybridflow.rows import Assignment
@@ -33,7 +31,6 @@ from hybridflow.rows import Assignment
 _SMALL_BYTES = 65536
 _SMALL_DRIVER_BYTES = 2048
 _LOOK_SECONDS = 1.0
-_ODD_DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
 @dataclass(slots=True)
@@ -62,54 +59,6 @@ class Status:
 
     failure: Failure | None
     seconds: tuple[tuple[str, float], ...] = ()
-
-
-def encode(column: Column) -> tuple:
-    """Plain numpy arrays, which the object store holds out of band and hands out without copying.
-
-    Python objects are pickled here, so that nobody unpickles them who does not read them.
-    """
-    if isinstance(column, Ragged):
-        dtype, values = _to_numpy(column.values)
-        return ("ragged", dtype, values, column.offsets.numpy())
-    if isinstance(column, Tensor):
-        return ("dense", *_to_numpy(column))
-    return ("objects", np.frombuffer(cloudpickle.dumps(column), np.uint8))
-
-
-def decode(encoded: tuple) -> Column:
-    """The inverse of `encode`; tensors may share read-only memory and must not be written."""
-    kind, *rest = encoded
-    if kind == "objects":
-        return pickle.loads(rest[0])
-    values = _from_numpy(rest[0], rest[1])
-    return values if kind == "dense" else Ragged(values, torch.from_numpy(_quietly_writable(rest[2])))
-
-
-def _to_numpy(tensor: Tensor) -> tuple[str, np.ndarray]:
-    tensor = tensor.detach().to("cpu").contiguous()
-    name = str(tensor.dtype).removeprefix("torch.")
-    return name, (tensor.view(_ODD_DTYPES[tensor.dtype]) if tensor.dtype in _ODD_DTYPES else tensor).numpy()
-
-
-def _from_numpy(dtype: str, array: np.ndarray) -> Tensor:
-    tensor, wanted = torch.from_numpy(_quietly_writable(array)), getattr(torch, dtype)
-    return tensor if tensor.dtype == wanted else tensor.view(wanted)
-
-
-def _quietly_writable(array: np.ndarray) -> np.ndarray:
-    """The same memory under an array that claims to be writable: Batch guards it, torch would warn each time."""
-    if array.flags.writeable or array.size == 0:
-        return array if array.flags.writeable else array.copy()
-    pointer = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
-    return np.asarray(_Borrowed(array, pointer))
-
-
-class _Borrowed:
-    """Keeps the owner of borrowed memory alive as long as arrays over it live."""
-
-    def __init__(self, owner: np.ndarray, interface: dict) -> None:
-        self.owner, self.__array_interface__ = owner, interface
 
 
 def write(batch: Batch, on_driver: bool = False) -> Manifest:
