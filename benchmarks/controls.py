@@ -1,6 +1,6 @@
 """Controls of the main job: what PPO's rise in reward is made of. Prints one JSON line.
 
-    python -m benchmarks.controls [steps=10 ...]
+    python -m benchmarks.controls [steps=12 ...]
 
 The recipe's own loop on large batches, for three seeds each: as it is, with learning rates of 0, and with the rewards
 shuffled between rows. Only the first may rise: a rise of the others would come from prompts, sampling or bookkeeping.
@@ -27,7 +27,7 @@ WINDOW = 5
 
 def settings_of(*arguments: str) -> Any:
     """The recipe's settings with a few large mini-batches: little sampling noise, and few steps to drift."""
-    return settings.read(ppo.DEFAULTS, ["batch_size=1024", "minibatches=2", f"steps={2 * WINDOW}", *arguments])
+    return settings.read(ppo.DEFAULTS, ["batch_size=1024", "minibatches=2", "steps=12", *arguments])
 
 
 def rewards(pool: hf.ResourcePool, files: arithmetic.ArithmeticFiles, cfg: Any, control: str) -> list[float]:
