@@ -14,6 +14,7 @@ from hybridflow.algorithms.pretrain import negative_log_likelihood
 from hybridflow.algorithms.typed_columns import response_mask, row_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, Sampling, TrainStrategy
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engine3d.hybrid_engine import HybridEngine
@@ -24,7 +25,7 @@ from hybridflow.protocols import THREE_D_ALL_MICRO_DP, THREE_D_PROTO, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
-from hybridflow.workers.model_worker import ModelWorker, find_checkpoint
+from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update import UpdateCall
 
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
@@ -41,12 +42,14 @@ def _check_generate(settings: Settings, call: Settings) -> None:
     _ = _sampling(settings, call)
     batch = call["batch"]
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
-    if texts and not has_tokenizer(directory := find_checkpoint(settings["model"])):
-        raise PromptError(f"prompts are text and {directory} has no tokenizer. Give prompt_ids, or add a tokenizer.")
+    if texts and not has_tokenizer(settings["model"]):
+        raise PromptError(
+            f"prompts are text and {settings['model']} has no tokenizer. Give prompt_ids, or add a tokenizer."
+        )
 
 
 def _generate_writes(settings: Settings, call: Settings) -> tuple[str, ...]:
-    return (*_GENERATED, "response") if has_tokenizer(find_checkpoint(settings["model"])) else _GENERATED
+    return (*_GENERATED, "response") if has_tokenizer(settings["model"]) else _GENERATED
 
 
 class ActorWorker(ModelWorker):
@@ -73,6 +76,19 @@ class ActorWorker(ModelWorker):
         super().check(grid, settings, device_type)
         if settings["generate"] is not None:
             check_vllm(cls.model_spec(settings), settings["generate"], device_type)
+
+    @classmethod
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
+        """One process holds one vLLM engine, which keeps its groups in globals."""
+        if settings["generate"] is None:
+            return
+        for group in neighbours:
+            if isinstance(group.settings.get("generate"), VLLM):
+                raise PlacementError(
+                    f"ActorWorker(generate=...) asks for a vLLM engine in hosts where {group.name} has one already, "
+                    f"and a process can hold one. Close that group first ({group.name}.close()), place this one on "
+                    f"other devices, or leave generate= out."
+                )
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,9 +20,14 @@ from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import Output, TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
 from hybridflow.model_spec import Head, ModelSpec
-from hybridflow.protocols import ONE_TO_ALL, register
+from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
+from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker
+
+ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
+"""All ranks work together and one of them answers for all."""
+_CHECKPOINTS = ("model", "tokenizer")  # settings that name a directory or a model of the hub
 
 
 def find_checkpoint(model: str | os.PathLike[str]) -> Path:
@@ -70,10 +76,22 @@ def batch_temperature(batch: Batch) -> float | None:
     return high
 
 
+def _check_save(settings: Settings, call: Any) -> None:
+    if settings.get("model") is None:
+        raise ConfigError("this reward is a function: there is nothing to save.")
+    call["path"] = os.path.abspath(call["path"])
+
+
 class ModelWorker(Worker):
     """One rank of a model with 3D parallelism behind the `TrainEngine` contract."""
 
     head: ClassVar[Head] = "lm"
+
+    @classmethod
+    def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Checkpoints become absolute paths, names of the hub those of their snapshots, which are downloaded here."""
+        found = {name: settings[name] for name in _CHECKPOINTS if settings.get(name) is not None}
+        return {**settings, **{name: str(find_checkpoint(path)) for name, path in found.items()}}
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
@@ -90,17 +108,22 @@ class ModelWorker(Worker):
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
         spec.check_parallel(grid.p, grid.t, cls.role)
-        Checkpoint(find_checkpoint(settings["model"])).check(spec)
+        Checkpoint(settings["model"]).check(spec)
         optimizer = settings.get("optim")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
 
     @classmethod
     def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
-        return ModelSpec.from_checkpoint(find_checkpoint(settings["model"]), cls.head)
+        return ModelSpec.from_checkpoint(settings["model"], cls.head)
 
     def _build(self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None) -> None:
-        self.checkpoint = find_checkpoint(model)
+        self.checkpoint = Path(model)
+        if not self.checkpoint.is_dir():
+            raise CheckpointError(
+                f"the checkpoint directory {model} is on the driver's machine and not on {socket.gethostname()}. "
+                f"Put it where all nodes see it under the same path."
+            )
         self.spec = ModelSpec.from_checkpoint(self.checkpoint, self.head)
         self.engine = build_engine(self.context, train, self.spec, self.checkpoint, optim)
 
@@ -136,14 +159,17 @@ class ModelWorker(Worker):
                 steps += 1
         return {name: value / steps for name, value in total.items()}
 
-    @register(ONE_TO_ALL, blocking=True, check=lambda settings, call: _absolute(call))
-    def save(self, path: str) -> str:
-        """Write a Hugging Face directory (safetensors, config, tokenizer) that all ranks can reach; waits for it."""
+    @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write a Hugging Face directory (safetensors, config, tokenizer) that all ranks can reach; waits for it.
+
+        Returns its absolute path. Errors: CheckpointError; ConfigError for a reward that is a function.
+        """
         group = self.context.groups.everyone()
         save_checkpoint(
             path, self.engine.layout(), self.engine.storage(), like=self.checkpoint, group=group, rank=self.context.rank
         )
-        return path
+        return str(path)
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
@@ -159,7 +185,3 @@ class ModelWorker(Worker):
     def close(self) -> None:
         if (close := getattr(getattr(self, "engine", None), "close", None)) is not None:
             close()
-
-
-def _absolute(call: Any) -> None:
-    call["path"] = os.path.abspath(call["path"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -13,11 +13,12 @@ from hybridflow.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.reward_function import FunctionReward
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.errors import CheckpointError, ConfigError, RewardError
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
-from hybridflow.workers.model_worker import ModelWorker, find_checkpoint
+from hybridflow.workers.model_worker import ModelWorker
 
 
 def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
@@ -39,7 +40,6 @@ class RewardWorker(ModelWorker):
 
     role = "reward"
     head = "value"
-    column: ClassVar[str] = "rewards"
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
@@ -55,6 +55,13 @@ class RewardWorker(ModelWorker):
             _ = FunctionReward(settings["function"])
             return
         super().check(grid, settings, device_type)
+        checkpoint = Checkpoint(settings["model"])
+        if checkpoint.find("score.weight") is None:
+            found = "a language model's lm_head.weight" if checkpoint.find("lm_head.weight") else "no head"
+            raise CheckpointError(
+                f"{cls.role}: {settings['model']} has {found} and no score.weight: as a reward model it would give 0 "
+                f"for every row. Give a sequence-classification checkpoint (one label), or function=."
+            )
 
     def __init__(
         self,
@@ -65,7 +72,7 @@ class RewardWorker(ModelWorker):
         tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
         self.function = None if function is None else FunctionReward(function)
-        self.tokenizer = None if tokenizer is None else load_tokenizer(find_checkpoint(tokenizer))
+        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         if model is not None:
             self._build(model, train, None)
 
@@ -77,7 +84,7 @@ class RewardWorker(ModelWorker):
             scores = self.engine.score(batch)
         else:
             scores = self._call(self.function, batch)
-        return None if scores is None else Batch({self.column: scores})
+        return None if scores is None else Batch({"rewards": scores})
 
     def _call(self, function: FunctionReward, batch: Batch) -> torch.Tensor:
         prompts, responses = (self._texts(batch, name) for name in ("prompt", "response"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hybridflow.cluster.group import WorkerGroup
@@ -29,6 +29,11 @@ class Worker:
         return place(cls, pool, name=name, **settings)
 
     @classmethod
+    def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings as the hosts get them: what only means something here (a relative path) is made absolute."""
+        return dict(settings)
+
+    @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
         """The rank grid of a group on `devices` devices: data parallel unless a class says otherwise."""
         return RankGrid(d=devices)
@@ -36,6 +41,10 @@ class Worker:
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         """Check settings on the driver, before any process builds anything."""
+
+    @classmethod
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
+        """Check against the groups that live in the same hosts already. Errors: PlacementError."""
 
 
 def place(
@@ -53,16 +62,21 @@ def place(
         raise PlacementError(f"{worker_class.__name__} is placed on a ResourcePool, got {type(pool).__name__}.")
     pool.check_open()
     settings = _bound(worker_class, settings)
+    ours = worker_class if issubclass(worker_class, Worker) else Worker
+    settings = ours.resolve(settings)
     if grid is None:
-        grid = worker_class.grid(pool.size, settings) if issubclass(worker_class, Worker) else RankGrid(d=pool.size)
+        grid = ours.grid(pool.size, settings)
     if grid.size != pool.size:
         raise PlacementError(
             f"{worker_class.__name__} asks for p*t*d = {grid.p}*{grid.t}*{grid.d} = {grid.size} devices, "
             f"the pool has {pool.size}."
         )
-    if issubclass(worker_class, Worker):
-        worker_class.check(grid, settings, "cuda" if pool.session.has_cuda else "cpu")
     session = pool.session
+    ours.check(grid, settings, "cuda" if session.has_cuda else "cpu")
+    members = set(pool.members)
+    ours.check_neighbours(
+        settings, [g for g in session.groups.values() if g.pool_name == pool.name and members & set(g.members)]
+    )
     role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
     if role in session.groups:
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")

@@ -160,6 +160,27 @@ def test_checkpoints_that_cannot_be_loaded(pool, bare, tmp_path, damage, error, 
             worker.on(pool, model=home)
 
 
+def test_a_language_model_is_no_reward_model(pool, bare):
+    """Its value head would be zeros, and so would every reward."""
+    says = ["no score.weight", "would give 0 for every row", "sequence-classification checkpoint", "or function="]
+    with refused(pool, errors.CheckpointError, f"reward: {bare} has a language model's lm_head.weight", *says):
+        hf.RewardWorker.on(pool, model=bare)
+
+
+def test_a_checkpoint_is_found_from_the_drivers_directory(pool, bare, monkeypatch):
+    """Hosts have directories of their own: they are given the absolute path."""
+    monkeypatch.chdir(bare.parent)
+    reference = hf.ReferenceWorker.on(pool[:1], model=bare.name)
+    assert reference.settings["model"] == str(bare.resolve())
+    assert len(reference.compute_ref_log_prob(make_rows()).get()) == 7
+    reference.close()
+
+
+def test_a_second_generating_actor_in_the_same_hosts(pool, actor, bare):
+    with refused(pool, errors.PlacementError, "the actor has one already", "the actor.close()", "other devices"):
+        hf.ActorWorker.on(pool[1:3], model=bare, generate=hf.VLLM(kv_cache_gb=0.1))
+
+
 def test_a_checkpoint_that_is_not_there(pool):
     with refused(pool, errors.CheckpointError, "the checkpoint directory /nowhere/model does not exist"):
         hf.ReferenceWorker.on(pool, model="/nowhere/model")

@@ -100,7 +100,7 @@ def run(actor: hf.WorkerGroup, saved: Path) -> Observed:
     found.greedy = actor.generate_sequences(prompts, greedy=True).get()["response_ids"].tolist()
     texts = hf.Batch({"row_id": prompts.get("row_id")["row_id"], "prompt": decoded(prompts.get())})
     found.text = actor.generate_sequences(texts, greedy=True).get()
-    actor.save(str(saved))
+    assert actor.save(saved) == str(saved)
     return found
 
 
@@ -295,6 +295,8 @@ def test_a_reward_function_gets_every_row_with_its_columns(pool, policy):
     reward = hf.RewardWorker.on(pool, function=length_reward, tokenizer=policy)
     rows = make_rows()
     found = reward.compute_reward(rows).get()["rewards"]
+    with pytest.raises(hf.errors.ConfigError, match="this reward is a function: there is nothing to save"):
+        reward.save("somewhere")
     reward.close()
     texts = tiny_models.TEXT.tokenizer().batch_decode(rows["response_ids"].tolist(), skip_special_tokens=True)
     assert found.tolist() == pytest.approx([len(text) + i / 100 for i, text in enumerate(texts)])
