@@ -21,7 +21,7 @@ import ray
 import ray.exceptions
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.worker import global_worker
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.iterations import Iterations
