@@ -312,6 +312,9 @@ class Batch:
     def __or__(self, other: Batch | Mapping[str, Any]) -> Batch:
         return self.union(other) if isinstance(other, Batch | Mapping) else NotImplemented
 
+    def __ror__(self, other: Mapping[str, Any]) -> Batch:
+        return Batch(other).union(self) if isinstance(other, Mapping) else NotImplemented
+
     def __reduce__(self):
         encoded = {name: kinds.encode(column) for name, column in self._peek_all().items()}
         return _unpickle, (encoded, self._rows, self.chunk_rows)

@@ -131,6 +131,7 @@ def test_union_takes_batches_and_mappings(batch, of):
         assert type(both) is type(batch)
         assert home(both).equal(expected)
         assert home(both)["reward"].dtype == torch.int64
+    assert home(more | batch)["reward"].dtype == torch.float32  # the right one's column wins
     with pytest.raises(BatchError, match="6 rows with one of 2"):
         batch | {"x": [1, 2]}
     with pytest.raises((BatchError, TypeError)):
