@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import math
 import numbers
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +43,9 @@ class Tracker:
 
     A directory that has such files already keeps them: they are renamed to `metrics.<n>.jsonl` and so on, and the new
     run starts afresh. `total` is the number of iterations to come, for the display. `console=False` shows nothing.
+
+    `log` is one iteration behind; `finish` writes the last one and draws the curve. Who neither calls it nor uses
+    `with` gets it at the end of the session (`hf.shutdown()`) or of the program.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, total: int | None = None, console: bool = True) -> None:
@@ -56,6 +61,8 @@ class Tracker:
         self._last = self._start
         self._rewards: list[tuple[int, float]] = []
         self._notes: dict[str, Any] = {}
+        self._session: Session | None = None
+        atexit.register(self._finish_late)
 
     def log(self, *metrics: Metrics) -> None:
         """The figures of one iteration, later ones winning. Futures are waited for in the *next* `log` (or `finish`).
@@ -67,6 +74,9 @@ class Tracker:
             raise ConfigError("this run's tracker is finished: make a new Tracker to log more.")
         self._step += 1
         session = Session.existing()
+        if session is not None and session is not self._session:  # its end comes before, or instead of, the program's
+            self._session = session
+            session.before_shutdown(self._finish_late)
         stages = () if session is None else (session.iterations.stage_seconds(),)
         earlier, self._pending = self._pending, ((*stages, *metrics), self._step)
         if earlier is not None:
@@ -98,6 +108,18 @@ class Tracker:
         if self._rewards:
             draw_curve(self._rewards, self.directory / "reward.png")
 
+    def _finish_late(self) -> None:
+        """`finish`, where nobody is left to catch what a failed call raises; nor to wait, if the program failed."""
+        if self._file.closed:
+            return
+        if _failed() and self._pending is not None and not all(map(_is_there, self._pending[0])):
+            logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
+            self._pending = None
+        try:
+            self.finish()
+        except Exception:
+            logger.warning("%s: the last iteration failed.", self.directory, exc_info=True)
+
     def __enter__(self) -> Tracker:
         return self
 
@@ -124,6 +146,7 @@ class Tracker:
             self._display.iteration(line)
 
     def _close(self) -> None:
+        atexit.unregister(self._finish_late)
         self._file.close()
         if self._display is not None:
             self._display.close()
@@ -157,6 +180,17 @@ def _resolve(part: Metrics) -> dict[str, float]:
             raise ConfigError(f"the figure {name!r} is {value!r:.80}; tracker.log takes numbers.")
         out[str(name)] = float(plain)
     return out
+
+
+def _failed() -> bool:
+    """Whether an exception, Ctrl-C among them, has ended the program or is on its way out."""
+    return getattr(sys, "last_value", None) is not None or sys.exc_info()[1] is not None
+
+
+def _is_there(part: Metrics) -> bool:
+    """Whether these figures can be had without waiting; those that cannot say so are asked for."""
+    done = getattr(part, "done", None)
+    return done is None or bool(done())
 
 
 def _plain(value: Any) -> Any:

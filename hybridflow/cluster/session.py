@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -55,6 +56,7 @@ class Session:
         self._sequence = itertools.count(1)
         self.iterations = Iterations(self.deadlines.peers)
         self._helper: WorkerGroup | None = None
+        self._closing: list[Callable[[], None]] = []
         self.started_ray = False
         self._connected = not ray.is_initialized()
         if self._connected:
@@ -133,8 +135,18 @@ class Session:
         """Wait for everything issued so far. Errors: as `next_iteration`."""
         self.iterations.drain()
 
+    def before_shutdown(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the session ends, while its groups still answer; what it raises is logged."""
+        self._closing.append(callback)
+
     def shutdown(self) -> None:
         """Close all models, pools and, if this session started it, Ray. Can be called again at any time."""
+        closing, self._closing = self._closing, []
+        for callback in closing:
+            try:
+                callback()
+            except Exception:
+                logger.warning("%s failed while the session was closing", callback, exc_info=True)
         if Session._current is self:
             Session._current = None
         atexit.unregister(self.shutdown)

@@ -42,6 +42,10 @@ class Busy:
     def sleep(self, seconds):
         time.sleep(seconds)
 
+    @hf.register(hf.ONE_TO_ONE)
+    def figures(self):
+        return {"reward/mean": 0.5}
+
     @hf.register(hf.DP_PROTO, reads=("x",), writes=("y",))
     def double(self, batch):
         return hf.Batch({"y": batch["x"] * 2})
@@ -216,12 +220,15 @@ def test_nothing_is_left_of_a_driver(drivers, end):
 
 NOTEBOOK = """
 import ray
+runs = Path(READY).parent
+tracker = hf.Tracker(runs / "first", console=False)
 hf.init(devices=2)
 first = Session.current()
 pool = hf.ResourcePool([1])
 group = hf.place(Busy, pool)
 old, future = group.double(batch()), group.sleep(0.0)
 assert old.get()["y"].tolist() == [0, 2, 4, 6]
+tracker.log(group.figures())
 hf.shutdown()
 hf.shutdown()
 assert not ray.is_initialized()
@@ -241,6 +248,7 @@ refused(lambda: group.double(batch()), PlacementError, "closed with its pool")
 refused(lambda: hf.place(Busy, pool), PlacementError, "this pool is closed")
 group.close()
 pool.close()
+tracker = hf.Tracker(runs / "second", console=False)
 
 hf.init(devices=2)
 assert Session.current() is not first
@@ -249,17 +257,22 @@ assert again.name == "busy"
 assert again.double(batch()).get()["y"].tolist() == [0, 2, 4, 6]
 refused(old.get, WorkerError, "session that is closed")
 refused(future.get, WorkerError, "session that is closed")
+tracker.log(again.figures())
 Path(READY).write_text(Session.current().name)
 """
 
 
 def test_sessions_follow_each_other(tmp_path):
-    """A notebook shuts down twice, keeps old references, and opens the next session."""
+    """A notebook shuts down twice, keeps old references, and opens the next session; it never finishes a tracker, whose
+    last figures are fetched while the session can still be asked."""
     driver = Driver(tmp_path, NOTEBOOK)
     name = driver.session()
     members = family(driver.process.pid)
     assert driver.wait() == 0, driver.text()
     check_nothing_is_left(name, members, shared_memory(members))
+    for run in ("first", "second"):
+        assert '"reward/mean": 0.5' in (tmp_path / run / "metrics.jsonl").read_text()
+        assert (tmp_path / run / "reward.png").exists()
 
 
 GUEST = """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,6 +91,46 @@ def test_a_failed_run_keeps_what_it_has_and_raises_its_own_error(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1 failed"):
         run()
     assert [line["reward/mean"] for line in lines(tmp_path)] == [0.5]
+
+
+UNFINISHED = """
+import sys
+from hybridflow.tracker import Tracker
+
+class Later:
+    def __init__(self, reward, done=True):
+        self.figures, self.there = {"reward/mean": reward}, done
+    def done(self):
+        return self.there
+    def get(self):
+        if self.figures["reward/mean"] < 0:
+            raise RuntimeError("rank 1 failed")
+        return self.figures
+
+tracker = Tracker(sys.argv[1], console=False)
+tracker.log(Later(0.1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "rewards", "says"),
+    [
+        ("tracker.log(Later(0.2))", [0.1, 0.2], ""),
+        ("tracker.log(Later(-1.0))", [0.1], "rank 1 failed"),
+        ("tracker.log(Later(0.2, done=False)); raise KeyError", [0.1], "the last iteration had not ended"),
+        ("tracker.log(Later(0.2)); raise KeyError", [0.1, 0.2], "KeyError"),
+    ],
+)
+def test_who_does_not_finish_gets_it_at_the_end_of_the_program(tmp_path, end, rewards, says):
+    """The last iteration and the curve, without waiting for what a failed program has left; errors are logged."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED + end, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == ("raise" in end)
+    assert says in done.stderr
+    assert (done.stderr == "") == (says == ""), done.stderr
+    assert [line["reward/mean"] for line in lines(tmp_path)] == rewards
+    assert (tmp_path / "reward.png").exists() == ("-1.0" not in end)
 
 
 def test_an_earlier_run_is_kept_under_a_number(tmp_path):
