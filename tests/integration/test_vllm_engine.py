@@ -113,6 +113,7 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     ranks, sizes, p_g, t_g, family = SCENARIOS[name]
     if world_rank not in ranks:
         return None
+    os.environ["HYBRIDFLOW_SESSION"] = "5e5510"
     context = _context(world_rank, store, name, ranks, RankGrid(*sizes))
     grid = context.grid.generation(p_g, t_g)
     strategy = VLLM(tp=t_g, pp=p_g, kv_cache_gb=0.02, max_sequences=16)
@@ -126,6 +127,7 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     out["covered"] = sum(region.box.numel for region in engine.layout().regions(context.rank))
     out["stored"] = sum(tensor.numel() for tensor in engine.storage().values())
     dist.barrier(context.groups.everyone())
+    out["ident"] = engine._groups.ident
     out["segments"] = [str(p) for p in Path("/dev/shm").glob(f"*{engine._groups.ident}*")]
     _write(engine, context.rank, weights)
     out["greedy"] = _plain(engine.generate(PROMPTS, GREEDY))
@@ -310,6 +312,7 @@ def test_storage_is_covered_and_the_training_process_left_as_it_was(results, nam
         assert out["empty"] == []
         assert out["rng"]
         assert out["world"] == 4
+        assert out["ident"].startswith("hf5e5510")  # by which the session finds what a killed process left
         assert out["segments"] == []  # also while it runs: a killed process leaves none
         padding = 58 * 128 * (1 if family == "qwen3" or p_g == 2 else 2)  # at most this much is not covered
         assert 0 <= out["stored"] - out["covered"] <= padding

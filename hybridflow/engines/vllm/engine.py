@@ -167,7 +167,7 @@ class VLLMEngine:
         """One per row; equal on all ranks of the replica, which sample independently."""
         base = sampling.seed
         if base is None:
-            base = derived_seed(int(self._groups.ident.removeprefix("hf"), 16), self._calls)
+            base = derived_seed(self._groups.seed, self._calls)
         return [derived_seed(base, row) for row in range(rows)]
 
     def _submit(

@@ -31,14 +31,17 @@ class ReplicaGroups:
     """The process groups of this rank's generation replica, as vLLM coordinators while it is installed.
 
     `members` are the replica's ranks of the model group in (p, t) order, which is vLLM's order; `rank` is this rank's
-    index in it. `ident` is one random word per replica and run: vLLM's shared memory segments carry it in their names.
+    index in it. `ident` is one word per replica and run: vLLM's shared memory segments carry it in their names. It
+    holds the session's name, by which what a killed process left is found, and `seed`, a random number.
     """
 
     def __init__(self, context: RankContext, grid: GenerationGrid) -> None:
         self.context, self.grid = context, grid
         self.members = grid.group(context.rank, "p", "t")
         self.rank = self.members.index(context.rank)
-        self.ident = self._agree(f"hf{uuid.uuid4().hex[:16]}")
+        word = self._agree(uuid.uuid4().hex[:16])
+        self.seed = int(word, 16)
+        self.ident = f"hf{os.environ.get('HYBRIDFLOW_SESSION', '')}{word}"  # the host processes of a session have it
 
     def _agree(self, mine: str) -> str:
         """The first member's word, on all members."""
