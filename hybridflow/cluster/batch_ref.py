@@ -170,6 +170,10 @@ class BatchRef:
             for i in range(parts)
         ]
 
+    def balance(self, parts: int, by: str = "num_tokens") -> list[BatchRef]:
+        """`split` with the sum of column `by` (or the lengths of a ragged one) spread evenly."""
+        return self.split(parts, balance=by)
+
     def repeat(self, n: int) -> BatchRef:
         """Each row n times, adjacent. `group_id` becomes the old row_id (unless it is there), row_id row_id*n + k."""
         if type(n) is not int or n < 1:

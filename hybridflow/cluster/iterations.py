@@ -14,7 +14,12 @@ from hybridflow.cluster.store import Status, fetch, first_failure
 from hybridflow.errors import WaitTimeoutError
 
 _KEPT = 64
-_LOOK_BACK = 4096
+_LOOK_BACK = 256  # statuses that a driver may hold before it looks which calls are done
+_MOST = 16384  # ... and before it waits for them
+
+
+PerRank = dict[tuple[str, int], float]
+"""(role.method, rank) -> seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Iterations:
     reported: set[str] = field(default_factory=set)
     _pending: deque[list[Part]] = field(default_factory=lambda: deque([[]]))
     _seconds: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _early: PerRank = field(default_factory=dict)
+    _kept: dict[int, PerRank] = field(default_factory=dict)
+    _look_at: int = _LOOK_BACK
     _settled: int = 0
     _has_loader: bool = False
 
@@ -56,12 +64,21 @@ class Iterations:
         return found
 
     def issued(self, statuses: Sequence[Part]) -> None:
-        """Remember calls until their iteration is waited for."""
+        """Remember calls until their iteration is waited for; forget, now and then, those that are done."""
         now = self._pending[-1]
         now.extend(statuses)
-        if len(now) > _LOOK_BACK:  # a driver without a loader: look back so that references do not pile up
-            oldest, self._pending[-1] = now[: _LOOK_BACK // 2], now[_LOOK_BACK // 2 :]
-            self.wait(oldest)
+        if len(now) < self._look_at:
+            return
+        self._look_at = len(now) + _LOOK_BACK
+        oldest = now[: len(now) // 2]
+        if len(now) < _MOST:
+            ready, _ = ray.wait([part.ref for part in oldest], num_returns=len(oldest), timeout=0)
+            done = set(ready)
+            oldest = [part for part in oldest if part.ref in done]
+        gone = {id(part) for part in oldest}
+        self._pending[-1] = [part for part in now if id(part) not in gone]
+        self._look_at = len(self._pending[-1]) + _LOOK_BACK
+        _add(self._early, self.wait(oldest))
 
     def begin(self, in_flight: int) -> None:
         """Begin an iteration; wait until at most `in_flight`, this one included, are under way."""
@@ -69,29 +86,38 @@ class Iterations:
         self._next(in_flight)
 
     def _next(self, in_flight: int) -> None:
-        self._pending.append([])
+        self._open()
         while len(self._pending) > in_flight:
             self._settle_oldest()
 
     def drain(self) -> None:
         """Wait for everything issued so far; no loader is at work any more."""
         self._has_loader = False
-        self._pending.append([])
+        self._open()
         while len(self._pending) > 1:
             self._settle_oldest()
 
     def seconds(self, iteration: int) -> dict[str, float]:
         """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits if it is under way."""
         place = iteration - self._settled
-        if place >= 0:
-            return _slowest(self.wait(self._pending[place])) if place < len(self._pending) else {}
-        return self._seconds[place] if -place <= len(self._seconds) else {}
+        if place < 0:
+            return self._seconds[place] if -place <= len(self._seconds) else {}
+        if place >= len(self._pending):
+            return {}
+        early = dict(self._early) if place == len(self._pending) - 1 else dict(self._kept.get(iteration, {}))
+        return _slowest(_add(early, self.wait(self._pending[place])))
+
+    def _open(self) -> None:
+        self._kept[self.current], self._early = self._early, {}
+        self._pending.append([])
+        self._look_at = _LOOK_BACK
 
     def _settle_oldest(self) -> None:
         statuses = self._pending.popleft()
+        early = self._kept.pop(self._settled, {})
         self._settled += 1
         self._seconds.append({})
-        self._seconds[-1] = _slowest(self.wait(statuses))
+        self._seconds[-1] = _slowest(_add(early, self.wait(statuses)))
 
     def wait(self, parts: Sequence[Part]) -> list[tuple[Part, Status]]:
         """The statuses of all calls. Errors: WorkerError of the first that failed, WaitTimeoutError."""
@@ -125,13 +151,16 @@ class Iterations:
             raise failure.error.as_cause()
 
 
-def _slowest(statuses: Sequence[tuple[Part, Status]]) -> dict[str, float]:
-    per_rank: dict[tuple[str, int], float] = {}
+def _add(seconds: PerRank, statuses: Iterable[tuple[Part, Status]]) -> PerRank:
     for part, status in statuses:
-        for name, seconds in status.seconds:
+        for name, spent in status.seconds:
             key = (f"{part.origin.role}.{name}", part.origin.rank)
-            per_rank[key] = per_rank.get(key, 0.0) + seconds
+            seconds[key] = seconds.get(key, 0.0) + spent
+    return seconds
+
+
+def _slowest(seconds: PerRank) -> dict[str, float]:
     out: dict[str, float] = {}
-    for (name, _), seconds in per_rank.items():
-        out[name] = max(out.get(name, 0.0), seconds)
+    for (name, _), spent in seconds.items():
+        out[name] = max(out.get(name, 0.0), spent)
     return out
