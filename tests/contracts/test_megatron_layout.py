@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Region
@@ -124,6 +124,7 @@ rows_of_tokens = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_s
 
 @settings(max_examples=100, deadline=None)
 @given(rows_of_tokens, st.integers(1, 60), st.integers(1, 4), st.integers(1, 4))
+@example(lengths=[(1, 1)] * 4, budget=60, multiple=1, at_least=3)
 def test_micro_batches_read_every_response_token_once(lengths, budget, multiple, at_least):
     prompts = Ragged.from_rows([list(range(100 * i, 100 * i + p)) for i, (p, _) in enumerate(lengths)], torch.int64)
     responses = Ragged.from_rows(

@@ -56,15 +56,15 @@ class Split:
         rows = len(lengths)
         if not rows:
             return []
-        size = -(-rows // min(self.count, rows))
-        longest = self._padded(int(lengths.max()))
-        if longest * rows <= self.budget and size >= rows:
+        count = min(self.count, rows)
+        if count == 1 and self._padded(int(lengths.max())) * rows <= self.budget:
             return [torch.arange(rows)]
         order = lengths.argsort(descending=True, stable=True)
         out, start = [], 0
         while start < rows:
             fit = max(1, self.budget // self._padded(int(lengths[order[start]])))
-            out.append(order[start : start + min(fit, size)])
+            share = -(-(rows - start) // max(1, count - len(out)))  # leaves a row for each that is still to come
+            out.append(order[start : start + min(fit, share)])
             start += len(out[-1])
         return out
 
