@@ -227,7 +227,7 @@ class WorkerGroup:
             span = source.span if source else None
             call = Call(seq, self._key, operation.name, mine, invocation.writes, agree, due, span)
             with _arguments_sent(where, mine):
-                ref, status = host.call.options(num_returns=2).remote(call)
+                ref, status = host.call.remote(call)
             out.add(ref, status, Origin(self.name, rank, operation.name), due, source)
         self.session.iterations.issued(out.call.statuses)
         out.count_rows()

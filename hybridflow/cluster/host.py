@@ -173,6 +173,7 @@ class Host:
         self._events.append(Event(seq, spec.role, "__init__", rank, start, start, time.time()))
         return member.failure
 
+    @ray.method(num_returns=2)
     def call(self, call: Call) -> tuple[Any, Status]:
         """Run one method: (Manifest, value or Failure; and the status, which outlives the data)."""
         member = self._members[call.group]

@@ -204,6 +204,9 @@ def _environment(session: Session, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # results above this size stay in the object store of their node; Ray would send up to 100 kB to the driver
         "RAY_max_direct_call_object_size": "8192",
+        # joined columns come from memory that the process already has: new pages cost more than the copy
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "268435456",
     }
     if not session.has_cuda:
         names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
