@@ -76,14 +76,16 @@ def test_the_rank_that_broke_is_named_while_its_peers_wait_in_a_collective(group
         group.fail_before_a_collective(rows, rank=1).get(timeout=6)
 
 
-def test_an_error_that_was_met_is_not_raised_again(flat, rows):
+def test_an_error_that_was_met_is_not_raised_again(flat, rows, settle):
+    settle()
     with pytest.raises(WorkerError):
         flat.fail_on_one(rows, rank=0).get()
     prompts = [{"prompt": str(i)} for i in range(4)]
     assert len(list(hf.PromptLoader(prompts, batch_size=2, steps=2))) == 2
 
 
-def test_an_error_that_nobody_met_is_raised_by_the_loader(flat, rows):
+def test_an_error_that_nobody_met_is_raised_by_the_loader(flat, rows, settle):
+    settle()
     with pytest.raises(WorkerError, match="rank 2 broke"):  # noqa: PT012
         for _ in hf.PromptLoader([{"prompt": "a"}], batch_size=1, steps=4):
             flat.fail_on_one(rows, rank=2)
