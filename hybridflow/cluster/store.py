@@ -28,7 +28,7 @@ from hybridflow.rows import Assignment
 
 # Columns up to these sizes travel in the manifest: below them a further object costs more than its bytes.
 # A manifest of the driver's own is sent along with every call.
-_SMALL_BYTES = 65536
+_SMALL_BYTES = 262144
 _SMALL_DRIVER_BYTES = 2048
 _LOOK_SECONDS = 1.0
 
