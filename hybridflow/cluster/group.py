@@ -179,11 +179,13 @@ class WorkerGroup:
             return next((ref.column_refs[name] for ref in rows.values() if name and name in ref.column_refs), None)
 
         chunks = settings.get(operation.chunks, 1) if operation.chunks else 1
+        if type(chunks) is not int or chunks < 1:
+            raise ConfigError(f"{self.name}.{operation.name}({operation.chunks}={chunks!r}): at least 1 is needed.")
         most = min((ref.rows for ref in rows.values()), default=chunks)
-        if type(chunks) is not int or not 1 <= chunks <= most:
+        if chunks > most:
             raise ConfigError(
-                f"{self.name}.{operation.name}({operation.chunks}={chunks!r}): at least 1 and at most {most}, the rows "
-                f"of the batch."
+                f"{self.name}.{operation.name}: {operation.chunks}={chunks} for a batch of {most} rows, and every "
+                f"mini-batch needs a row. Use {operation.chunks} of at most {most}, or a larger batch."
             )
         if operation.groups and rows and column("group_id") is None:
             raise MissingColumnError(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybridflow.algorithms.loss import Loss
-from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols.operation import Settings
 
@@ -31,19 +30,12 @@ class UpdateCall:
         return None if own is None else ("prompt_ids", "response_ids", *own, *self.also_reads)
 
     def check(self, settings: Settings, call: Settings) -> None:
-        """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and more
-        mini-batches than rows (each is an optimizer step)."""
+        """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option."""
         if settings["optim"] is None:
             worker = f"{self.role.capitalize()}Worker"
             raise ConfigError(f"this {self.role} has no optimizer: give {worker}.on(..., optim=hf.Adam(lr=...)).")
         _check_spelling(call, _OWN)
         _check_positive(call, "minibatches", "epochs")
-        batch, minibatches = call["batch"], call["minibatches"]
-        if isinstance(batch, BatchRef) and 0 < batch.rows < minibatches:
-            raise ConfigError(
-                f"minibatches={minibatches} for a batch of {batch.rows} rows: every mini-batch is an optimizer step "
-                f"and needs a row. Use minibatches of at most {batch.rows}, or a larger batch."
-            )
         _ = self._loss(call)
 
     def _loss(self, call: Settings) -> Loss:
