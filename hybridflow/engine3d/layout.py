@@ -8,10 +8,15 @@ safetensors each have one adapter that yields a layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from hybridflow.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Label = TypeVar("Label")
 
@@ -120,23 +125,68 @@ def _insert(atoms: list[tuple[Box, list[Label]]], box: Box, labels: list[Label])
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`box` stored at `storage[offset : offset + box.shape]` of a rank's own parameter named `storage`."""
+    """`box` stored at `storage[offset : offset + box.shape]` of a rank's own tensor named `storage`.
+
+    With `strides` the tensor is flat (one dimension) and element `box.start + i` lies at
+    `offset[0] + sum(i * strides)`: part of a flattened parameter, as distributed optimizers keep it.
+    """
 
     box: Box
     storage: str
     offset: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
 
     def index(self, part: Box | None = None) -> tuple[slice, ...]:
-        """Slices into the storage for `part` of this region's box (the whole box when omitted)."""
+        """Slices into the storage for `part` of this region's box (the whole box when omitted); not of a flat one."""
         part = part or self.box
         starts = [o + p - b for o, p, b in zip(self.offset, part.start, self.box.start, strict=True)]
         return tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))
 
+    def view(self, tensor: Tensor, part: Box | None = None) -> Tensor:
+        """The elements of `part` [part.shape] in the storage's tensor, sharing its memory.
+
+        Errors: LayoutError when the tensor is too small for them.
+        """
+        part = part or self.box
+        if self.strides is None:
+            index = self.index(part)
+            if tensor.dim() == len(index) and all(s.stop <= n for s, n in zip(index, tensor.shape, strict=True)):
+                return tensor[index]
+            raise self._misfit(part, tensor)
+        steps = [(p - b) * s for p, b, s in zip(part.start, self.box.start, self.strides, strict=True)]
+        first = self.offset[0] + sum(steps)
+        last = first + sum((n - 1) * s for n, s in zip(part.shape, self.strides, strict=True))
+        if tensor.dim() != 1 or last >= len(tensor) or tensor.stride(0) != 1:
+            raise self._misfit(part, tensor)
+        return tensor.as_strided(part.shape, self.strides, tensor.storage_offset() + first)
+
+    def _misfit(self, part: Box, tensor: Tensor) -> LayoutError:
+        at = f"offset {self.offset}" if self.strides is None else f"offset {self.offset}, strides {self.strides}"
+        return LayoutError(
+            f"the layout puts {part} at {at} of {self.storage!r}, which has shape {tuple(tensor.shape)} and cannot "
+            "hold it. The layout and the storage do not belong together."
+        )
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank holds which boxes. `regions(rank)` is computed on demand, so thousands of ranks cost nothing."""
+    """Which rank holds which boxes. `regions(rank)` is computed on demand, so thousands of ranks cost nothing.
+
+    Ranks of equal `part(rank)` hold equal regions, so planners ask one of them only (None: every rank differs).
+    """
 
     tensors: Mapping[str, tuple[int, ...]]
     ranks: int
     regions: Callable[[int], Sequence[Region]]
+    part: Callable[[int], Hashable] | None = None
+
+    def placed(self, members: Sequence[int], ranks: int) -> Layout:
+        """This layout in a larger group of `ranks` ranks: its rank i is `members[i]`, the others hold nothing."""
+        at = {member: i for i, member in enumerate(members)}
+        part = self.part or (lambda rank: rank)
+        return Layout(
+            self.tensors,
+            ranks,
+            lambda rank: self.regions(at[rank]) if rank in at else (),
+            lambda rank: (part(at[rank]),) if rank in at else None,
+        )

@@ -1,0 +1,92 @@
+"""Residency: which of a rank's named tensors have memory behind them.
+
+Tensors stay where they are known - parameters of a module, views of them, plans bound to them - while the storage
+behind them is given back and taken again. Works alike on the host and on CUDA, where the caching allocator gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Residency:
+    """The memory of `tensors`. Names that share one storage (fused or tied weights, flat buffers) free it together.
+
+    `kept` names are never released: their storage belongs to somebody else as well.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], kept: Collection[str] = ()) -> None:
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._names: dict[int, set[str]] = {}  # of each storage, by its address as an object
+        self._sizes: dict[int, int] = {}
+        self._held: dict[int, set[str]] = {}  # the names of a storage that are not released
+        self._host: dict[int, Tensor] = {}  # offloaded bytes
+        kept_storages = {tensors[name].untyped_storage()._cdata for name in kept if name in tensors}
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in kept_storages or not storage.resizable():
+                continue
+            self._storages[name] = storage
+            self._names.setdefault(key, set()).add(name)
+            self._sizes[key] = storage.nbytes()
+        self._held = {key: set(names) for key, names in self._names.items()}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of everything that can be released."""
+        return sum(self._sizes.values())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that have memory now."""
+        return sum(size for key, size in self._sizes.items() if self._held[key])
+
+    def resident(self, name: str) -> bool:
+        """Whether `name` has memory; true for names that are kept."""
+        storage = self._storages.get(name)
+        return storage is None or bool(self._held[storage._cdata])
+
+    def release(self, names: Iterable[str] | None = None) -> None:
+        """Free the memory of `names` (default: all), a shared storage with its last name; what they held is lost.
+
+        Views that exist stay valid for when the memory is back; new ones cannot be made of a tensor without memory.
+        """
+        for storage, key, name in self._found(names):
+            held = self._held[key]
+            if name in held:
+                held.discard(name)
+                if not held:
+                    storage.resize_(0)
+
+    def acquire(self, names: Iterable[str] | None = None) -> None:
+        """Give `names` (default: all) memory of undefined content, or what `offload` kept."""
+        for storage, key, name in self._found(names):
+            if not self._held[key]:
+                storage.resize_(self._sizes[key])
+                if (host := self._host.pop(key, None)) is not None:
+                    _bytes(storage).copy_(host)
+            self._held[key].add(name)
+
+    def offload(self, names: Iterable[str] | None = None) -> None:
+        """Release `names` after copying them to host memory (pinned where there is CUDA); `acquire` brings them back.
+
+        A storage that other names still hold stays.
+        """
+        for storage, key, name in self._found(names):
+            if self._held[key] == {name}:
+                cuda = storage.device.type == "cuda"
+                host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=cuda)
+                self._host[key] = host.copy_(_bytes(storage))
+            self.release((name,))
+
+    def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
+        wanted = self._storages if names is None else [name for name in names if name in self._storages]
+        return [(self._storages[name], self._storages[name]._cdata, name) for name in wanted]
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
