@@ -11,45 +11,20 @@ import torch.distributed as dist
 
 from hybridflow.algorithms.loss import policy_loss
 from hybridflow.algorithms.pretrain import negative_log_likelihood
-from hybridflow.algorithms.typed_columns import response_mask, row_column, token_column
+from hybridflow.algorithms.typed_columns import response_mask
 from hybridflow.batch import Batch
-from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
-from hybridflow.config import VLLM, Megatron, Optimizer, Sampling, TrainStrategy
-from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine
-from hybridflow.engines.contract import Completion, GenerateEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
-from hybridflow.errors import ConfigError, PlacementError, PromptError
-from hybridflow.protocols import THREE_D_ALL_MICRO_DP, THREE_D_PROTO, register
-from hybridflow.protocols.operation import Settings
-from hybridflow.ragged import Ragged
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.topology import RankGrid
+from hybridflow.workers.generation import Generation, generates
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update import UpdateCall
 
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
-_GENERATED = ("prompt_ids", "response_ids", "log_probs", "response_mask", "num_tokens", "finished", "temperature")
-
-
-def _sampling(settings: Settings, call: Settings) -> Sampling:
-    if settings["generate"] is None:
-        raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
-    return settings["generate"].sampling(**{name: value for name, value in call.items() if name != "batch"})
-
-
-def _check_generate(settings: Settings, call: Settings) -> None:
-    _ = _sampling(settings, call)
-    batch = call["batch"]
-    texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
-    if texts and not has_tokenizer(settings["model"]):
-        raise PromptError(
-            f"prompts are text and {settings['model']} has no tokenizer. Give prompt_ids, or add a tokenizer."
-        )
-
-
-def _generate_writes(settings: Settings, call: Settings) -> tuple[str, ...]:
-    return (*_GENERATED, "response") if has_tokenizer(settings["model"]) else _GENERATED
 
 
 class ActorWorker(ModelWorker):
@@ -99,25 +74,17 @@ class ActorWorker(ModelWorker):
         generate: VLLM | None = None,
     ) -> None:
         self._build(model, train, optim)
-        self.tokenizer = load_tokenizer(self.checkpoint) if has_tokenizer(self.checkpoint) else None
-        self.generate = generate
-        self.generator: GenerateEngine | None = None
+        self.generation: Generation | None = None
         if generate is not None:
             from hybridflow.engines.vllm.engine import VLLMEngine
 
             context = self.context
-            self.generator = VLLMEngine(context, generate, context.grid.generation(), self.spec, self.checkpoint)
+            generator = VLLMEngine(context, generate, context.grid.generation(), self.spec, self.checkpoint)
             group = context.groups.everyone() if context.grid.size > 1 else None
-            self.hybrid = HybridEngine(self.engine, self.generator, group, context.rank)
+            self.hybrid = HybridEngine(self.engine, generator, group, context.rank)
+            self.generation = Generation(generator, generate, self.checkpoint)
 
-    @register(
-        THREE_D_ALL_MICRO_DP,
-        reads=("prompt_ids|prompt", "row_id?"),
-        writes=_generate_writes,
-        repeat=lambda settings, call: _sampling(settings, call).n,
-        carries=True,
-        check=_check_generate,
-    )
+    @generates
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
         """`n` responses per prompt; the input's columns come back with them, each row n times.
 
@@ -129,41 +96,11 @@ class ActorWorker(ModelWorker):
 
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
-        assert self.generate is not None
-        assert self.generator is not None
-        chosen = self.generate.sampling(**sampling)
+        assert self.generation is not None  # checked on the driver
         with self.context.stage("transition"):
             self.hybrid.to_generation()
-        prompts = self._prompt_ids(batch)
-        rows = row_column(batch, "row_id").tolist() if "row_id" in batch else None
-        seeds = None
-        if chosen.seed is not None and rows is not None:
-            seeds = [chosen.seed * 1_000_003 + row for row in rows]
         with self.context.stage("generation"):
-            drawn = self.generator.generate(prompts, chosen, seeds, rows)
-        return self._responses(prompts, drawn, chosen)
-
-    def _prompt_ids(self, batch: Batch) -> list[list[int]]:
-        if "prompt_ids" in batch:
-            return token_column(batch, "prompt_ids").tolist()
-        assert self.tokenizer is not None  # checked on the driver
-        return self.tokenizer.encode(batch["prompt"])
-
-    def _responses(self, prompts: list[list[int]], drawn: Sequence[list[Completion]], sampling: Sampling) -> Batch:
-        rows = [(prompt, one) for prompt, several in zip(prompts, drawn, strict=True) for one in several]
-        response_ids = Ragged.from_rows([one.token_ids for _, one in rows], torch.int64)
-        columns: dict[str, Any] = {
-            "prompt_ids": Ragged.from_rows([prompt for prompt, _ in rows], torch.int64),
-            "response_ids": response_ids,
-            "log_probs": Ragged.from_rows([one.log_probs for _, one in rows], torch.float32),
-            "response_mask": response_ids.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
-            "num_tokens": torch.tensor([len(prompt) + len(one.token_ids) for prompt, one in rows], dtype=torch.int64),
-            "finished": torch.tensor([one.finished for _, one in rows], dtype=torch.bool),
-            "temperature": torch.full((len(rows),), 1.0 if sampling.greedy else sampling.temperature),
-        }
-        if self.tokenizer is not None:
-            columns["response"] = self.tokenizer.decode([one.token_ids for _, one in rows])
-        return Batch(columns)
+            return self.generation.responses(batch, **sampling)
 
     @register(
         THREE_D_PROTO,
@@ -200,11 +137,11 @@ class ActorWorker(ModelWorker):
 
         A mini-batch is the same range of the batch's rows whatever the data parallel size is.
         """
-        if self.generator is not None:
+        if self.generation is not None:
             self.hybrid.trained()  # first: an update that fails half-way has changed the weights too
         return self._update("update_actor", batch, policy_loss(loss, **options), epochs)
 
     def close(self) -> None:
-        if (generator := getattr(self, "generator", None)) is not None:
-            generator.close()
+        if (generation := getattr(self, "generation", None)) is not None:
+            generation.engine.close()
         super().close()
