@@ -6,9 +6,9 @@ A `TrainEngine` holds one rank's part of one model. Its inputs are the rows of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from hybridflow.algorithms.totals import LossFunction
 from hybridflow.algorithms.totals import Totals as Totals
 from hybridflow.config import Sampling
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.residency import Residency
 from hybridflow.ragged import Ragged
 from hybridflow.topology import GenerationGrid, RankGrid
 
@@ -23,12 +24,23 @@ if TYPE_CHECKING:
     from hybridflow.batch import Batch
 
 Output = Literal["log_probs", "entropy", "values"]
+Held = Literal["parameters", "optimizer", "gradients"]
+"""What a train engine keeps in device memory and can move to host memory."""
+
+
+class Unset:
+    """In the place of a checkpoint: weights are neither read nor drawn, because they will be written from outside."""
+
+
+UNSET = Unset()
 
 
 class TrainEngine(Protocol):
     """One rank of a sharded model that computes and trains."""
 
     grid: RankGrid
+    restorable: bool  # the optimizer has float32 main parameters apart from the parameters, which `restore` reads
+    step_result: dict[str, float]  # what `step` returned last, set when `step_parts` is exhausted
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Raise what can be said against these rows without any collective, so that ranks can agree to go on.
@@ -62,12 +74,79 @@ class TrainEngine(Protocol):
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`."""
         ...
 
+    def step_groups(self) -> Sequence[frozenset[str]]:
+        """Canonical tensors that each part of a step updates, disjoint, all of them, the same on every rank.
+
+        Every pipeline stage steps its k-th decoder layer in the same part, so that all stages are busy in all parts.
+        """
+        ...
+
+    def step_parts(self) -> Iterator[int]:
+        """An optimizer step part by part, bitwise equal to `step` (PUZZLE, section 5.2).
+
+        The gradient norm of all ranks and clipping come first. k is yielded when the parameters of `step_groups()[k]`
+        are final on this rank, gathered from its data parallel ranks; every rank must go on at the same pace. A
+        skipped step yields every part too. When exhausted, gradients are zero and `step_result` is set; an iterator
+        that is dropped half-way leaves the step unfinished.
+        """
+        ...
+
     def layout(self) -> Layout:
         """Boxes of every rank of the group."""
         ...
 
     def storage(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by the names that `layout().regions(rank)` uses."""
+        """This rank's parameters by the names that `layout().regions(rank)` uses; the same tensors on every call."""
+        ...
+
+    def memory(self) -> Residency:
+        """The memory behind `storage()`, at least every decoder layer on its own; made once.
+
+        While names are released the engine does not compute. What `acquire` leaves undefined is every element that
+        has a box in `layout()`; all others (padding) are as the engine needs them.
+        """
+        ...
+
+    def weights_loaded(self) -> None:
+        """Parameters were written from outside: refresh the optimizer's main parameters from them."""
+        ...
+
+    def restore(self) -> None:
+        """Parameters := main parameters, all of them resident again. Collective over the data parallel ranks.
+
+        Errors: ConfigError when the engine is not `restorable`.
+        """
+        ...
+
+    def optimizer_layout(self) -> Layout | None:
+        """Boxes of the canonical tensors in every rank's optimizer state, the same for each kind; None without one."""
+        ...
+
+    def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
+        """Kind -> this rank's float32 state by the names of `optimizer_layout().regions(rank)`.
+
+        Kinds are "main" (main parameters; without separate ones, views of the parameters), and "exp_avg",
+        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum. State that does not exist yet is made, zero.
+        """
+        ...
+
+    def optimizer_counters(self) -> dict[str, Any]:
+        """What of the optimizer's state is one number: steps made, loss scale; equal on all ranks."""
+        ...
+
+    def optimizer_moved(self, counters: Mapping[str, Any]) -> None:
+        """`optimizer_storage()` was written from outside: take the counters, and the parameters from `main`.
+
+        Collective over the data parallel ranks.
+        """
+        ...
+
+    def offload(self, what: Collection[Held]) -> None:
+        """Move these to host memory. The engine does not compute until they are back."""
+        ...
+
+    def reload(self, what: Collection[Held]) -> None:
+        """Bring back what was moved to host memory; what was not is left alone."""
         ...
 
 

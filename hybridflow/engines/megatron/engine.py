@@ -25,6 +25,7 @@ from hybridflow import config
 from hybridflow.algorithms.typed_columns import response_mask, token_column
 from hybridflow.batch import Batch
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import LossFunction, Output
 from hybridflow.engines.megatron import device as devices
@@ -83,6 +84,8 @@ class MegatronEngine:
         if self._optimizer and self._dtype == torch.float16:
             self._config.grad_scale_func = self._optimizer.scale_loss
         self._pending = False  # gradients that are not yet added up over ranks
+        self._storage = {name: parameter.detach() for name, parameter in self._gpt.named_parameters()}
+        self._memory = Residency(self._storage)
         if checkpoint is None:
             initialise(self._layout, context.rank, self.storage())
         else:
@@ -281,7 +284,16 @@ class MegatronEngine:
 
     def storage(self) -> Mapping[str, Tensor]:
         """The parameters themselves: writing into them changes the model; then call `weights_loaded`."""
-        return {name: parameter.detach() for name, parameter in self._gpt.named_parameters()}
+        return self._storage
+
+    def memory(self) -> Residency:
+        """The memory behind `storage()`."""
+        return self._memory
+
+    @property
+    def restorable(self) -> bool:
+        """Whether float32 main parameters exist apart from the parameters."""
+        return self._optimizer is not None and self._dtype != torch.float32
 
     def weights_loaded(self) -> None:
         """Parameters were written from outside: refresh the optimizer's float32 copies of them."""
