@@ -14,7 +14,7 @@ from hybridflow.errors import PlacementError, nearest
 
 Axis = Literal["p", "t", "d"]
 GenerationAxis = Literal["p", "t", "micro", "d"]
-GroupingRule = Literal["hybridflow", "vanilla"]
+GroupingRule = Literal["hybridflow", "vanilla", "general"]
 
 
 class Coords(NamedTuple):
@@ -26,7 +26,10 @@ class Coords(NamedTuple):
 
 
 class GenerationCoords(NamedTuple):
-    """Position of a rank in the generation grid: `micro` in 0..d_g-1 within training replica `d`."""
+    """Position of a rank in the generation grid: `micro` in 0..d_g-1 within training replica `d`.
+
+    Under the general rule generation replicas do not lie within training replicas: `d` is 0 and `micro` counts them.
+    """
 
     p: int
     t: int
@@ -38,8 +41,9 @@ class GenerationCoords(NamedTuple):
 class RankGrid:
     """The ranks of one group: pipeline, tensor and data parallel *sizes* p, t, d.
 
-    An actor's grid also knows the sizes `p_g`, `t_g` of its generation groups (those of training when it has none).
-    Errors: PlacementError when a size is below one, or when t_g does not divide t or p_g does not divide p.
+    An actor's grid also knows the sizes `p_g`, `t_g` of its generation groups (those of training when it has none)
+    and the `rule` that forms them (None: see `generation`).
+    Errors: PlacementError when a size is below one, and those of `GenerationGrid`.
     """
 
     p: int = 1
@@ -47,12 +51,13 @@ class RankGrid:
     d: int = 1
     p_g: int | None = None
     t_g: int | None = None
+    rule: GroupingRule | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("p", self.p), ("t", self.t), ("d", self.d)):
             if type(size) is not int or size < 1:
                 raise PlacementError(f"parallel size {name}={size!r} must be a whole number of at least 1.")
-        if self.p_g is not None or self.t_g is not None:
+        if (self.p_g, self.t_g, self.rule) != (None, None, None):
             self.generation()
 
     @property
@@ -87,11 +92,17 @@ class RankGrid:
         return [self.group(rank, *axes) for rank in self.ranks(**first)]
 
     def generation(
-        self, p: int | None = None, t: int | None = None, rule: GroupingRule = "hybridflow"
+        self, p: int | None = None, t: int | None = None, rule: GroupingRule | None = None
     ) -> GenerationGrid:
-        """The generation grid over the same ranks (paper, section 5.3 and figure 8); sizes default to p_g, t_g."""
-        p_g, t_g = (given if given is not None else own for given, own in ((p, self.p_g), (t, self.t_g)))
-        return GenerationGrid(self, self.p if p_g is None else p_g, self.t if t_g is None else t_g, rule)
+        """The generation grid over the same ranks (paper, section 5.3 and figure 8); sizes default to p_g, t_g.
+
+        Without a rule, here or in the grid, it is the paper's where t_g divides t and p_g divides p, and the general
+        one otherwise.
+        """
+        p = p if p is not None else self.p_g if self.p_g is not None else self.p
+        t = t if t is not None else self.t_g if self.t_g is not None else self.t
+        divide = all(type(n) is int and n > 0 and whole % n == 0 for n, whole in ((p, self.p), (t, self.t)))
+        return GenerationGrid(self, p, t, rule or self.rule or ("hybridflow" if divide else "general"))
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -104,9 +115,14 @@ class GenerationGrid:
 
     With `rule="hybridflow"` generation TP and PP groups take ranks at intervals of t/t_g and p/p_g and micro data
     parallel groups are neighbouring ranks, so each device's generation shard contains its training shard. With
-    `rule="vanilla"` ranks are simply counted through in the training order with the smaller sizes.
+    `rule="vanilla"` ranks of a training replica are simply counted through with the smaller sizes.
 
-    Errors: PlacementError when t_g does not divide t or p_g does not divide p, or for an unknown rule.
+    `rule="general"` takes any sizes: the ranks of the whole group are counted through, so a generation replica may be
+    larger than a training replica or lie across two of them, and a device's generation shard need not contain what it
+    trains.
+
+    Errors: PlacementError for an unknown rule, and for sizes that it cannot group: t_g has to divide t and p_g to
+    divide p, or (general) p_g*t_g the number of ranks.
     """
 
     train: RankGrid
@@ -115,24 +131,43 @@ class GenerationGrid:
     rule: GroupingRule = "hybridflow"
 
     def __post_init__(self) -> None:
-        for name, size, whole in (("p_g", self.p, self.train.p), ("t_g", self.t, self.train.t)):
-            if type(size) is not int or size < 1 or whole % size:
-                raise PlacementError(
-                    f"generation size {name}={size!r} must divide the training size {name[0]}={whole}. "
-                    f"Use one of {[n for n in range(1, whole + 1) if whole % n == 0]}."
-                )
         if self.rule not in (rules := get_args(GroupingRule)):
             raise PlacementError(f"grouping rule {self.rule!r} is unknown.{nearest(str(self.rule), rules)}")
+        for name, size in (("p_g", self.p), ("t_g", self.t)):
+            if type(size) is not int or size < 1:
+                raise PlacementError(f"generation size {name}={size!r} must be a whole number of at least 1.")
+        if self.rule == "general":
+            self._check_general()
+            return
+        for name, size, whole in (("p_g", self.p, self.train.p), ("t_g", self.t, self.train.t)):
+            if whole % size:
+                raise PlacementError(
+                    f"generation size {name}={size} must divide the training size {name[0]}={whole} under the "
+                    f"{self.rule} rule. Use one of {_divisors(whole)}, or the general rule."
+                )
+
+    def _check_general(self) -> None:
+        ranks = self.train.size
+        if ranks % (self.p * self.t):
+            raise PlacementError(
+                f"generation sizes p_g={self.p}, t_g={self.t} make replicas of {self.p * self.t} ranks, and the group "
+                f"has p*t*d = {ranks}, which does not divide by that. Use p_g*t_g in {_divisors(ranks)}."
+            )
+
+    @property
+    def d(self) -> int:
+        """Parts of the group that hold generation replicas of their own: the training replicas (1: general rule)."""
+        return 1 if self.rule == "general" else self.train.d
 
     @property
     def micro(self) -> int:
-        """d_g = p*t / (p_g*t_g): generation replicas within one training replica."""
-        return self.train.p * self.train.t // (self.p * self.t)
+        """d_g = p*t / (p_g*t_g): generation replicas within one training replica (general rule: within the group)."""
+        return self.train.size // self.d // (self.p * self.t)
 
     @property
     def replicas(self) -> int:
         """All generation replicas, d * d_g."""
-        return self.micro * self.train.d
+        return self.micro * self.d
 
     @property
     def size(self) -> int:
@@ -140,10 +175,11 @@ class GenerationGrid:
 
     def coords(self, rank: int) -> GenerationCoords:
         at = self.train.coords(rank)
-        if self.rule == "vanilla":
-            rest, t_i = divmod(at.p * self.train.t + at.t, self.t)
+        if self.rule != "hybridflow":
+            d_i, within = divmod(rank, self.size // self.d)
+            rest, t_i = divmod(within, self.t)
             micro, p_i = divmod(rest, self.p)
-            return GenerationCoords(p_i, t_i, micro, at.d)
+            return GenerationCoords(p_i, t_i, micro, d_i)
         every_p, every_t = self.train.p // self.p, self.train.t // self.t
         micro = (at.p % every_p) * every_t + at.t % every_t
         return GenerationCoords(at.p // every_p, at.t // every_t, micro, at.d)
@@ -155,12 +191,10 @@ class GenerationGrid:
 
     def rank(self, p: int = 0, t: int = 0, micro: int = 0, d: int = 0) -> int:
         """The rank at these generation coordinates."""
-        if self.rule == "vanilla":
-            train_p, train_t = divmod((micro * self.p + p) * self.t + t, self.train.t)
-        else:
-            every_p, every_t = self.train.p // self.p, self.train.t // self.t
-            train_p, train_t = p * every_p + micro // every_t, t * every_t + micro % every_t
-        return self.train.rank(train_p, train_t, d)
+        if self.rule != "hybridflow":
+            return ((d * self.micro + micro) * self.p + p) * self.t + t
+        every_p, every_t = self.train.p // self.p, self.train.t // self.t
+        return self.train.rank(p * every_p + micro // every_t, t * every_t + micro % every_t, d)
 
     def group(self, rank: int, *axes: GenerationAxis) -> list[int]:
         """Ranks whose generation coordinates differ from `rank`'s only along `axes`, in (d, micro, p, t) order."""
@@ -169,11 +203,15 @@ class GenerationGrid:
         return [self.rank(p, t, micro, d) for d, micro, p, t in itertools.product(*span.values())]
 
     def groups(self, *axes: GenerationAxis) -> list[list[int]]:
-        """All groups along `axes`, ordered by their smallest rank."""
+        """All groups along `axes`, ordered by their smallest rank; `groups("micro")` are micro data parallel groups."""
         span = [(0,) if axis in axes else range(size) for axis, size in self._sizes().items()]
         firsts = [self.rank(p, t, micro, d) for d, micro, p, t in itertools.product(*span)]
         return sorted((self.group(rank, *axes) for rank in firsts), key=min)
 
     def _sizes(self) -> dict[GenerationAxis, int]:
         """Axes from slowest to fastest, as rows are handed out."""
-        return {"d": self.train.d, "micro": self.micro, "p": self.p, "t": self.t}
+        return {"d": self.d, "micro": self.micro, "p": self.p, "t": self.t}
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from fractions import Fraction
 
@@ -10,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import PlacementError
+from hybridflow.protocols import THREE_D_ALL_MICRO_DP
+from hybridflow.rows import even_bounds
 from hybridflow.topology import GenerationGrid, RankGrid
 
 axes = st.lists(st.sampled_from(["p", "t", "d"]), unique=True, max_size=3)
@@ -24,12 +27,28 @@ def grids(draw):
     return grid
 
 
+class Rows(list):
+    """Rows that can be split and joined, as a protocol asks."""
+
+    def split(self, parts):
+        return [Rows(self[a:b]) for a, b in itertools.pairwise(even_bounds(len(self), parts))]
+
+    @staticmethod
+    def concat(parts):
+        return Rows(row for part in parts for row in part)
+
+
+def divisors(number):
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 @st.composite
 def generation_grids(draw, rule=None):
-    train = draw(grids())
-    p = draw(st.sampled_from([n for n in range(1, train.p + 1) if train.p % n == 0]))
-    t = draw(st.sampled_from([n for n in range(1, train.t + 1) if train.t % n == 0]))
-    return train.generation(p, t, rule or draw(st.sampled_from(["hybridflow", "vanilla"])))
+    """Any rule; under the general one sizes have nothing to do with those of training."""
+    train, rule = draw(grids()), rule or draw(st.sampled_from(["hybridflow", "vanilla", "general"]))
+    p = draw(st.sampled_from(divisors(train.size if rule == "general" else train.p)))
+    t = draw(st.sampled_from(divisors(train.size // p if rule == "general" else train.t)))
+    return train.generation(p, t, rule)
 
 
 def from_one(groups):
@@ -103,7 +122,7 @@ def test_coordinates_and_ranks_are_inverse(grid):
 @settings(deadline=None)
 @given(generation_grids(), generation_axes)
 def test_generation_groups_partition_all_ranks(grid, along):
-    sizes = {"p": grid.p, "t": grid.t, "micro": grid.micro, "d": grid.train.d}
+    sizes = {"p": grid.p, "t": grid.t, "micro": grid.micro, "d": grid.d}
     groups = grid.groups(*along)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
     assert [min(group) for group in groups] == sorted(min(group) for group in groups)
@@ -125,9 +144,43 @@ def test_generation_coordinates_and_ranks_are_inverse(grid):
         at = grid.coords(rank)
         assert grid.rank(at.p, at.t, at.micro, at.d) == rank
         assert 0 <= grid.replica(rank) < grid.replicas
-        assert grid.train.coords(rank).d == at.d
+        assert grid.rule == "general" or grid.train.coords(rank).d == at.d
         seen.add((grid.replica(rank), at.p, at.t))
     assert len(seen) == grid.size
+
+
+@settings(deadline=None)
+@given(generation_grids())
+def test_replicas_partition_all_ranks_and_take_rows_in_order(grid):
+    members = {}
+    for rank in range(grid.size):
+        members.setdefault(grid.replica(rank), []).append(rank)
+    assert sorted(members) == list(range(grid.replicas))
+    assert {len(ranks) for ranks in members.values()} == {grid.p * grid.t}
+    for replica in (0, grid.replicas - 1):
+        first = min(members[replica])
+        assert grid.group(first, "p", "t") == sorted(members[replica], key=lambda rank: grid.coords(rank)[:2])
+    assert sorted(map(sorted, grid.groups("p", "t"))) == sorted(members.values())
+
+
+@settings(deadline=None)
+@given(generation_grids(rule="general"))
+def test_general_replicas_are_neighbours(grid):
+    """Ranks are counted through, whatever training replicas they belong to."""
+    replica = grid.p * grid.t
+    assert [grid.group(first, "p", "t") for first in range(0, grid.size, replica)] == [
+        list(range(first, first + replica)) for first in range(0, grid.size, replica)
+    ]
+    assert (grid.d, grid.micro) == (1, grid.replicas)
+
+
+@settings(deadline=None)
+@given(grids(), st.data())
+def test_the_rule_follows_from_the_sizes(train, data):
+    p = data.draw(st.sampled_from(divisors(train.size)))
+    t = data.draw(st.sampled_from(divisors(train.size // p)))
+    grid = train.generation(p, t)
+    assert grid.rule == ("hybridflow" if train.p % p == 0 and train.t % t == 0 else "general")
 
 
 @settings(deadline=None)
@@ -189,17 +242,36 @@ def test_bad_training_sizes(sizes):
 
 
 @pytest.mark.parametrize(
-    ("p", "t", "message"),
+    ("p", "t", "rule", "message"),
     [
-        (1, 3, r"t_g=3 must divide the training size t=4. Use one of \[1, 2, 4\]"),
-        (4, 1, r"p_g=4 must divide the training size p=2. Use one of \[1, 2\]"),
-        (0, 1, "p_g=0"),
-        (1, 2.0, "t_g=2.0"),
+        (1, 3, "vanilla", r"t_g=3 must divide .* t=4 under the vanilla rule. Use one of \[1, 2, 4\], or the general"),
+        (4, 1, "hybridflow", r"p_g=4 must divide .* p=2 under the hybridflow rule. Use one of \[1, 2\]"),
+        (1, 3, None, r"p_g=1, t_g=3 make replicas of 3 ranks.* 8, .*Use p_g\*t_g in \[1, 2, 4, 8\]"),
+        (4, 4, None, "replicas of 16 ranks"),
+        (0, 1, None, "p_g=0"),
+        (1, 2.0, None, "t_g=2.0"),
+        (1, 2.0, "general", "t_g=2.0"),
     ],
 )
-def test_bad_generation_sizes(p, t, message):
+def test_bad_generation_sizes(p, t, rule, message):
     with pytest.raises(PlacementError, match=message):
-        RankGrid(p=2, t=4).generation(p, t)
+        RankGrid(p=2, t=4).generation(p, t, rule)
+
+
+@pytest.mark.parametrize(
+    ("train", "p", "t", "tensor", "micro"),
+    [
+        ((1, 1, 4), 1, 4, [{1, 2, 3, 4}], [{1}, {2}, {3}, {4}]),  # one replica over four training replicas
+        ((1, 2, 3), 1, 3, [{1, 2, 3}, {4, 5, 6}], [{1, 4}, {2, 5}, {3, 6}]),  # replicas that cut one in two
+        ((2, 2, 2), 1, 4, [{1, 2, 3, 4}, {5, 6, 7, 8}], [{1, 5}, {2, 6}, {3, 7}, {4, 8}]),
+        ((1, 4, 2), 4, 2, [{1, 2}, {3, 4}, {5, 6}, {7, 8}], [{n} for n in range(1, 9)]),
+    ],
+)
+def test_sizes_that_do_not_divide(train, p, t, tensor, micro):
+    grid = RankGrid(*train).generation(p, t)
+    assert grid.rule == "general"
+    assert from_one(grid.groups("t")) == tensor
+    assert from_one(grid.groups("micro")) == micro
 
 
 def test_the_grid_of_an_actor_knows_its_generation_sizes():
@@ -207,9 +279,28 @@ def test_the_grid_of_an_actor_knows_its_generation_sizes():
     assert (grid.generation().p, grid.generation().t) == (2, 2)
     assert (grid.generation(p=1, t=1).p, grid.generation(p=1, t=1).t) == (1, 1)
     assert (RankGrid(p=2, t=4).generation().p, RankGrid(p=2, t=4).generation().t) == (2, 4)
-    for wrong in ({"t_g": 3}, {"t_g": 0}, {"p_g": 4}):
-        with pytest.raises(PlacementError, match="must divide"):
+    larger = RankGrid(p=2, t=4, p_g=4, t_g=2)
+    assert larger.generation() == GenerationGrid(larger, 4, 2, "general")
+    for wrong in ({"t_g": 3}, {"t_g": 0}, {"p_g": 3}, {"t_g": 8, "rule": "hybridflow"}, {"rule": "paper"}):
+        with pytest.raises(PlacementError, match=r"must|divide|unknown"):
             RankGrid(p=2, t=4, **wrong)
+
+
+@settings(deadline=None)
+@given(generation_grids(), st.integers(0, 200))
+def test_rows_are_handed_to_replicas_in_order_and_joined(grid, count):
+    """What the protocol of generation does with an actor's grid, under every rule."""
+    actor = RankGrid(grid.train.p, grid.train.t, grid.train.d, grid.p, grid.t, grid.rule)
+    parts = THREE_D_ALL_MICRO_DP.split(actor, Rows(range(count)))
+    for rank in range(grid.size):
+        assert parts[rank] == parts[grid.group(rank, "p", "t")[0]]
+    assert [*THREE_D_ALL_MICRO_DP.collect(actor, parts)] == list(range(count))
+
+
+def test_the_grid_of_an_actor_knows_its_rule():
+    grid = RankGrid(t=4, t_g=2, rule="vanilla")
+    assert from_one(grid.generation().groups("t")) == [{1, 2}, {3, 4}]
+    assert from_one(grid.generation(rule="hybridflow").groups("t")) == [{1, 3}, {2, 4}]
 
 
 def test_bad_rule_and_rank():
