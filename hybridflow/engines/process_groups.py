@@ -77,7 +77,8 @@ class ProcessGroups:
 class RankContext:
     """Who a worker is: its role, its rank in the group's grid, its device and its process groups.
 
-    `method` is the operation that runs, for messages.
+    `method` is the operation that runs, for messages. With `unset` the weights will be written from outside: engines
+    neither read nor draw any.
     """
 
     role: str
@@ -87,6 +88,7 @@ class RankContext:
     groups: ProcessGroups
     stages: list[tuple[str, float, float]] = field(default_factory=list)
     method: str = ""
+    unset: bool = False
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -31,6 +31,7 @@ class ActorWorker(ModelWorker):
     """One rank of a policy: a training engine, and a generation engine in the same process that shares its weights."""
 
     role = "actor"
+    generation: Generation | None = None
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
@@ -74,15 +75,30 @@ class ActorWorker(ModelWorker):
         generate: VLLM | None = None,
     ) -> None:
         self._build(model, train, optim)
-        self.generation: Generation | None = None
-        if generate is not None:
-            from hybridflow.engines.vllm.engine import VLLMEngine
+        self.strategy = generate
+        if not self.context.unset:
+            self.open_generation()
 
-            context = self.context
-            generator = VLLMEngine(context, generate, context.grid.generation(), self.spec, self.checkpoint)
-            group = context.groups.everyone() if context.grid.size > 1 else None
-            self.hybrid = HybridEngine(self.engine, generator, group, context.rank)
-            self.generation = Generation(generator, generate, self.checkpoint)
+    def open_generation(self) -> None:
+        if self.strategy is None:
+            return
+        from hybridflow.engines.vllm.engine import VLLMEngine
+
+        context = self.context
+        generator = VLLMEngine(context, self.strategy, context.grid.generation(), self.spec, self.checkpoint)
+        self.generation = Generation(generator, self.strategy, self.checkpoint)
+        group = context.groups.everyone() if context.grid.size > 1 else None
+        self.hybrid = HybridEngine(self.engine, generator, group, context.rank)
+
+    def close_generation(self) -> None:
+        if self.generation is not None:
+            self.generation.engine.close()
+            self.generation = None
+
+    def weights_arrived(self) -> None:
+        super().weights_arrived()
+        if self.generation is not None:
+            self.hybrid.trained()
 
     @generates
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
@@ -142,6 +158,5 @@ class ActorWorker(ModelWorker):
         return self._update("update_actor", batch, policy_loss(loss, **options), epochs)
 
     def close(self) -> None:
-        if (generation := getattr(self, "generation", None)) is not None:
-            generation.engine.close()
+        self.close_generation()
         super().close()

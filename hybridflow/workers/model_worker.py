@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms.loss import Loss
 from hybridflow.algorithms.typed_columns import row_column
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
@@ -57,6 +59,15 @@ def build_engine(
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         return MegatronEngine(context, strategy, spec, checkpoint, optimizer)
+    raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
+
+
+def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> Layout:
+    """Which rank of `grid` holds what of `spec` under this strategy. Errors: ConfigError, ModelError."""
+    if isinstance(strategy, Megatron):
+        from hybridflow.engines.megatron.layout import megatron_layout
+
+        return megatron_layout(spec, grid)
     raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
 
 
@@ -116,6 +127,19 @@ class ModelWorker(Worker):
     @classmethod
     def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
         return ModelSpec.from_checkpoint(settings["model"], cls.head)
+
+    @classmethod
+    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
+        return train_layout(settings["train"], cls.model_spec(settings), grid)
+
+    def weights_storage(self) -> Mapping[str, Tensor]:
+        return self.engine.storage()
+
+    def weights_arrived(self) -> None:
+        self.engine.weights_loaded()
+
+    def optimizing_engine(self) -> TrainEngine | None:
+        return self.engine if self.engine.optimizer_layout() is not None else None
 
     def _build(self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None) -> None:
         self.checkpoint = Path(model)

@@ -6,8 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.protocols import operations
@@ -45,6 +49,33 @@ class Worker:
     @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
         """Check against the groups that live in the same hosts already. Errors: PlacementError."""
+
+    # Weights that move to other ranks (hf.sync_weights, hf.reallocate)
+
+    @classmethod
+    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
+        """The boxes of canonical tensors that each rank holds, from settings alone. Errors: ConfigError without any."""
+        raise ConfigError(f"{cls.__name__} has no weights that could be moved.")
+
+    def weights_storage(self) -> Mapping[str, Tensor]:
+        """This rank's weights by the names of `weights_layout`, resident: the same tensors every time.
+
+        Called on every rank of the group before weights are read or written. Collectives of the group are allowed.
+        """
+        raise ConfigError(f"{type(self).__name__} has no weights that could be moved.")
+
+    def weights_arrived(self) -> None:
+        """All of `weights_storage` was written from outside: whatever was derived from the old weights is stale."""
+
+    def optimizing_engine(self) -> TrainEngine | None:
+        """The engine whose optimizer state belongs to the weights; None where nothing is trained."""
+        return None
+
+    def open_generation(self) -> None:
+        """Build what a process can hold only once. Collective; done by `__init__` unless `context.unset`."""
+
+    def close_generation(self) -> None:
+        """Free what a process can hold only once, so that ranks of a new layout can build theirs beside this one."""
 
 
 def place(
