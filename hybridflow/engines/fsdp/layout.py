@@ -1,0 +1,89 @@
+"""Which boxes of canonical tensors each rank of an FSDP mesh holds. Pure.
+
+Everything that FSDP2, HSDP and DTensor tensor parallelism do to a parameter is a sequence of cuts: one dimension into
+as many chunks as the mesh has ranks along one axis, as `torch.chunk` makes them. Chunks are ceil-divided, so the last
+ones are smaller or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.errors import PlacementError
+from hybridflow.model_spec import ModelSpec
+
+# the dimension that tensor parallelism cuts: outputs of the first linear layer of a pair, inputs of the second
+_TENSOR_PARALLEL = dict.fromkeys(("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
+_TENSOR_PARALLEL |= dict.fromkeys(("o_proj", "down_proj"), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a mesh: of `parts` chunks, rank r takes number `index[r]`."""
+
+    parts: int
+    index: tuple[int, ...]
+
+
+Cut = tuple[Axis, int]  # along this axis of the mesh, this dimension of the tensor
+
+
+def tensor_parallel_dim(tensor: str) -> int | None:
+    """The dimension of a Llama-style decoder's tensor that tensor parallelism cuts; None: every rank holds all."""
+    parts = tensor.split(".")
+    dim = _TENSOR_PARALLEL.get(parts[-2]) if len(parts) > 1 else None
+    return None if dim == 1 and parts[-1] == "bias" else dim
+
+
+def fsdp_layout(
+    model: ModelSpec | Mapping[str, tuple[int, ...]],
+    shard: int,
+    *,
+    replicate: int = 1,
+    tp: int = 1,
+    tp_dim: Callable[[str], int | None] = tensor_parallel_dim,
+) -> Layout:
+    """Layout of `model` (a spec, or canonical names and shapes) over a mesh (replicate, shard, tp), tp fastest.
+
+    `fully_shard` over `shard` ranks chunks dimension 0; `replicate > 1` is HSDP; with `tp > 1` each tensor is first
+    cut along `tp_dim(name)`, and what is left along dimension 0. Storage names are the canonical names. Rank
+    `(r * shard + s) * tp + t` is at (r, s, t); replicas hold equal boxes.
+
+    Errors: PlacementError when a size is below one.
+    """
+    for name, size in (("shard", shard), ("replicate", replicate), ("tp", tp)):
+        if type(size) is not int or size < 1:
+            raise PlacementError(f"FSDP mesh size {name}={size!r} must be a whole number of at least 1.")
+    tensors = dict(model.tensors() if isinstance(model, ModelSpec) else model)
+    ranks = range(replicate * shard * tp)
+    rows, columns = Axis(shard, tuple(r // tp % shard for r in ranks)), Axis(tp, tuple(r % tp for r in ranks))
+    cuts: dict[str, list[Cut]] = {}
+    for name in tensors:
+        dim = tp_dim(name)
+        cuts[name] = [(columns, dim), (rows, 0)] if tp > 1 and dim is not None else [(rows, 0)]
+    return cut_layout(tensors, len(ranks), cuts)
+
+
+def cut_layout(tensors: Mapping[str, tuple[int, ...]], ranks: int, cuts: Mapping[str, Sequence[Cut]]) -> Layout:
+    """The layout in which each rank holds what `cuts`, in this order, leave it of each tensor, as a tensor of its own.
+
+    A tensor that is never cut is held whole by all. Chunks without elements belong to no region.
+    """
+    axes = tuple(dict.fromkeys(axis for several in cuts.values() for axis, _ in several))
+
+    def regions(rank: int) -> list[Region]:
+        boxes = ((name, _box(name, shape, cuts.get(name, ()), rank)) for name, shape in tensors.items())
+        return [Region(box, name, (0,) * len(box.start)) for name, box in boxes if box.numel]
+
+    return Layout(tensors, ranks, regions, lambda rank: tuple(axis.index[rank] for axis in axes))
+
+
+def _box(name: str, shape: Sequence[int], cuts: Sequence[Cut], rank: int) -> Box:
+    start, stop = [0] * len(shape), list(shape)
+    for axis, dim in cuts:
+        chunk = -(-(stop[dim] - start[dim]) // axis.parts)
+        first = min(start[dim] + axis.index[rank] * chunk, stop[dim])
+        start[dim], stop[dim] = first, min(first + chunk, stop[dim])
+    return Box(name, tuple(start), tuple(stop))
