@@ -15,8 +15,8 @@ from hybridflow.errors import PlacementError
 from hybridflow.model_spec import ModelSpec
 
 # the dimension that tensor parallelism cuts: outputs of the first linear layer of a pair, inputs of the second
-_TENSOR_PARALLEL = dict.fromkeys(("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
-_TENSOR_PARALLEL |= dict.fromkeys(("o_proj", "down_proj"), 1)
+_OUTPUTS = frozenset({"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_INPUTS = frozenset({"o_proj", "down_proj"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,11 @@ Cut = tuple[Axis, int]  # along this axis of the mesh, this dimension of the ten
 
 def tensor_parallel_dim(tensor: str) -> int | None:
     """The dimension of a Llama-style decoder's tensor that tensor parallelism cuts; None: every rank holds all."""
-    parts = tensor.split(".")
-    dim = _TENSOR_PARALLEL.get(parts[-2]) if len(parts) > 1 else None
-    return None if dim == 1 and parts[-1] == "bias" else dim
+    module, _, kind = tensor.rpartition(".")
+    layer = module.rpartition(".")[2]
+    if layer in _OUTPUTS:
+        return 0
+    return 1 if layer in _INPUTS and kind == "weight" else None
 
 
 def fsdp_layout(

@@ -1,0 +1,300 @@
+"""Layouts of FSDP2, HSDP and FSDP x TP: the arithmetic, and against what torch did to a transformers model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_processes import RankProcesses, World
+from torch import Tensor, nn
+
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.plan import plan
+from hybridflow.engines.fsdp.layout import fsdp_layout, tensor_parallel_dim
+from hybridflow.engines.vllm.layout import vllm_layout
+from hybridflow.errors import LayoutError, PlacementError
+from hybridflow.model_spec import ModelSpec
+from hybridflow.topology import RankGrid
+
+# nothing divides by 4; 61 rows of the vocabulary leave 21, 21, 19 on three ranks and 31, 30 on two
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 54,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 10,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+}
+WORLD, AXES = 6, ("replicate", "shard", "tp")
+# (family, tied, replicate, shard, tp): the mesh; whether a training step runs, which DTensor wants even TP shards for
+MESHES = {
+    "fsdp-4": ("qwen2", False, 1, 4, 1, True),
+    "fsdp-3": ("llama", True, 1, 3, 1, True),
+    "fsdp-6": ("qwen2", True, 1, 6, 1, True),
+    "hsdp-2x2": ("llama", False, 2, 2, 1, True),
+    "hsdp-2x3": ("qwen2", True, 2, 3, 1, True),
+    "fsdp-2-tp-2": ("qwen2", False, 1, 2, 2, True),
+    "fsdp-3-tp-2": ("llama", True, 1, 3, 2, True),
+    "fsdp-2-tp-3": ("qwen2", False, 1, 2, 3, False),
+    "tp-4": ("llama", False, 1, 1, 4, False),
+    "tp-2-twice": ("qwen2", True, 2, 1, 2, False),  # parameters live on a slice of the mesh
+}
+
+
+def make_model(family: str, tied: bool) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    sizes = SIZES | {"tie_word_embeddings": tied}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.float32)
+
+
+def make_mesh(world: World, name: str, sizes: tuple[int, int, int], first: int) -> Any:
+    """A mesh (replicate, shard, tp) of the world ranks from `first` on, from groups that only its members build."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.arange(math.prod(sizes)).reshape(sizes)
+    groups = world.context(name, RankGrid(d=ranks.numel()), first).groups
+    at = (ranks == world.rank - first).nonzero()[0].tolist()
+    own = []
+    for axis, label in enumerate(AXES):
+        index = [*at]
+        index[axis] = slice(None)  # type: ignore[call-overload]
+        own.append(groups.new(label, ranks[tuple(index)].tolist()))
+    return DeviceMesh.from_group(own, "cpu", mesh=ranks + first, mesh_dim_names=AXES)
+
+
+def wrap(model: Any, mesh: Any, *, last_kept: bool = False) -> None:
+    """Shard `model` over a mesh as a user of torch would; the root stays gathered if `last_kept`."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    replicate, shard, tp = mesh.mesh.shape
+    if tp > 1:
+        plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                dim = tensor_parallel_dim(f"{name}.weight")
+                plan[name] = RowwiseParallel() if dim == 1 else ColwiseParallel()
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tp"], plan, src_data_rank=None)  # pyright: ignore[reportArgumentType]
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+    if shard == 1:
+        return
+    over = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over, reshard_after_forward=not last_kept)
+
+
+def spec_of(model: Any) -> ModelSpec:
+    return ModelSpec.from_hf_config(model.config)
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def holds_its_boxes(layout: Layout, rank: int, storage: dict[str, Tensor], truth: dict[str, Tensor]) -> bool:
+    for region in layout.regions(rank):
+        index = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
+        if not torch.equal(region.view(storage[region.storage]), truth[region.box.tensor][index]):
+            return False
+    return sum(r.box.numel for r in layout.regions(rank)) == sum(t.numel() for t in storage.values())
+
+
+def on_a_mesh(world: World, name: str, label: str) -> dict[str, Any] | None:
+    """Wrap the model, compare every box with the whole model, train a step, and compare again."""
+    from hybridflow.engines.fsdp.dtensors import dtensor_layout, dtensor_storage
+
+    family, tied, replicate, shard, tp, trains = MESHES[name]
+    first = WORLD - replicate * shard * tp
+    if world.rank < first:
+        return None
+    model: Any = make_model(family, tied)
+    spec, before = spec_of(model), whole_tensors(model)
+    wrap(model, make_mesh(world, label, (replicate, shard, tp), first), last_kept=True)
+    layout = dtensor_layout(model, spec=spec)
+    found: dict[str, Any] = {"wrapped": holds_its_boxes(layout, world.rank - first, dtensor_storage(model), before)}
+    if trains:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        ids = torch.arange(12).reshape(2, 6)
+        model(ids).logits.float().square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(ids)  # leaves the root gathered, whose parameters are then not what the optimizer trains
+        storage = dtensor_storage(model)
+        trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+        found["moved"] = all(not torch.equal(trained[name], before[name]) for name in before)
+        found["trained"] = holds_its_boxes(layout, world.rank - first, storage, trained)
+        moments = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
+        found["moments"] = sets_of(dtensor_layout(moments)) == sets_of(layout)
+    found["regions"] = regions_of(layout)
+    found["parts"] = [layout.part(rank) for rank in range(layout.ranks)]  # type: ignore[misc]
+    return found
+
+
+def refused(world: World, name: str) -> dict[str, str]:
+    """What cannot be a layout, each with its error."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from hybridflow.engines.fsdp.dtensors import dtensor_layout
+
+    model: Any = make_model("llama", True)
+    spec, mesh = spec_of(model), make_mesh(world, name, (1, 3, 2), 0)["shard", "tp"]
+
+    def error(call: Callable[[], Any]) -> str:
+        try:
+            return f"no error: {call()}"
+        except LayoutError as found:
+            return str(found)
+
+    def placed(*placements: Any) -> dict[str, Tensor]:
+        return {"weight": DTensor.from_local(torch.zeros(4, 2), mesh, placements, run_check=False)}
+
+    found = {
+        "partial": error(lambda: dtensor_layout(placed(Partial(), Shard(0)))),
+        "factor": error(lambda: dtensor_layout(placed(_StridedShard(0, split_factor=5), Shard(0)))),
+        "replaced": error(
+            lambda: dtensor_layout({"weight": _with_local(placed(Shard(0), Shard(1)), torch.zeros(3, 2))})
+        ),
+        "members": error(lambda: dtensor_layout(placed(Shard(0), Shard(0)), range(8))),
+        "vocabulary": error(lambda: dtensor_layout(model, spec=replace(spec, vocab=64))),
+    }
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    found["untied"] = error(lambda: dtensor_layout(model, spec=spec))
+    return found
+
+
+def _with_local(tensors: dict[str, Tensor], local: Tensor) -> Any:
+    tensor: Any = tensors["weight"]
+    tensor._local_tensor = local
+    return tensor
+
+
+def regions_of(layout: Layout) -> list:
+    return [list(layout.regions(rank)) for rank in range(layout.ranks)]
+
+
+def sets_of(layout: Layout) -> list[set]:
+    return [set(layout.regions(rank)) for rank in range(layout.ranks)]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    made = RankProcesses(WORLD)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_boxes_are_those_of_torch(processes, name):
+    family, tied, replicate, shard, tp, trains = MESHES[name]
+    size = replicate * shard * tp
+    answers = processes.run(WORLD, on_a_mesh, name, processes.name())[WORLD - size :]
+    spec = spec_of(make_model(family, tied))
+    expected = fsdp_layout(spec, shard, replicate=replicate, tp=tp)
+    for answer in answers:
+        assert answer["wrapped"]
+        assert answer["regions"] == regions_of(expected)
+        if trains:
+            assert answer["moved"]
+            assert answer["trained"]
+            assert answer["moments"]
+    assert expected.part is not None
+    parts, own = answers[0]["parts"], [expected.part(rank) for rank in range(size)]
+    assert len(set(own)) == shard * tp
+    assert [parts.index(part) for part in parts] == [own.index(part) for part in own]
+
+
+def test_what_has_no_boxes_is_refused(processes):
+    for errors in processes.run(WORLD, refused, processes.name()):
+        assert "Partial" in errors["partial"]
+        assert "weight" in errors["partial"]
+        assert "into 5 parts" in errors["factor"]
+        assert "(3, 2) of weight" in errors["replaced"]
+        assert "ranks [6, 7] are not in the mesh" in errors["members"]
+        assert "Layout.placed" in errors["members"]
+        assert "model.embed_tokens.weight (64, 54)" in errors["vocabulary"]
+        assert "tie_weights()" in errors["untied"]
+
+
+sizes = st.integers(1, 4)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), sizes, sizes, sizes, st.sampled_from([None, 0, 1]))
+def test_boxes_are_torch_chunks_of_chunks(shape, replicate, shard, tp, dim):
+    dim = dim if dim is not None and dim < len(shape) else None
+    layout = fsdp_layout({"w": tuple(shape)}, shard, replicate=replicate, tp=tp, tp_dim=lambda name: dim)
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    assert layout.ranks == replicate * shard * tp
+    for rank in range(layout.ranks):
+        s, t = rank // tp % shard, rank % tp
+        mine = whole if dim is None else _chunk(whole, tp, t, dim)
+        mine = _chunk(mine, shard, s, 0)
+        regions = layout.regions(rank)
+        assert len(regions) == (mine.numel() > 0)
+        for region in regions:
+            assert torch.equal(region.view(mine), mine)
+            index = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
+            assert torch.equal(whole[index], mine)
+
+
+def _chunk(tensor: Tensor, parts: int, index: int, dim: int) -> Tensor:
+    chunks = tensor.chunk(parts, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+@given(sizes, sizes, sizes)
+def test_ranks_of_one_part_hold_equal_boxes_and_others_do_not(replicate, shard, tp):
+    layout = fsdp_layout({"model.layers.0.mlp.down_proj.weight": (24, 24)}, shard, replicate=replicate, tp=tp)
+    assert layout.part is not None
+    for a in range(layout.ranks):
+        for b in range(layout.ranks):
+            assert (layout.part(a) == layout.part(b)) == (layout.regions(a) == layout.regions(b))
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([(2, 2, 2), (1, 8, 1), (4, 2, 1), (1, 1, 8), (1, 4, 2)]), st.sampled_from([1, 2, 4, 8]))
+def test_a_plan_to_vllm_moves_what_is_needed_and_not_held(mesh, t_g):
+    replicate, shard, tp = mesh
+    spec = ModelSpec(
+        family="qwen2", hidden=36, intermediate=40, layers=2, heads=8, kv_heads=2, head_dim=4, vocab=61, qkv_bias=True
+    )
+    source = fsdp_layout(spec, shard, replicate=replicate, tp=tp)
+    destination = vllm_layout(spec, RankGrid(t=8).generation(t=t_g))
+    received = [0] * 8
+    for move in plan(source, destination).moves:
+        if not move.local:
+            received[move.destination] += move.box.numel
+    for rank in range(8):
+        held, wanted = _elements(source, rank), _elements(destination, rank)
+        assert received[rank] == len(wanted - held)
+
+
+def _elements(layout: Layout, rank: int) -> set[tuple[str, int]]:
+    found: set[tuple[str, int]] = set()
+    for region in layout.regions(rank):
+        shape = layout.tensors[region.box.tensor]
+        whole = torch.arange(math.prod(shape)).reshape(shape)
+        index = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
+        found |= {(region.box.tensor, element) for element in whole[index].flatten().tolist()}
+    return found
+
+
+def test_bad_sizes_are_refused():
+    for bad in ({"shard": 0}, {"shard": 2, "replicate": -1}, {"shard": 2, "tp": 1.5}):
+        with pytest.raises(PlacementError, match="whole number of at least 1"):
+            fsdp_layout({"w": (4,)}, **bad)
