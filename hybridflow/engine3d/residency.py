@@ -51,16 +51,14 @@ class Residency:
         return storage is None or bool(self._held[storage._cdata])
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Free the memory of `names` (default: all), a shared storage with its last name; what they held is lost.
+        """Free the memory of `names` (default: all), a shared storage with its last name; what they held is lost,
+        also what `offload` moved to the host.
 
         Views that exist stay valid for when the memory is back; new ones cannot be made of a tensor without memory.
         """
         for storage, key, name in self._found(names):
-            held = self._held[key]
-            if name in held:
-                held.discard(name)
-                if not held:
-                    storage.resize_(0)
+            self._host.pop(key, None)
+            self._drop(storage, key, name)
 
     def acquire(self, names: Iterable[str] | None = None) -> None:
         """Give `names` (default: all) memory of undefined content, or what `offload` kept."""
@@ -81,7 +79,14 @@ class Residency:
                 cuda = storage.device.type == "cuda"
                 host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=cuda)
                 self._host[key] = host.copy_(_bytes(storage))
-            self.release((name,))
+            self._drop(storage, key, name)
+
+    def _drop(self, storage: torch.UntypedStorage, key: int, name: str) -> None:
+        held = self._held[key]
+        if name in held:
+            held.discard(name)
+            if not held:
+                storage.resize_(0)
 
     def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
         wanted = self._storages if names is None else [name for name in names if name in self._storages]
