@@ -1,62 +1,44 @@
 """Weight plans: from the boxes of one layout to the boxes of another. Pure.
 
 The ranks of both layouts are the ranks of one process group that will execute the plan. Planning is deterministic and
-needs no communication: every rank computes the same whole plan, and bytes moved and peak bytes are known before a
-single byte moves (paper, section 5: the transition between training and generation; ReaL: parameter reallocation).
+needs no communication: bytes moved and peak bytes are known before a single byte moves (paper, section 5: the
+transition between training and generation; ReaL: parameter reallocation). Every decision depends only on the pieces
+that the same ranks hold, so each rank can compute its own part of a plan for thousands of ranks in seconds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 
-from hybridflow.engine3d.layout import Box, Layout, Region, partition
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.move import Move
+from hybridflow.engine3d.pieces import Parts, Piece, pieces
+from hybridflow.engine3d.rounds import Pace, cut
+from hybridflow.engine3d.routes import Routes
+from hybridflow.engine3d.routing_table import Broadcast, tabulate
+from hybridflow.engine3d.traffic import Traffic, count_traffic
 from hybridflow.errors import LayoutError
+
+__all__ = ["BUCKET_BYTES", "Broadcast", "Move", "Traffic", "WeightPlan", "plan"]
 
 BUCKET_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """`box` goes from rank `source`, where it lies within `origin`, into every region of `into` on `destination`.
-
-    `into` has more than one region where a rank stores the same elements twice (tied embeddings): they travel once.
-    """
-
-    box: Box
-    source: int
-    destination: int
-    origin: Region
-    into: tuple[Region, ...]
-
-    @property
-    def local(self) -> bool:
-        return self.source == self.destination
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What executing a plan costs one rank: bytes over the wire, bytes copied locally, messages sent and received.
-
-    `peak_bytes` bounds the extra memory of the transfer: what the fullest bucket sends and receives.
-    """
-
-    rank: int
-    sent_bytes: int
-    received_bytes: int
-    local_bytes: int
-    messages: int
-    peak_bytes: int
-
-
 @dataclass(frozen=True)
 class WeightPlan:
-    """Which pieces move between `ranks` ranks, in one order that all ranks share (canonical tensor, destination)."""
+    """Which pieces move between `ranks` ranks, in one order that all ranks share (canonical tensor, start, hop).
+
+    With `rank` it is only that rank's part: the moves that it sends, receives or keeps. `nodes[rank]` is the node of
+    each rank. Plain data: it can be pickled, and built long before the storages exist.
+    """
 
     ranks: int
     moves: tuple[Move, ...]
+    rank: int | None = None
+    nodes: tuple[int, ...] = ()
+    pace: Pace = Pace()
 
     def local(self, rank: int) -> list[Move]:
         """Pieces that stay on `rank`."""
@@ -71,81 +53,124 @@ class WeightPlan:
     def buckets(self, max_bytes: int = BUCKET_BYTES, itemsize: int = 4) -> list[list[Move]]:
         """Pieces that travel, in rounds in each of which no rank sends plus receives more than `max_bytes`.
 
-        Larger pieces are cut (to one element at least). A piece joins the earliest round that neither of its two
-        ranks has left behind, so ranks that do not meet fill rounds side by side, and ranks that walk their rounds in
-        order, each round as one batch, cannot deadlock.
+        Pieces are cut where a round is full (to one element at least, and one per copy: `pace.copies + 1` elements
+        are the smallest bound). Both ends of a message and everyone who passes a piece on cut it alike, whether they
+        have the whole plan or their own part. Ranks that walk their rounds in order, each round as one batch, cannot
+        deadlock; rounds without moves are left out. A relay comes after the round that brings what it passes on.
         """
-        rounds: list[list[Move]] = []
-        at, used = [0] * self.ranks, [0] * self.ranks  # each rank's latest round, and what it moves in it
-        for move in self._pieces(max_bytes // itemsize):
-            size, pair = move.box.numel * itemsize, (move.source, move.destination)
-            turn = max(at[rank] for rank in pair)
-            if any(at[rank] == turn and used[rank] and used[rank] + size > max_bytes for rank in pair):
-                turn += 1
-            for rank in pair:
-                used[rank] = size + (used[rank] if at[rank] == turn else 0)
-                at[rank] = turn
-            if turn == len(rounds):
-                rounds.append([])
-            rounds[turn].append(move)
-        return rounds
-
-    def _pieces(self, max_numel: int) -> Iterator[Move]:
-        # at most half of the bound, so that a rank can receive one large piece while it sends another
+        windows, grain = self.pace.windows(max_bytes, itemsize)
+        rounds: dict[int, list[Move]] = {}
         for move in self.moves:
             if not move.local:
-                for box in move.box.split(max(1, max_numel // 2)):
-                    yield move if box is move.box else replace(move, box=box)
+                for window, box in cut(move.box, move.at, move.of, windows, grain):
+                    part = move if box is move.box else replace(move, box=box)
+                    rounds.setdefault(window + move.hop, []).append(part)
+        return [rounds[i] for i in sorted(rounds)]
 
     def traffic(self, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[Traffic]:
-        """The cost for every rank when an element takes `itemsize` bytes on the wire."""
-        sent, received, local, messages, peak = ([0] * self.ranks for _ in range(5))
-        for move in self.moves:
-            if move.local:
-                local[move.source] += move.box.numel * itemsize * len(move.into)
-            else:
-                sent[move.source] += move.box.numel * itemsize
-                received[move.destination] += move.box.numel * itemsize
-        for bucket in self.buckets(bucket_bytes, itemsize):
-            held: dict[int, int] = {}
-            for move in bucket:
-                for rank in (move.source, move.destination):
-                    held[rank] = held.get(rank, 0) + move.box.numel * itemsize
-            for pair in {(move.source, move.destination) for move in bucket}:
-                for rank in pair:
-                    messages[rank] += 1
-            for rank, size in held.items():
-                peak[rank] = max(peak[rank], size)
-        return [Traffic(r, sent[r], received[r], local[r], messages[r], peak[r]) for r in range(self.ranks)]
+        """The cost for every rank, or for the one whose part this is, at `itemsize` bytes per element on the wire."""
+        ranks = range(self.ranks) if self.rank is None else (self.rank,)
+        return count_traffic(ranks, self.moves, self.buckets(bucket_bytes, itemsize), self.nodes, itemsize)
+
+    def only(self, tensors: Collection[str]) -> WeightPlan:
+        """The part of the plan that moves these tensors. Rounds stay those of the whole: every rank names the same."""
+        return replace(self, moves=tuple(move for move in self.moves if move.box.tensor in tensors))
+
+    def routing_table(self) -> tuple[Broadcast, ...]:
+        """Who broadcasts which tensors to whom.
+
+        PUZZLE's Algorithm 1 computes such a table for a change of the parallel sizes in which D stays, P is divided
+        and T multiplied by the same factor: there each rank broadcasts its shard to the ranks whose new shard
+        contains or cuts it (as printed it is right for these pairs only). Here the table is read off the plan, so it
+        exists for any two layouts on any ranks. Ranks that pass pieces on for another count as its receivers.
+
+        Errors: LayoutError when this is one rank's part of a plan.
+        """
+        if self.rank is not None:
+            raise LayoutError(
+                f"this is rank {self.rank}'s part of a plan; the routing table needs the whole. Call plan(source, "
+                "destination) without a rank."
+            )
+        return tabulate(self.moves)
 
 
-def plan(source: Layout, destination: Layout, node_of: Callable[[int], int] | None = None) -> WeightPlan:
+def plan(
+    source: Layout,
+    destination: Layout,
+    node_of: Callable[[int], int] | None = None,
+    *,
+    rank: int | None = None,
+    exact: bool = False,
+) -> WeightPlan:
     """Fill every region of `destination` from the regions of `source`, each element once.
 
     An element comes from the rank itself where it holds it, else from a rank of the same node (`node_of(rank)`, when
-    given), and among several from the one that has least to send so far, the nearest rank first. So a rank receives
-    exactly the elements that it needs and does not hold. A layout with fewer ranks than the other leaves the rest out.
+    given), and among several from the one that has sent least of what they hold together. So a rank receives exactly
+    the elements that it needs and does not hold, and an element enters a node at most once. A layout with fewer ranks
+    than the other leaves the rest out. With `rank` the plan is that rank's part, equal to its moves in the whole one.
+    `exact` asks for the same tensors on both sides; else the source may have more (the head that a critic lacks).
 
-    Errors: LayoutError when a destination tensor is not in the source or has another shape there, or when nobody
-    holds some of its elements.
+    Errors: LayoutError when a destination tensor is not in the source or has another shape there, when nobody holds
+    some of its elements, or for a rank outside the group.
     """
-    _check_tensors(source, destination)
     ranks = max(source.ranks, destination.ranks)
-    nodes = [node_of(rank) if node_of else 0 for rank in range(ranks)]
-    held, wanted = _by_tensor(source), _by_tensor(destination)
-    sent, moves = [0] * ranks, []
-    for tensor in destination.tensors:
-        holders = _Holders.of(held.get(tensor, {}))
-        for rank, regions in wanted.get(tensor, {}).items():
-            for box, into in partition((region.box, region) for region in regions):
-                for move in _moves(box, rank, tuple(into), holders, sent, nodes):
-                    moves.append(move)
-                    if not move.local:
-                        sent[move.source] += move.box.numel
-    return WeightPlan(ranks, tuple(moves))
+    if rank is not None and not 0 <= rank < ranks:
+        raise LayoutError(f"rank {rank} is not among the {ranks} ranks of these layouts.")
+    _check_tensors(source, destination, exact)
+    nodes = tuple(node_of(i) if node_of else 0 for i in range(ranks))
+    draft = _Draft(Parts.of(source, ranks), Parts.of(destination, ranks), nodes, tuple(destination.tensors))
+    return WeightPlan(ranks, tuple(draft.moves(rank)), rank, nodes, draft.pace())
 
 
-def _check_tensors(source: Layout, destination: Layout) -> None:
+class _Draft:
+    """All pieces with their positions. What only one rank needs to know is then worked out for that rank."""
+
+    def __init__(self, held: Parts, wanted: Parts, nodes: tuple[int, ...], tensors: tuple[str, ...]) -> None:
+        self.held, self.wanted = held, wanted
+        self.routes: dict[tuple[int, ...], Routes] = {}  # by the parts of the source that hold a piece
+        self.pieces: list[tuple[Piece, Routes, frozenset[int], int]] = []
+        needers: dict[tuple[tuple[int, ...], tuple[int, ...]], frozenset[int]] = {}
+        for tensor in tensors:
+            for piece in pieces(tensor, held, wanted):
+                holders, asking = tuple(piece.have), tuple(piece.need)
+                if (routes := self.routes.get(holders)) is None:
+                    routes = self.routes[holders] = Routes(tuple(held.ranks(piece.have)), nodes, held.idle)
+                if (needing := needers.get((holders, asking))) is None:
+                    needing = frozenset(wanted.ranks(piece.need)).difference(routes.holders)
+                    needers[holders, asking] = needing
+                at = routes.add(needing, piece.box.numel) if needing else 0
+                self.pieces.append((piece, routes, needing, at))
+
+    def pace(self) -> Pace:
+        elements, copies, hops = Counter[int](), Counter[int](), 0
+        for routes in self.routes.values():
+            for rank, count in routes.copies().items():
+                elements[rank] += count * routes.length
+                copies[rank] += count
+            hops = max(hops, routes.hops)
+        return Pace(max(elements.values(), default=0), max(copies.values(), default=0), hops)
+
+    def moves(self, rank: int | None) -> Iterator[Move]:
+        """Moves that touch `rank` (None: all), in order."""
+        held, wanted = self.held.part, self.wanted.part
+        mine = {id(routes): rank is None or routes.concern(rank) for routes in self.routes.values()}
+        for piece, routes, needing, at in self.pieces:
+            box, have, need = piece.box, piece.have, piece.need
+            for keeper in self._keepers(piece, rank):
+                yield Move(box, keeper, keeper, have[held[keeper]][0], need[wanted[keeper]])
+            if needing and mine[id(routes)]:
+                for sender, receiver, hop in routes.sends(needing, box.numel, rank):
+                    origin = need[wanted[sender]][0] if hop else have[held[sender]][0]
+                    yield Move(box, sender, receiver, origin, need[wanted[receiver]], at, routes.length, hop)
+
+    def _keepers(self, piece: Piece, rank: int | None) -> list[int]:
+        """Ranks that need the piece and hold it."""
+        ranks = sorted(self.wanted.ranks(piece.need)) if rank is None else (rank,)
+        held, wanted = self.held.part, self.wanted.part
+        return [r for r in ranks if held[r] in piece.have and wanted[r] in piece.need]
+
+
+def _check_tensors(source: Layout, destination: Layout, exact: bool) -> None:
     wrong = []
     for name, shape in destination.tensors.items():
         found = source.tensors.get(name)
@@ -153,79 +178,12 @@ def _check_tensors(source: Layout, destination: Layout) -> None:
             wrong.append(f"{name} {tuple(shape)} is not in the source")
         elif tuple(found) != tuple(shape):
             wrong.append(f"{name} is {tuple(shape)} in the destination and {tuple(found)} in the source")
+    if exact:
+        extra = [name for name in source.tensors if name not in destination.tensors]
+        wrong += [f"{name} {tuple(source.tensors[name])} is in the source only" for name in extra]
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise LayoutError(
-            f"the destination layout asks for tensors that the source layout does not have: {'; '.join(wrong[:5])}"
-            f"{more}. Build both layouts from the same model spec."
+            f"these layouts are not of the same model: {'; '.join(wrong[:5])}{more}. Build both layouts from the same "
+            "model spec."
         )
-
-
-def _by_tensor(layout: Layout) -> dict[str, dict[int, list[Region]]]:
-    """Regions by tensor, then by rank (ascending). Errors: LayoutError for a box outside its tensor."""
-    out: dict[str, dict[int, list[Region]]] = {}
-    for rank in range(layout.ranks):
-        for region in layout.regions(rank):
-            box, shape = region.box, layout.tensors.get(region.box.tensor)
-            if shape is None or len(shape) != len(box.stop) or any(a < 0 or b > n for a, b, n in _extents(box, shape)):
-                raise LayoutError(
-                    f"rank {rank} stores {box} in {region.storage!r}, but the layout's tensor is {shape}. "
-                    "The adapter that made this layout is wrong."
-                )
-            out.setdefault(box.tensor, {}).setdefault(rank, []).append(region)
-    return out
-
-
-def _extents(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    return zip(box.start, box.stop, shape, strict=True)
-
-
-Holding = tuple[int, Region]  # a rank and its region
-
-
-@dataclass
-class _Holders:
-    """Who holds what of one tensor: disjoint boxes sorted by start, each with all ranks that hold it."""
-
-    own: Mapping[int, Sequence[Region]]
-    atoms: list[tuple[Box, list[Holding]]]
-    starts: list[int]  # first row of each atom
-    reach: list[int]  # last row of any atom up to here: never falls, so it can be bisected
-    found: dict[Box, list[tuple[Box, list[Holding]]]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, own: Mapping[int, Sequence[Region]]) -> _Holders:
-        atoms = partition((region.box, (rank, region)) for rank, regions in own.items() for region in regions)
-        reach = list(accumulate((box.rows[1] for box, _ in atoms), max))
-        return cls(own, atoms, [box.rows[0] for box, _ in atoms], reach)
-
-    def overlapping(self, box: Box) -> list[tuple[Box, list[Holding]]]:
-        """Disjoint parts of `box` with their holders. Replicas ask for equal boxes, so answers are kept."""
-        if (known := self.found.get(box)) is None:
-            first, last = bisect_right(self.reach, box.rows[0]), bisect_left(self.starts, box.rows[1])
-            near = ((box.intersect(atom), holders) for atom, holders in self.atoms[first:last])
-            known = self.found[box] = [(part, holders) for part, holders in near if part is not None]
-        return known
-
-
-def _moves(
-    box: Box, rank: int, into: tuple[Region, ...], holders: _Holders, sent: Sequence[int], nodes: Sequence[int]
-) -> Iterator[Move]:
-    rest = [box]
-    for region in holders.own.get(rank, ()):
-        for part in rest:
-            if (common := part.intersect(region.box)) is not None:
-                yield Move(common, rank, rank, region, into)
-        rest = [left for part in rest for left in part.subtract(region.box)]
-    for needed in rest:
-        parts = holders.overlapping(needed)
-        if sum(part.numel for part, _ in parts) != needed.numel:
-            found = f"only {', '.join(str(part) for part, _ in parts)}" if parts else "nothing"
-            raise LayoutError(
-                f"rank {rank} of the destination needs {needed}, but the source ranks hold {found} of it. "
-                "Every element needs a source."
-            )
-        for part, having in parts:
-            near = [holding for holding in having if nodes[holding[0]] == nodes[rank]] or having
-            sender, region = min(near, key=lambda holding: (sent[holding[0]], abs(holding[0] - rank), holding[0]))
-            yield Move(part, sender, rank, region, into)

@@ -1,0 +1,76 @@
+"""Rounds: when each piece of a plan travels. Pure.
+
+All ranks walk the same rounds. The pieces that the same ranks hold form one sequence, and every such sequence is
+spread evenly over all rounds: round j takes the j-th of R equal windows of it, a relay of hop h follows h rounds
+later. So a rank knows the round of a piece from the piece alone, without the moves of other ranks; whoever sends and
+whoever receives agree; and a relayed piece has arrived one round before it is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridflow.engine3d.layout import Box
+
+PIPELINE_BYTES = (
+    1 << 20
+)  # relays work on windows of about this size at least: smaller messages cost more than they save
+PIPELINE_DEPTH = 4  # rounds per hop: the time in which a chain of relays fills is then a fifth of the whole at most
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What bounds the rounds of a plan; every rank computes the same numbers.
+
+    `elements`: what the busiest rank sends and receives at most. `copies`: how many copies of elements at the same
+    position of all sequences a rank sends and receives at most. `hops`: the largest hop.
+    """
+
+    elements: int = 0
+    copies: int = 0
+    hops: int = 0
+
+    def windows(self, max_bytes: int, itemsize: int) -> tuple[int, int]:
+        """Number of windows, and the number of elements up to which a piece is never cut.
+
+        A window holds at most 1/R of a sequence, and one uncut piece more from the window before. With E elements in
+        `max_bytes`, a quarter of them is kept for the latter. A bound below one element per copy cannot be kept.
+        """
+        bound = max(max_bytes // itemsize, self.copies + 1)
+        grain = max(1, bound // (4 * self.copies)) if self.copies else 1
+        count = -(-self.elements // (bound - self.copies * grain)) if self.copies else 1
+        pipelined = min(PIPELINE_DEPTH * self.hops, self.elements * itemsize // PIPELINE_BYTES)
+        return max(1, count, pipelined), grain
+
+
+def cut(box: Box, at: int, of: int, windows: int, grain: int) -> Iterator[tuple[int, Box]]:
+    """Parts of `box`, which starts at element `at` of a sequence of `of`, in index order, each with its window.
+
+    A part belongs to the window of its last element, and reaches at most `grain - 1` elements into earlier ones.
+    """
+    numel = box.numel
+    first, last = at * windows // of, (at + numel - 1) * windows // of
+    if first == last or numel <= grain:
+        yield last, box
+        return
+    axis = next(i for i, size in enumerate(box.shape) if size > 1)
+    length, inner = box.shape[axis], numel // box.shape[axis]
+    row = 0
+    while row < length:
+        start, window = at + row * inner, (at + (row + 1) * inner - 1) * windows // of
+        limit = -(-(window + 1) * of // windows)  # first element of the next window
+        until = row + 1 if inner > grain else max(row + 1, min(length, (limit - at) // inner))
+        part = _rows(box, axis, row, until)
+        if inner > grain:
+            yield from cut(part, start, of, windows, grain)
+        else:
+            yield window, part
+        row = until
+
+
+def _rows(box: Box, axis: int, first: int, until: int) -> Box:
+    a = box.start[axis]
+    start = (*box.start[:axis], a + first, *box.start[axis + 1 :])
+    stop = (*box.stop[:axis], a + until, *box.stop[axis + 1 :])
+    return Box(box.tensor, start, stop)

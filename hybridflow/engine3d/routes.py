@@ -1,0 +1,193 @@
+"""Routes: who sends a piece of a tensor to whom. Pure.
+
+A piece has *holders* and *needers*. A needer gets it from a holder of its own node where there is one. Into a node
+without a holder it goes once, to one of the node's needers, which passes it on to the others. All decisions depend
+only on the pieces that the same ranks hold, so that each rank can make those that concern it, and every element is
+sent evenly often by all of its holders. Where many ranks have nothing to send themselves (a generation pool beside
+the training pool), a holder sends to the first of them only, and they pass the piece on like a chain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+WIDE = 1 << 30  # a holder sends to so many idle ranks itself; for more, the first of them relays
+LONG = 32  # a chain of more relays becomes a binary tree: each sends twice, but the last waits for few others only
+
+Station = tuple[int, ...]  # ranks of one node that need the same: one of them gets it from outside
+
+
+class Send(NamedTuple):
+    """Rank `source` sends to `destination`: at `hop` 0 what it holds, later what it has received."""
+
+    source: int
+    destination: int
+    hop: int
+
+
+@dataclass(frozen=True)
+class _Deal:
+    """Holders that serve stations: dealt out evenly in order of rank, or one chain of relays for each holder."""
+
+    holders: tuple[int, ...]
+    direct: tuple[Station, ...]
+    chains: tuple[tuple[Station, ...], ...] = ()
+
+    @classmethod
+    def of(cls, holders: Sequence[int], stations: Sequence[Station], idle: Collection[int]) -> _Deal:
+        quiet = [station for station in stations if all(rank in idle for rank in station)]
+        count = len(holders)
+        if len(quiet) <= WIDE * count:
+            return cls(tuple(holders), tuple(stations))
+        busy = tuple(station for station in stations if not all(rank in idle for rank in station))
+        cuts = [len(quiet) * i // count for i in range(count + 1)]
+        return cls(tuple(holders), busy, tuple(tuple(quiet[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)))
+
+    @property
+    def fixed(self) -> bool:
+        """Every piece takes the same route."""
+        single = all(len(station) == 1 for chain in (self.direct, *self.chains) for station in chain)
+        return single and len(self.direct) % len(self.holders) == 0
+
+    def sends(self, size: int, load: Counter[int]) -> Iterator[Send]:
+        """Routes of a piece of `size` elements; `load` counts what ranks have sent so far, and is updated."""
+        each, more = divmod(len(self.direct), len(self.holders))
+        favoured = set(sorted(self.holders, key=lambda rank: (load[rank], rank))[:more]) if more else ()
+        stations = iter(self.direct)
+        for holder in self.holders:
+            count = each + (holder in favoured)
+            load[holder] += size * count
+            for _ in range(count):
+                yield from _serve(holder, next(stations), 0, size, load)[1]
+        for holder, chain in zip(self.holders, self.chains, strict=False):
+            load[holder] += size
+            heads: list[int] = []
+            for i, station in enumerate(chain):
+                head, sends = _serve(heads[_parent(i, chain)] if i else holder, station, _hop(i, chain), size, load)
+                heads.append(head)
+                yield from sends
+
+    def copies(self) -> Counter[tuple[int, int]]:
+        """How many copies of one element each (rank, hop) sends and receives at most."""
+        out: Counter[tuple[int, int]] = Counter()
+        for holder in self.holders:
+            out[holder, 0] = -(-len(self.direct) // len(self.holders)) + bool(self.chains)
+        for station in self.direct:
+            _count(out, station, 0, 0)
+        for chain in self.chains:
+            children = Counter(_parent(i, chain) for i in range(1, len(chain)))
+            for i, station in enumerate(chain):
+                _count(out, station, _hop(i, chain), children[i])
+        return out
+
+
+def _serve(sender: int, station: Station, hop: int, size: int, load: Counter[int]) -> tuple[int, list[Send]]:
+    """The station's rank that has relayed least gets the piece and passes it on."""
+    head = station[0] if len(station) == 1 else min(station, key=lambda rank: (load[rank], rank))
+    load[head] += size if len(station) > 1 else 0
+    return head, [Send(sender, head, hop), *(Send(head, rank, hop + 1) for rank in station if rank != head)]
+
+
+def _count(copies: Counter[tuple[int, int]], station: Station, hop: int, children: int) -> None:
+    for rank in station:
+        copies[rank, hop] += 1
+        if more := children + len(station) - 1:
+            copies[rank, hop + 1] += more
+
+
+def _parent(i: int, chain: Sequence[Station]) -> int:
+    return i - 1 if len(chain) <= LONG else (i - 1) // 2
+
+
+def _hop(i: int, chain: Sequence[Station]) -> int:
+    return i if len(chain) <= LONG else (i + 1).bit_length() - 1
+
+
+@dataclass
+class _Fan:
+    """The way to one set of needers: deals within nodes that have holders, and one to nodes that have none."""
+
+    needers: frozenset[int]
+    within: list[_Deal]
+    between: _Deal | None
+    fixed: bool
+    known: dict[int | None, list[Send]] = field(default_factory=dict)  # of a fixed fan, by rank
+
+    def sends(self, size: int, load: tuple[Counter[int], Counter[int]]) -> Iterator[Send]:
+        for deal in self.within:
+            yield from deal.sends(size, load[0])
+        if self.between:
+            yield from self.between.sends(size, load[1])
+
+    def copies(self) -> Counter[tuple[int, int]]:
+        out: Counter[tuple[int, int]] = Counter()
+        for deal in (*self.within, *([self.between] if self.between else [])):
+            out.update(deal.copies())
+        return out
+
+
+class Routes:
+    """Routes of the pieces that exactly the ranks `holders` hold, asked for one by one in canonical order.
+
+    `nodes[rank]` is the node of each rank, `idle` are the ranks that hold nothing of any tensor.
+    """
+
+    def __init__(self, holders: Sequence[int], nodes: Sequence[int], idle: Collection[int]) -> None:
+        self.holders, self.length = tuple(sorted(holders)), 0
+        self._nodes, self._idle = nodes, idle
+        self._at_node: dict[int, list[int]] = defaultdict(list)
+        for rank in self.holders:
+            self._at_node[nodes[rank]].append(rank)
+        self._fans: dict[frozenset[int], _Fan] = {}
+        self._load = (Counter[int](), Counter[int]())  # sent so far: within nodes, and between them
+
+    def add(self, needers: frozenset[int], size: int) -> int:
+        """Take note of the next piece, of `size` elements, that `needers` need and do not hold: its position."""
+        at, self.length = self.length, self.length + size
+        if needers not in self._fans:
+            self._fans[needers] = self._fan(needers)
+        return at
+
+    def concern(self, rank: int) -> bool:
+        """Whether `rank` sends or receives any of the pieces."""
+        return bool(self._fans) and (rank in self.holders or any(rank in needers for needers in self._fans))
+
+    def copies(self) -> Counter[int]:
+        """How many copies of elements at one position a rank sends and receives at most in one round."""
+        most: Counter[tuple[int, int]] = Counter()
+        for fan in self._fans.values():
+            most |= fan.copies()
+        out: Counter[int] = Counter()
+        for (rank, _), count in most.items():  # in one round a rank meets different positions at different hops
+            out[rank] += count
+        return out
+
+    @property
+    def hops(self) -> int:
+        return max((hop for fan in self._fans.values() for _, hop in fan.copies()), default=0)
+
+    def sends(self, needers: frozenset[int], size: int, rank: int | None = None) -> Sequence[Send]:
+        """The next piece's way to its needers, of which `rank` takes part (None: all), senders before relays."""
+        fan = self._fans[needers]
+        if rank in fan.known:
+            return fan.known[rank]
+        out = [send for send in fan.sends(size, self._load) if rank is None or rank in send[:2]]
+        if fan.fixed:
+            fan.known[rank] = out
+        return out
+
+    def _fan(self, needers: frozenset[int]) -> _Fan:
+        at_node: dict[int, list[int]] = defaultdict(list)
+        for rank in sorted(needers):
+            at_node[self._nodes[rank]].append(rank)
+        within = [
+            _Deal.of(self._at_node[node], [(rank,) for rank in ranks], self._idle)
+            for node, ranks in at_node.items()
+            if node in self._at_node
+        ]
+        away = [tuple(ranks) for node, ranks in at_node.items() if node not in self._at_node]
+        between = _Deal.of(self.holders, away, self._idle) if away else None
+        return _Fan(needers, within, between, all(deal.fixed for deal in (*within, *([between] if between else []))))
