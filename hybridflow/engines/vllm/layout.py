@@ -26,7 +26,7 @@ def vllm_layout(spec: ModelSpec, grid: GenerationGrid) -> Layout:
         at = grid.coords(rank)
         return _Shard(spec, at.t, grid.t).stage(at.p, grid.p)
 
-    return Layout(spec.tensors(), grid.size, regions)
+    return Layout(spec.tensors(), grid.size, regions, part=lambda rank: grid.coords(rank)[:2])
 
 
 def padded_vocab(vocab: int) -> int:
