@@ -160,7 +160,8 @@ class Megatron:
 
     `dtype` is the dtype of parameters and activations: None means bfloat16 on CUDA and float32 on CPU; with a 16-bit
     dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch (rows
-    padded to the longest among them); a single longer row still forms a micro-batch of its own.
+    padded to the longest among them); a single longer row still forms a micro-batch of its own. `stage_layers` are
+    the decoder layers of each pipeline stage, in order; by default as even as can be, larger stages first.
     """
 
     tp: int = 1
@@ -170,9 +171,17 @@ class Megatron:
     dtype: DType | None = None
     micro_tokens: int = 16384
     recompute: bool = False
+    stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _whole(self, 1, "tp", "pp", "dp", "micro_tokens")
+        if self.stage_layers is not None:
+            _as_tuple(self, "stage_layers")
+            _require(
+                len(self.stage_layers) == self.pp and all(type(n) is int and n >= 1 for n in self.stage_layers),
+                f"Megatron(stage_layers={self.stage_layers}): give one whole number of at least 1 for each of the "
+                f"pp={self.pp} stages.",
+            )
         if self.dtype is not None:
             _one_of(self, "dtype", DType)
 
@@ -231,6 +240,10 @@ class VLLM:
     `max_tokens` ... `ignore_eos` are the default `Sampling` of `generate_sequences`. `max_length` bounds prompt plus
     response (None: the model's context); `memory_fraction` (CUDA) is the share of device memory for weights and KV
     cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
+
+    On CUDA vLLM captures graphs, which hold addresses: its weights are then released and acquired as a whole, and
+    never share memory with training. `eager=True` goes without graphs: generation is slower, the transition works
+    layer by layer and shares what is equal. On CPU it is always so.
     """
 
     tp: int = 1
@@ -240,6 +253,7 @@ class VLLM:
     max_sequences: int = 256
     memory_fraction: float = 0.5
     kv_cache_gb: float = 0.25
+    eager: bool = False
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0

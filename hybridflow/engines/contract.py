@@ -183,6 +183,29 @@ class GenerateEngine(Protocol):
         """Forget what was cached under the old weights (prefix cache)."""
         ...
 
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Boxes of every rank of the group."""
+        ...
 
-    def storage(self) -> Mapping[str, Tensor]: ...
+    def storage(self) -> Mapping[str, Tensor]:
+        """This rank's weights by the names that `layout().regions(rank)` uses: written in place from outside."""
+        ...
+
+    def memory(self) -> Residency:
+        """Memory of the weights in `storage()`; without it `generate` refuses."""
+        ...
+
+    def share(self, name: str, tensor: Tensor) -> bool:
+        """Make weight `name` use the memory of `tensor` (of equal shape, dtype, device): False where it cannot be.
+
+        `memory()` has to be asked for again afterwards; it leaves `name` alone.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Release the memory of the KV cache until `wake()`; without it `generate` refuses."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the KV cache again."""
+        ...

@@ -5,7 +5,6 @@ The processes run all scenarios once and return plain values; the tests below lo
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import socket
@@ -15,197 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from vllm_scenarios import CONTEXT, EOS, FAMILIES, GREEDY, PROMPTS, RANDOM, SCENARIOS, process, save_model
 
-from hybridflow.config import VLLM, Sampling
-from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.engines.vllm.engine import VLLMEngine
+from hybridflow.config import VLLM
 from hybridflow.engines.vllm.requirements import check
-from hybridflow.errors import ConfigError, HybridFlowError, ModelError
+from hybridflow.errors import ConfigError, ModelError
 from hybridflow.model_spec import ModelSpec
-from hybridflow.topology import RankGrid
-
-VOCAB, CONTEXT, EOS = 70, 64, 1  # 70 rows of vocabulary: vLLM pads them to 128
-FAMILIES = ("llama", "qwen2", "qwen3")
-PROMPTS = [[5, 9, 33, 69], [12, 7], [3, 3, 40, 41, 42, 8], [60]]
-SEEDS = [11, 12, 13, 14]
-GREEDY = Sampling(max_tokens=6, greedy=True, ignore_eos=True)
-RANDOM = Sampling(max_tokens=8, temperature=0.7, n=2)
-
-# name: (world ranks, training grid (p, t, d), p_g, t_g, family)
-SCENARIOS: dict[str, tuple[list[int], tuple[int, int, int], int, int, str]] = {
-    "p1t4-p1t2": ([0, 1, 2, 3], (1, 4, 1), 1, 2, "llama"),
-    "p2t2-p2t1": ([0, 1, 2, 3], (2, 2, 1), 2, 1, "llama"),
-    "p2t2-p1t2": ([0, 1, 2, 3], (2, 2, 1), 1, 2, "qwen3"),
-    "slice-p1t2-p1t2": ([2, 3], (1, 2, 1), 1, 2, "qwen2"),
-    "slice-p2t1-p2t1": ([2, 3], (2, 1, 1), 2, 1, "qwen3"),
-    "p1t2-p1t1": ([0, 1], (1, 2, 1), 1, 1, "llama"),
-    "qwen2": ([0], (1, 1, 1), 1, 1, "qwen2"),
-    "qwen3": ([1], (1, 1, 1), 1, 1, "qwen3"),
-    "llama": ([2], (1, 1, 1), 1, 1, "llama"),
-}
-
-
-def _save_model(family: str, directory: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    extra = {"head_dim": 32} if family != "qwen2" else {}
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1 if family == "qwen2" else 2,  # one kv-head is replicated over two ranks
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=family == "qwen3",
-        initializer_range=0.15,
-        eos_token_id=EOS,
-        **extra,
-    )
-    torch.manual_seed(len(family) + ord(family[-1]))
-    model = AutoModelForCausalLM.from_config(config).float()
-    for name, parameter in model.named_parameters():
-        if "bias" in name or "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
-    model.save_pretrained(directory)
-
-
-def _weights(directory: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(directory / "model.safetensors")
-
-
-def _write(engine: VLLMEngine, rank: int, weights: dict[str, Tensor], scale: float = 1.0) -> None:
-    """Write canonical tensors through the layout; vocabulary padding is poisoned to show that nobody reads it."""
-    storage = engine.storage()
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in storage:
-            storage[name].fill_(1e4)
-    for region in engine.layout().regions(rank):
-        box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
-        storage[region.storage][region.index()].copy_(weights[region.box.tensor][box] * scale)
-    engine.weights_changed()
-
-
-def _plain(rows: list[list[Any]]) -> list[list[tuple[list[int], list[float], bool]]]:
-    return [[(c.token_ids, c.log_probs, c.finished) for c in row] for row in rows]
-
-
-def _error(call) -> str:
-    try:
-        call()
-    except HybridFlowError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def _context(world_rank: int, store: dist.Store, name: str, ranks: list[int], grid: RankGrid) -> RankContext:
-    groups = ProcessGroups(store, name, ranks, ranks.index(world_rank), torch.device("cpu"), 60.0)
-    return RankContext("actor", ranks.index(world_rank), grid, torch.device("cpu"), groups)
-
-
-def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict[str, Any] | None:
-    ranks, sizes, p_g, t_g, family = SCENARIOS[name]
-    if world_rank not in ranks:
-        return None
-    os.environ["HYBRIDFLOW_SESSION"] = "5e5510"
-    context = _context(world_rank, store, name, ranks, RankGrid(*sizes))
-    grid = context.grid.generation(p_g, t_g)
-    strategy = VLLM(tp=t_g, pp=p_g, kv_cache_gb=0.02, max_sequences=16)
-    spec, weights = ModelSpec.from_checkpoint(root / family), _weights(root / family)
-    generator_state = torch.get_rng_state()
-    engine = VLLMEngine(context, strategy, grid, spec, root / family)
-    out: dict[str, Any] = {
-        "replica": grid.replica(context.rank),
-        "rng": torch.equal(generator_state, torch.get_rng_state()),
-    }
-    out["covered"] = sum(region.box.numel for region in engine.layout().regions(context.rank))
-    out["stored"] = sum(tensor.numel() for tensor in engine.storage().values())
-    dist.barrier(context.groups.everyone())
-    out["ident"] = engine._groups.ident
-    out["segments"] = [str(p) for p in Path("/dev/shm").glob(f"*{engine._groups.ident}*")]
-    _write(engine, context.rank, weights)
-    out["greedy"] = _plain(engine.generate(PROMPTS, GREEDY))
-    out["random"] = _plain(engine.generate(PROMPTS, RANDOM, SEEDS))
-    rows = slice(grid.replica(context.rank) % 2 * 2, grid.replica(context.rank) % 2 * 2 + 2)
-    out["split"] = (rows.start, _plain(engine.generate(PROMPTS[rows], RANDOM, SEEDS[rows])))
-    out["unseeded"] = [_plain(engine.generate(PROMPTS, RANDOM)) for _ in range(2)]
-    out["empty"] = engine.generate([], GREEDY)
-    _write(engine, context.rank, weights, scale=0.8)
-    out["scaled"] = _plain(engine.generate(PROMPTS, GREEDY))
-    if name == "llama":
-        out |= _single(engine, context, strategy, spec, weights, root / family)
-    engine.close()
-    engine.close()
-    out["world"] = dist.is_initialized() and dist.get_world_size()
-    context.groups.close()
-    return out
-
-
-def _single(
-    engine: VLLMEngine, context: RankContext, strategy: VLLM, spec: ModelSpec, weights: dict[str, Tensor], path: Path
-) -> dict[str, Any]:
-    """What one rank is enough for."""
-    _write(engine, 0, weights)
-    out: dict[str, Any] = {}
-    for name, sampling in {
-        "top_k": Sampling(max_tokens=12, top_k=3, temperature=1.3),
-        "top_p": Sampling(max_tokens=12, top_p=0.5, temperature=1.3),
-        "eos": Sampling(max_tokens=40, temperature=3.0, n=4),
-        "no_eos": Sampling(max_tokens=40, temperature=3.0, n=4, ignore_eos=True),
-    }.items():
-        out[name] = _plain(engine.generate(PROMPTS, sampling, SEEDS))
-    long = [[t % 60 + 2 for t in range(40)]]
-    out["cached"] = [_plain(engine.generate(long, GREEDY)) for _ in range(2)]
-    engine.sleep()
-    out["asleep"] = (sum(s.nbytes() for s in engine._cache_storages()), _error(lambda: engine.generate(long, GREEDY)))
-    engine.wake()
-    out["woken"] = _plain(engine.generate(long, GREEDY))
-    out["errors"] = {
-        "long": _error(lambda: engine.generate([[1, 2], list(range(CONTEXT))], GREEDY)),
-        "room": _error(lambda: engine.generate([[1] * (CONTEXT - 5)], GREEDY)),
-        "empty": _error(lambda: engine.generate([[4], []], GREEDY)),
-        "vocabulary": _error(lambda: engine.generate([[4], [VOCAB]], GREEDY)),
-        "stop": _error(lambda: engine.generate(PROMPTS, Sampling(stop=("x",)))),
-        "seeds": _error(lambda: engine.generate(PROMPTS, GREEDY, [1])),
-        "second": _error(lambda: VLLMEngine(context, strategy, engine.grid, spec, path)),
-    }
-    _save_tokenizer(path)
-    text = Sampling(max_tokens=30, temperature=3.0, stop=("w7", "w8 w"), ignore_eos=True)
-    out["stop"] = _plain(engine.generate(PROMPTS, text, SEEDS))
-    return out
-
-
-def _save_tokenizer(directory: Path) -> None:
-    """Words w0..w69, one per token id."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-
-
-def _process(world_rank: int, port: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 4, world_rank == 0, datetime.timedelta(seconds=100))
-    world = dist.PrefixStore("world", store)
-    dist.init_process_group("gloo", store=world, rank=world_rank, world_size=4, timeout=datetime.timedelta(seconds=100))
-    torch.save({name: _scenario(world_rank, store, name, root) for name in SCENARIOS}, root / f"rank{world_rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
-        _save_model(family, directory / family)
+        save_model(family, directory / family)
     return directory
 
 
@@ -216,7 +39,7 @@ def results(root: Path) -> dict[str, dict[int, dict[str, Any]]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.start_processes(_process, (port, root), nprocs=4, start_method="spawn")
+    mp.start_processes(process, (port, root), nprocs=4, start_method="spawn")
     ranks = [torch.load(root / f"rank{r}.pt", weights_only=False) for r in range(4)]
     return {name: {r: ranks[r][name] for r in SCENARIOS[name][0]} for name in SCENARIOS}
 
@@ -314,7 +137,7 @@ def test_storage_is_covered_and_the_training_process_left_as_it_was(results, nam
         assert out["world"] == 4
         assert out["ident"].startswith("hf5e5510")  # by which the session finds what a killed process left
         assert out["segments"] == []  # also while it runs: a killed process leaves none
-        padding = 58 * 128 * (1 if family == "qwen3" or p_g == 2 else 2)  # at most this much is not covered
+        padding = 58 * 128 * (1 if family == "qwen3" or p_g == 2 else 2)  # at most this much is nowhere in the layout
         assert 0 <= out["stored"] - out["covered"] <= padding
 
 
@@ -361,6 +184,38 @@ def test_sleep_frees_the_cache_and_wake_restores_it(results) -> None:
     assert out["woken"] == out["cached"][0]
 
 
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_weights_come_back_where_they_were(results, name) -> None:
+    for out in results[name].values():
+        released = out["released"]
+        assert released["sizes"] == [True] * 3
+        assert all(error.startswith("PlacementError") and "are released" in error for error in released["errors"])
+        assert released["greedy"] == out["greedy"]  # bit for bit
+        assert released["kept"]
+
+
+def test_twenty_cycles_of_release_and_acquire_leave_nothing_behind(results) -> None:
+    growth = results["llama"][2]["growth"]
+    before, after = growth["bytes"]
+    assert after < 1.02 * before
+    assert growth["equal"]
+    assert growth["greedy"] == results["llama"][2]["greedy"]
+
+
+def test_weights_can_live_in_the_memory_of_somebody_else(results) -> None:
+    shared, greedy = results["llama"][2]["shared"], results["llama"][2]["greedy"]
+    assert shared["refused"] == [False] * 3
+    assert shared["unknown"].startswith("LayoutError: vLLM has no parameter 'lm_head'")
+    assert shared["one"]
+    assert shared["changed"] != shared["same"] == greedy
+    assert shared["left"] == (0, True)
+    assert "memory().acquire()" in shared["early"]
+    assert shared["back"] == greedy
+    assert shared["all"]
+    assert shared["rest"] == 0
+    assert shared["again"] == greedy
+
+
 def test_errors_say_what_was_asked_and_found(results) -> None:
     errors = results["llama"][2]["errors"]
     assert errors["long"].startswith("PromptError: prompt 1 has 64 tokens")
@@ -380,7 +235,7 @@ def test_what_vllm_cannot_run_is_refused_on_the_driver(root) -> None:
         ({"head_dim": 16}, VLLM(), "cpu", ModelError, "head_dim=16"),
         ({"head": "value"}, VLLM(), "cpu", ModelError, "'value' head"),
         ({}, VLLM(tp=3), "cpu", ModelError, "Use tp in [1, 2, 4]"),
-        ({}, VLLM(pp=3), "cuda", ModelError, "2 layers"),
+        ({}, VLLM(pp=4), "cuda", ModelError, "3 layers"),
         ({}, VLLM(max_length=CONTEXT + 1), "cuda", ConfigError, "context is 64"),
         ({"context": 10**6}, VLLM(), "cpu", ConfigError, "kv_cache_gb"),
     ):

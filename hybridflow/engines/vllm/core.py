@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hybridflow.config import VLLM
+from hybridflow.engine3d.residency import Residency
+from hybridflow.engines.vllm import environment
 from hybridflow.engines.vllm.groups import ReplicaGroups
-from hybridflow.engines.vllm.requirements import max_length, resolved_dtype
+from hybridflow.engines.vllm.pooled_memory import PooledMemory
+from hybridflow.engines.vllm.requirements import max_length, resolved_dtype, runs_eagerly
 from hybridflow.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -55,12 +60,32 @@ def model_runner(core: EngineCore) -> Any:
     return core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
 
 
+def memory(
+    core: EngineCore, tag: str, tensors: Mapping[str, Tensor], *, eager: bool, shared: Collection[str] = ()
+) -> Residency:
+    """The memory of `tensors`, all that vLLM's allocator knows as `tag`; `shared` ones belong to somebody else too.
+
+    Running eagerly vLLM reads addresses from its tensors at every step, so their storages may come and go one by one.
+    """
+    if eager:
+        return Residency(tensors, kept=shared)
+    executor, buffers = core.model_executor, {}
+    if tag == "weights":
+        buffers = dict(model_runner(core).model.named_buffers())
+
+    def map_back() -> None:
+        with environment.uncollected():
+            executor.wake_up([tag])
+
+    return PooledMemory(tensors, buffers, lambda: executor.discard((tag,)), map_back)
+
+
 def _config(strategy: VLLM, spec: ModelSpec, checkpoint: Path, device: torch.device) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
 
     architecture = _ARCHITECTURES[spec.family]
     _load_model_class(architecture)
-    cpu, length = device.type == "cpu", max_length(spec, strategy)
+    cpu, length, eager = device.type == "cpu", max_length(spec, strategy), runs_eagerly(strategy, device.type)
     return EngineArgs(
         model=str(checkpoint),
         hf_overrides={"architectures": [architecture]},  # whatever head the checkpoint has
@@ -75,7 +100,8 @@ def _config(strategy: VLLM, spec: ModelSpec, checkpoint: Path, device: torch.dev
         max_num_batched_tokens=max(_STEP_TOKENS, length),
         gpu_memory_utilization=strategy.memory_fraction,
         kv_cache_memory_bytes=int(strategy.kv_cache_gb * 2**30) if cpu else None,
-        enforce_eager=cpu,  # compilation costs seconds on CPU and makes small models slower
+        enforce_eager=eager,
+        enable_sleep_mode=not eager,  # see pooled_memory.py
         enable_prefix_caching=True,  # several responses per prompt share its cache
         disable_log_stats=True,
         seed=0,

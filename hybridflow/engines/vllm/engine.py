@@ -9,54 +9,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from hybridflow.config import VLLM, Sampling
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import environment
-from hybridflow.engines.vllm.core import model_runner, start_core
+from hybridflow.engines.vllm.core import memory, model_runner, start_core
+from hybridflow.engines.vllm.drawing import draw, submit
 from hybridflow.engines.vllm.groups import ReplicaGroups, in_use
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.engines.vllm.requirements import check, max_length
+from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
 from hybridflow.engines.vllm.sampling import derived_seed, request_parameters
 from hybridflow.engines.vllm.stopping import StopStrings, stop_token_ids
-from hybridflow.errors import ConfigError, PlacementError, PromptError
+from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-
-@dataclass(slots=True)
-class _Response:
-    """A response that is being drawn; `watch` looks for stop strings."""
-
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finished: bool = False
-    watch: IncrementalDetokenizer | None = None
-
-    def take(self, output: EngineCoreOutput) -> bool:
-        """Add what one step gave; True when the response has ended."""
-        self.token_ids += output.new_token_ids
-        if output.new_logprobs is not None:
-            self.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
-        reason = output.finish_reason
-        self.finished = reason is not None and str(reason) == "stop"
-        if self.watch is not None and self.watch.update(output.new_token_ids, False) is not None:
-            self.finished = True
-        return self.finished or reason is not None
 
 
 class VLLMEngine:
@@ -64,6 +41,10 @@ class VLLMEngine:
 
     `checkpoint` is a Hugging Face directory; only its `config.json`, stop tokens and tokenizer are read. Collective
     over the ranks of the replica, like every method except `layout` and `storage`.
+
+    Memory of the weights and of the KV cache comes and goes (`memory`, `sleep`, `wake`). Where graphs are captured
+    (CUDA, unless `VLLM(eager=True)`) it does so through vLLM's own allocator, each of the two as a whole; otherwise
+    tensor by tensor.
 
     Errors: PlacementError when this process already has a live vLLM engine; ModelError and ConfigError of `check`.
     """
@@ -88,7 +69,7 @@ class VLLMEngine:
         self._layout = vllm_layout(spec, generation)
         self._stop_ids = stop_token_ids(self.checkpoint)
         self._stop_strings = StopStrings(self.checkpoint)
-        self._calls, self._asleep = 0, False
+        self._calls, self._eager = 0, runs_eagerly(strategy, context.device.type)
         environment.prepare(self.device.type)
         with environment.fence(self.device):
             if in_use():
@@ -98,7 +79,10 @@ class VLLMEngine:
                 )
             self._groups = ReplicaGroups(context, generation)
             self._core: EngineCore | None = start_core(strategy, spec, self.checkpoint, self.device, self._groups)
-        self._cache_sizes = [storage.nbytes() for storage in self._cache_storages()]
+        caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
+        self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
+        self._shared: set[str] = set()
+        self._weights = self._weights_memory()
 
     def _alive(self) -> EngineCore:
         if self._core is None:
@@ -107,10 +91,6 @@ class VLLMEngine:
 
     def _runner(self) -> Any:
         return model_runner(self._alive())
-
-    def _cache_storages(self) -> list[torch.UntypedStorage]:
-        storages = (cache.untyped_storage() for cache in self._runner().kv_caches)
-        return list({storage._cdata: storage for storage in storages}.values())
 
     def generate(
         self,
@@ -134,17 +114,27 @@ class VLLMEngine:
         if not prompts:
             return []
         core = self._alive()
-        if self._asleep:
-            raise PlacementError("this vLLM engine sleeps and has no KV cache. Call wake() first.")
+        self._check_memory()
         self._check_prompts(prompts, sampling, range(len(prompts)) if names is None else names)
         seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
         if len(seeds) != len(prompts):
             raise ConfigError(f"generate got {len(seeds)} seeds for {len(prompts)} prompts. Give one per prompt.")
         self._calls += 1
-        responses = self._submit(core, prompts, request_parameters(sampling, self._stop_ids, seeds), sampling)
-        self._draw(core, responses)
+        parameters = request_parameters(sampling, self._stop_ids, seeds)
+        watch = self._stop_strings.watch if sampling.stop else None
+        responses = submit(core, f"{self._calls}", prompts, parameters, watch)
+        draw(core, responses)
         drawn = [Completion(r.token_ids, r.log_probs, r.finished) for r in responses.values()]
         return [drawn[i : i + sampling.n] for i in range(0, len(drawn), sampling.n)]
+
+    def _check_memory(self) -> None:
+        if not self._cache.resident_bytes:
+            raise PlacementError("this vLLM engine sleeps and has no KV cache. Call wake() first.")
+        if missing := self._weights.total_bytes - self._weights.resident_bytes:
+            raise PlacementError(
+                f"{missing} of {self._weights.total_bytes} bytes of this vLLM engine's weights are released. Move the "
+                "weights in before generating: HybridEngine.to_generation(), or memory().acquire() and a plan."
+            )
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling, names: Sequence[int]) -> None:
         needed = sampling.max_tokens if sampling.ignore_eos else 1
@@ -170,57 +160,6 @@ class VLLMEngine:
             base = derived_seed(self._groups.seed, self._calls)
         return [derived_seed(base, row) for row in range(rows)]
 
-    def _submit(
-        self,
-        core: EngineCore,
-        prompts: Sequence[Sequence[int]],
-        parameters: Sequence[SamplingParams],
-        sampling: Sampling,
-    ) -> dict[str, _Response]:
-        """Hand one request per response to vLLM's scheduler, in (prompt, response) order."""
-        from vllm.v1.engine import EngineCoreRequest
-
-        responses: dict[str, _Response] = {}
-        for index, own in enumerate(parameters):
-            request = EngineCoreRequest(
-                request_id=f"{self._calls}-{index}",
-                prompt_token_ids=list(prompts[index // sampling.n]),
-                mm_features=None,
-                sampling_params=own,
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-            watch = self._stop_strings.watch(request) if sampling.stop else None
-            responses[request.request_id] = _Response(watch=watch)
-            core.add_request(*core.preprocess_add_request(request))
-        return responses
-
-    def _draw(self, core: EngineCore, responses: Mapping[str, _Response]) -> None:
-        """Step vLLM until every response has ended."""
-        live = set(responses)
-        try:
-            while live:
-                outputs, executed = core.step_fn()
-                core.post_step(executed)
-                if not outputs:  # pipeline parallelism fills its queue first
-                    continue
-                stopped = []
-                for output in outputs[0].outputs:
-                    name = output.request_id
-                    if name in live and responses[name].take(output):
-                        live.discard(name)
-                        if output.finish_reason is None:
-                            stopped.append(name)
-                if stopped:
-                    core.abort_requests(stopped)
-        finally:
-            if live:
-                core.abort_requests(list(live))
-            self._runner().sampler.forget()
-
     def weights_changed(self) -> None:
         """Forget what was computed with the old weights (prefix cache)."""
         done = self._alive().reset_prefix_cache()
@@ -233,39 +172,70 @@ class VLLMEngine:
         """vLLM's own parameters of this rank, by its names, detached: write in place, then `weights_changed()`."""
         return {name: parameter.data for name, parameter in self._runner().model.named_parameters()}
 
-    def sleep(self) -> bool:
-        """Release the memory of the KV cache until `wake()`; weights stay. False where it cannot be released.
+    def memory(self) -> Residency:
+        """Memory of the weights in `storage()`. Buffers (rotary caches) are nobody's weights and always stay.
 
-        That is on CUDA, where captured graphs hold the cache's addresses: there, generating goes on to work.
+        Released weights are lost: after `acquire` they have to be written again before the next `generate`.
         """
-        if self.device.type == "cuda":
+        return self._weights
+
+    def _weights_memory(self) -> Residency:
+        return memory(self._alive(), "weights", self.storage(), eager=self._eager, shared=self._shared)
+
+    def share(self, name: str, tensor: Tensor) -> bool:
+        """Make parameter `name` use the memory of `tensor` from now on, and give its own back.
+
+        True if done: `memory()` is then another object, which leaves `name` alone. False where it cannot be: captured
+        graphs hold the old address, or shape, dtype, device or memory format differ.
+
+        Errors: LayoutError for a name that is not in `storage()`; PlacementError while weights are released.
+        """
+        parameter = dict(self._runner().model.named_parameters()).get(name)
+        if parameter is None:
+            raise LayoutError(f"vLLM has no parameter {name!r} on this rank. It has {sorted(self.storage())[:8]}, ...")
+        own = parameter.data
+        alike = (own.shape, own.dtype, own.device, own.stride()) == (
+            *(tensor.shape, tensor.dtype, tensor.device, tensor.stride()),
+        )
+        if not self._eager or not alike:
             return False
-        self.weights_changed()
-        for storage in self._cache_storages():
-            storage.resize_(0)
-        self._asleep = True
+        if self._weights.resident_bytes < self._weights.total_bytes:
+            raise PlacementError("memory is shared while all weights have some. Call memory().acquire() before.")
+        parameter.data = tensor.detach()
+        self._shared.add(name)
+        self._weights = self._weights_memory()
         return True
 
+    def sleep(self) -> None:
+        """Release the memory of the KV cache until `wake()`; weights stay, see `memory()` for theirs."""
+        self.weights_changed()
+        self._cache.release()
+
     def wake(self) -> None:
-        """Allocate the KV cache again. Views of it, which vLLM holds in every layer, stay valid."""
-        if self._asleep:
-            for storage, size in zip(self._cache_storages(), self._cache_sizes, strict=True):
-                storage.resize_(size)
-                storage.fill_(0)  # pyright: ignore[reportAttributeAccessIssue]
-        self._asleep = False
+        """Allocate the KV cache again, zero. Views of it, which vLLM holds in every layer, stay valid."""
+        if not self._cache.resident_bytes:
+            self._cache.acquire()
+            for cache in self._runner().kv_caches:
+                cache.zero_()  # a masked NaN is still a NaN
 
     def close(self) -> None:
         """Shut vLLM down and remove its shared memory. May be called twice.
 
         vLLM's own shutdown would destroy the whole process's torch.distributed; the parts that are its own are called
         one by one instead. Process groups stay with the context that made them.
+
+        vLLM's allocator wants everything mapped when it goes, and its last tensor gone before itself: with captured
+        graphs, drop what was bound to `storage()` first.
         """
         if (core := self._core) is None:
             return
-        for storage in self._cache_storages():
-            storage.resize_(0)
+        if self._eager:
+            self._cache.release()
+        else:
+            self._cache.acquire()
+            self._weights.acquire()
         self._core = None
-        with environment.uncollected():
+        with environment.uncollected() if self._eager else nullcontext():
             core.model_executor.shutdown()
             core.scheduler.shutdown()
             core.structured_output_manager.clear_backend()

@@ -15,6 +15,11 @@ def resolved_dtype(strategy: VLLM, device_type: str) -> DType:
     return strategy.dtype or ("bfloat16" if device_type == "cuda" else "float32")
 
 
+def runs_eagerly(strategy: VLLM, device_type: str) -> bool:
+    """Without captured graphs; on CPU compilation costs seconds and makes small models slower."""
+    return strategy.eager or device_type == "cpu"
+
+
 def max_length(spec: ModelSpec, strategy: VLLM) -> int:
     """Most tokens of prompt plus response."""
     return strategy.max_length or spec.context
