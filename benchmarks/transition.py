@@ -1,0 +1,249 @@
+"""What a transition from training to generation costs: the three designs of the paper's table 2, and full tensors.
+
+A Llama of 100 M parameters in bfloat16, trained at 1-4-1 and generating at 1-2-2-1: real Megatron-core and vLLM on four
+Ray hosts. `full_tensors` is what other systems do: every parameter is gathered in full on every rank, turned into
+Hugging Face tensors and handed to vLLM's `load_weights`. All ways take turns in one run; seconds are those of the
+slowest rank, the median over `--repeats`. `memcpy` copies the bytes that the hybridflow design receives. `overlap` is
+an Adam step with the move of all weights, one after the other and as asynchronous weight transformation. Prints one
+JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hybridflow as hf
+from hybridflow.engine3d.designs import storage_regions
+from hybridflow.engine3d.hybrid_engine import HybridEngine
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.contract import UNSET
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 16384,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+WAYS = ("hybridflow", "vanilla", "gather_all", "full_tensors")
+
+
+class Regrouped:
+    """A generation engine whose ranks are grouped by another rule: equal storages, other boxes in them."""
+
+    def __init__(self, engine: Any, layout: Layout) -> None:
+        self._engine, self._layout = engine, layout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def layout(self) -> Layout:
+        return self._layout
+
+
+class Transitions:
+    """One rank with all ways from the same training weights into the same generation storage."""
+
+    def __init__(self, *, model: str, optimizer: hf.Adam | None) -> None:
+        from hybridflow.engines.megatron.engine import MegatronEngine
+        from hybridflow.engines.vllm.engine import VLLMEngine
+        from hybridflow.engines.vllm.layout import vllm_layout
+
+        context, spec = self.context, hf.ModelSpec.from_checkpoint(model)  # type: ignore[attr-defined]
+        self.rank, self.grid, self.group = context.rank, context.grid, context.groups.everyone()
+        strategy = hf.Megatron(tp=self.grid.t, pp=self.grid.p, dtype="bfloat16")
+        self.train = MegatronEngine(context, strategy, spec, UNSET, optimizer)
+        with torch.no_grad():
+            for tensor in self.train.storage().values():
+                tensor.normal_(0, 0.02)
+        self.train.weights_loaded()
+        generation = self.grid.generation()
+        vllm = hf.VLLM(tp=generation.t, pp=generation.p, dtype="bfloat16", kv_cache_gb=0.05)
+        self.generator = VLLMEngine(context, vllm, generation, spec, model)
+        vanilla = vllm_layout(spec, self.grid.generation(rule="vanilla"))
+        self.engines = {}
+        for name in ("hybridflow",) if optimizer else WAYS[:3]:
+            holder = self.generator if name == "hybridflow" else Regrouped(self.generator, vanilla)
+            self.generator.memory().acquire()
+            self.engines[name] = HybridEngine(
+                self.train,
+                holder,
+                self.group,
+                self.rank,
+                transition=name,  # type: ignore[arg-type]
+                overlap=optimizer is not None,
+                overlap_group=context.groups.new("overlap", range(self.grid.size)) if optimizer else None,
+            )
+
+    @hf.register(hf.ONE_TO_ALL)
+    def transit(self, way: str) -> dict[str, float]:
+        """Seconds and bytes of one transition; afterwards the weights are back in training."""
+        dist.barrier(self.group)
+        if way == "full_tensors":
+            return self._load_full_tensors()
+        engine = self.engines[way]
+        engine.trained()
+        engine.to_generation()
+        engine.to_training()
+        report = engine.report
+        return {
+            "seconds": report.seconds,
+            "back_seconds": report.back_seconds,
+            "received_mb": report.received_bytes / 1e6,
+            "resident_mb": report.resident_bytes / 1e6,
+            "peak_mb": report.peak_bytes / 1e6,
+        }
+
+    def _load_full_tensors(self) -> dict[str, float]:
+        self.generator.memory().acquire()
+        received = [0]
+        start = time.perf_counter()
+        self.generator.load_weights(self._full_tensors(received))
+        seconds = time.perf_counter() - start
+        self.generator.memory().release()
+        return {"seconds": seconds, "received_mb": received[0] / 1e6}
+
+    def _full_tensors(self, received: list[int]) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face tensors, one Megatron parameter at a time gathered over the tensor parallel ranks."""
+        layout, storage = self.train.layout(), self.train.storage()
+        peers = [storage_regions(layout, rank) for rank in range(self.grid.size)]
+        for name, own in storage.items():
+            gathered = [torch.empty_like(own) for _ in peers]
+            dist.all_gather(gathered, own, group=self.group)
+            received[0] += own.nbytes * (len(peers) - 1)
+            full: dict[str, Tensor] = {}
+            for regions, tensor in zip(peers, gathered, strict=True):
+                for region in regions[name]:
+                    box = region.box
+                    whole = full.setdefault(box.tensor, own.new_empty(layout.tensors[box.tensor]))
+                    whole[tuple(map(slice, box.start, box.stop))] = region.view(tensor)
+            yield from full.items()
+
+    @hf.register(hf.ONE_TO_ALL)
+    def memcpy(self, megabytes: float) -> float:
+        """Seconds to copy that many bytes within this process's memory."""
+        source = torch.ones(int(megabytes * 1e6), dtype=torch.uint8)
+        into = torch.empty_like(source).zero_()
+        dist.barrier(self.group)
+        start = time.perf_counter()
+        into.copy_(source)
+        return time.perf_counter() - start
+
+    @hf.register(hf.ONE_TO_ALL)
+    def step(self, overlapped: bool) -> dict[str, float]:
+        """Seconds from the beginning of an Adam step until generation has its result."""
+        engine = self.engines["hybridflow"]
+        self._add_gradients()
+        dist.barrier(self.group)
+        start = time.perf_counter()
+        if overlapped:
+            engine.step()
+        else:
+            engine.trained()
+            self.train.step()
+        stepped = time.perf_counter() - start
+        engine.to_generation()
+        seconds = time.perf_counter() - start
+        report = engine.report
+        engine.to_training()
+        moved, hidden = report.moved_seconds, report.hidden_seconds
+        return {"seconds": seconds, "stepped": stepped, "moved": moved, "hidden": hidden}
+
+    def _add_gradients(self) -> None:
+        row = torch.arange(2, 18)
+        ids = hf.Ragged.from_lengths(row.repeat(2), [16, 16])
+        batch = hf.Batch({"prompt_ids": ids, "response_ids": ids})
+        loss: Callable = lambda found, rows, totals: (-found["log_probs"].values.mean(), {})  # noqa: E731
+        self.train.forward_backward(batch, loss, ("log_probs",))
+
+    def close(self) -> None:
+        self.generator.close()
+
+
+def slowest(ranks: list[Mapping[str, float]]) -> dict[str, float]:
+    """The largest figure of any rank."""
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(one[name] for one in rounds), 5) for name in rounds[0]}
+
+
+def measure_ways(pool: hf.ResourcePool, model: str, repeats: int) -> dict[str, Any]:
+    grid = hf.RankGrid(t=4, p_g=1, t_g=2)
+    group = hf.place(Transitions, pool, name="transitions", grid=grid, model=model, optimizer=None)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    copies = []
+    for turn in range(repeats + 2):
+        for way in WAYS:
+            figures = slowest(group.transit(way).get())
+            if turn >= 2:  # the first ones touch memory for the first time
+                found[way].append(figures)
+        copies.append(max(group.memcpy(found["hybridflow"][-1]["received_mb"] if turn >= 2 else 1.0).get()))
+    out: dict[str, Any] = {way: medians(rounds) for way, rounds in found.items()}
+    ours, copied = out["hybridflow"]["seconds"], statistics.median(copies[2:])
+    out["memcpy_seconds"] = round(copied, 5)
+    out["seconds_per_memcpy"] = round(ours / copied, 2)
+    out["speedup_over"] = {way: round(out[way]["seconds"] / ours, 2) for way in WAYS[1:]}
+    group.close()
+    return out
+
+
+def measure_overlap(pool: hf.ResourcePool, model: str, repeats: int) -> dict[str, Any]:
+    grid = hf.RankGrid(t=4, p_g=1, t_g=2)
+    group = hf.place(Transitions, pool, name="steps", grid=grid, model=model, optimizer=hf.Adam(lr=1e-5))
+    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    for turn in range(repeats + 1):
+        for overlapped in (False, True):
+            figures = slowest(group.step(overlapped).get())
+            if turn:
+                found[overlapped].append(figures)
+    one_by_one, overlapped = medians(found[False]), medians(found[True])
+    group.close()
+    return {
+        "one_after_the_other_seconds": one_by_one["seconds"],
+        "step_alone_seconds": one_by_one["stepped"],
+        "overlapped_seconds": overlapped["seconds"],
+        "moved_seconds": overlapped["moved"],
+        "hidden_fraction": round(overlapped["hidden"] / overlapped["moved"], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(CONFIG))
+        pool = hf.ResourcePool([4])
+        result: dict[str, Any] = {
+            "benchmark": "transition",
+            "layouts": "1-4-1 -> 1-2-2-1",
+            "parameters": hf.ModelSpec.from_hf_config(CONFIG).num_parameters,
+            **measure_ways(pool, directory, args.repeats),
+            "overlap": measure_overlap(pool, directory, args.repeats),
+        }
+    hf.shutdown()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
