@@ -55,8 +55,9 @@ class WeightPlan:
 
         Pieces are cut where a round is full (to one element at least, and one per copy: `pace.copies + 1` elements
         are the smallest bound). Both ends of a message and everyone who passes a piece on cut it alike, whether they
-        have the whole plan or their own part. Ranks that walk their rounds in order, each round as one batch, cannot
-        deadlock; rounds without moves are left out. A relay comes after the round that brings what it passes on.
+        have the whole plan or their own part, and count rounds alike: a round in which a rank has nothing to do is
+        empty. Ranks that walk the rounds in order, each as one batch, cannot deadlock. A relay comes at least one
+        round after the one that brings what it passes on.
         """
         windows, grain = self.pace.windows(max_bytes, itemsize)
         rounds: dict[int, list[Move]] = {}
@@ -65,7 +66,7 @@ class WeightPlan:
                 for window, box in cut(move.box, move.at, move.of, windows, grain):
                     part = move if box is move.box else replace(move, box=box)
                     rounds.setdefault(window + move.hop, []).append(part)
-        return [rounds[i] for i in sorted(rounds)]
+        return [rounds.get(i, []) for i in range(max(rounds, default=-1) + 1)]
 
     def traffic(self, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[Traffic]:
         """The cost for every rank, or for the one whose part this is, at `itemsize` bytes per element on the wire."""

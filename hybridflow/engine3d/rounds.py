@@ -1,9 +1,9 @@
 """Rounds: when each piece of a plan travels. Pure.
 
 All ranks walk the same rounds. The pieces that the same ranks hold form one sequence, and every such sequence is
-spread evenly over all rounds: round j takes the j-th of R equal windows of it, a relay of hop h follows h rounds
-later. So a rank knows the round of a piece from the piece alone, without the moves of other ranks; whoever sends and
-whoever receives agree; and a relayed piece has arrived one round before it is passed on.
+spread evenly over all rounds: round j takes the j-th of R equal windows of it, and each hop of a relay follows one
+round later. So a rank knows the round of a piece from the piece alone, without the moves of other ranks; whoever
+sends and whoever receives agree; and a piece has arrived before it is passed on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 from hybridflow.engine3d.layout import Box
 
-PIPELINE_BYTES = (
-    1 << 20
-)  # relays work on windows of about this size at least: smaller messages cost more than they save
-PIPELINE_DEPTH = 4  # rounds per hop: the time in which a chain of relays fills is then a fifth of the whole at most
+PIPELINE_BYTES = 1 << 20  # relays work on windows of about this size at least: smaller messages cost too much
+PIPELINE_DEPTH = 8  # windows per hop: then a chain of relays fills in a quarter of the time that its windows take
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-WIDE = 1 << 30  # a holder sends to so many idle ranks itself; for more, the first of them relays
+WIDE = 2  # a holder sends to so many idle ranks itself; for more, the first of them relays
 LONG = 32  # a chain of more relays becomes a binary tree: each sends twice, but the last waits for few others only
 
 Station = tuple[int, ...]  # ranks of one node that need the same: one of them gets it from outside
