@@ -1,23 +1,24 @@
-"""A Hugging Face directory of safetensors: validated from its headers alone, read box by box.
+"""A Hugging Face directory of safetensors: validated from its headers alone, a layout and a storage like any other.
 
-Importing and validating need no torch, so the driver can check a checkpoint before any process starts.
+Whoever sees the file system holds everything, so loading is a plan in which nothing travels. Importing and validating
+need no torch, so the driver can check a checkpoint before any process starts.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from safetensors import safe_open
-
-from hybridflow.engine3d.layout import Layout, Region
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.plan import plan
 from hybridflow.errors import CheckpointError
 from hybridflow.model_spec import ModelSpec
 
@@ -26,18 +27,38 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = frozenset({"score.weight"})  # may be absent: a value head can start from a language model
+_OUTPUTS = HEADS | {"lm_head.weight"}  # outside of the base model
 READ_ELEMENTS = 1 << 24  # elements read at a time, which bounds the memory beside the storage
-_ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_DTYPES = {  # of safetensors, as torch calls them
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_ITEMSIZE = {name: {"64": 8, "32": 4, "16": 2}.get(name.lstrip("BFIU"), 1) for name in _DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a safetensors file: its name there, dtype as safetensors spells it, and shape."""
+    """One tensor of a safetensors file: its name there, dtype as safetensors spells it, shape, and first byte.
+
+    `version` is the file's size and time of change when its header was read.
+    """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    offset: int
+    version: tuple[int, int]
 
 
 class Checkpoint:
@@ -92,9 +113,26 @@ class Checkpoint:
             "from_pretrained(directory), then save_pretrained(directory)."
         )
 
+    @cached_property
+    def tensors(self) -> Mapping[str, Entry]:
+        """All tensors by canonical name. Base models saved alone have names without the `model.` prefix."""
+        if any(name.startswith("model.") for name in self.entries):
+            return self.entries
+        return {name if name in _OUTPUTS else f"model.{name}": entry for name, entry in self.entries.items()}
+
     def find(self, tensor: str) -> Entry | None:
-        """The entry of a canonical tensor. Base models saved alone have names without the `model.` prefix."""
-        return self.entries.get(tensor) or self.entries.get(tensor.removeprefix("model."))
+        """The entry of a canonical tensor, or None."""
+        return self.tensors.get(tensor)
+
+    def layout(self, ranks: int = 1) -> Layout:
+        """Every canonical tensor of the files, whole on each of `ranks` ranks that see the file system."""
+        shapes = {name: entry.shape for name, entry in self.tensors.items()}
+        regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in shapes.items()]
+        return Layout(shapes, ranks, lambda rank: regions, lambda rank: 0)
+
+    def storage(self) -> Mapping[str, Tensor]:
+        """The tensors by the names of `layout()`, in the dtype and on the pages of their files."""
+        return MappedTensors(self.tensors)
 
     def missing(self, spec: ModelSpec) -> tuple[str, ...]:
         """Canonical tensors of `spec` that the files do not have: of a checked checkpoint at most the value head."""
@@ -121,43 +159,78 @@ class Checkpoint:
     def read_into(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Fill this rank's regions, reading only their boxes, converted to the storage's dtype.
 
+        Tensors are mapped one after the other, and copied in parts: memory beside the storage stays bounded.
         Returns the canonical tensors that the files do not have and whose regions were left alone: a value head.
 
         Errors: CheckpointError for any other tensor that is absent, or that has another shape than in the layout.
         """
-        by_file: dict[Path, list[tuple[Entry, Region]]] = {}
-        left: dict[str, None] = {}
-        for region in layout.regions(rank):
+        regions = layout.regions(rank)
+        left = tuple(t for t in dict.fromkeys(r.box.tensor for r in regions) if t in HEADS and t not in self.tensors)
+        wanted = [region for region in regions if region.box.tensor not in left]
+        for region in wanted:
             entry, asked = self.find(region.box.tensor), tuple(layout.tensors[region.box.tensor])
-            if entry is None and region.box.tensor in HEADS:
-                left[region.box.tensor] = None
-            elif entry is None or entry.shape != asked:
+            if entry is None or entry.shape != asked:
                 found = f"of shape {entry.shape}" if entry else "no such tensor"
                 raise CheckpointError(
                     f"rank {rank} reads {region.box.tensor} {asked}; {self.directory} has {found}. "
                     "Use the checkpoint that the model spec was read from."
                 )
-            else:
-                by_file.setdefault(entry.file, []).append((entry, region))
-        for file, reads in by_file.items():
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for entry, region in reads:
-                    _read(tensors.get_slice(entry.name), region, storage[region.storage].detach())
-        return tuple(left)
+        shapes = {region.box.tensor: layout.tensors[region.box.tensor] for region in wanted}
+        files = self.storage()
+        for move in plan(self.layout(), Layout(shapes, 1, lambda _: wanted)).local(0):
+            held = files[move.origin.storage]
+            for part in move.box.split(READ_ELEMENTS):
+                for region in move.into:
+                    region.view(storage[region.storage].detach(), part).copy_(move.origin.view(held, part))
+        return left
 
 
-def _read(entry: Any, region: Region, into: Tensor) -> None:
-    if not region.box.numel:
-        return
-    for part in region.box.split(READ_ELEMENTS):
-        index = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
-        into[region.index(part)].copy_(entry[index])
+class MappedTensors(Mapping[str, "Tensor"]):
+    """Tensors of safetensors files, each mapped into memory when it is asked for and unmapped with its last view.
+
+    Nothing is read before it is used, and pages can be dropped by the system at any time. Writing into such a tensor
+    changes this process's copy only.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Errors: CheckpointError for a dtype that torch lacks, or when the file changed since its header was read."""
+        import torch
+
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{entry.file} has {name} in {entry.dtype}. Readable are {', '.join(_DTYPES)}.")
+        dtype, itemsize = getattr(torch, _DTYPES[entry.dtype]), _ITEMSIZE[entry.dtype]
+        nbytes, inside = math.prod(entry.shape) * itemsize, entry.offset % mmap.ALLOCATIONGRANULARITY
+        with entry.file.open("rb") as stream:
+            if _version(os.fstat(stream.fileno())) != entry.version:
+                raise CheckpointError(f"{entry.file} was changed while it was being loaded. Load it again.")
+            if not nbytes:
+                return torch.empty(entry.shape, dtype=dtype)
+            pages = mmap.mmap(stream.fileno(), inside + nbytes, access=mmap.ACCESS_COPY, offset=entry.offset - inside)
+        flat = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=inside)
+        if entry.offset % itemsize:  # headers of other writers need not end at a multiple of eight bytes
+            flat = flat.clone()
+        return flat.view(dtype).view(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _version(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
 
 
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file. Errors: CheckpointError when it is not one, or is truncated."""
-    size = file.stat().st_size
     with file.open("rb") as stream:
+        version = _version(os.fstat(stream.fileno()))
+        size = version[0]
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if start.startswith(b"version "):
@@ -172,7 +245,10 @@ def read_header(file: Path) -> dict[str, Entry]:
         header = json.loads(text)
         fields = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         end = 8 + length + max((tensor["data_offsets"][1] for tensor in fields.values()), default=0)
-        entries = {name: Entry(file, name, t["dtype"], tuple(t["shape"])) for name, t in fields.items()}
+        entries = {
+            name: Entry(file, name, t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0], version)
+            for name, t in fields.items()
+        }
         extents = {name: tensor["data_offsets"][1] - tensor["data_offsets"][0] for name, tensor in fields.items()}
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: its header is unreadable ({error!r}).") from None

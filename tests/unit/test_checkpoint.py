@@ -18,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.plan import plan
+from hybridflow.engine3d.transfer import execute
 from hybridflow.engines.checkpoint import INDEX, SINGLE, Checkpoint
 from hybridflow.engines.checkpoint_writer import file_contents, save_checkpoint
 from hybridflow.errors import CheckpointError
@@ -89,6 +91,89 @@ def test_every_rank_reads_its_boxes(models, kind):
                 index = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
                 into = storage[region.storage]
                 assert torch.equal(into[region.index()], truth[region.box.tensor][index].to(into.dtype))
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3-tied-sharded"])
+def test_a_checkpoint_is_a_layout_from_which_nothing_travels(models, kind):
+    checkpoint, spec = Checkpoint(models[kind]), spec_of(models[kind])
+    truth, files = state(models[kind]), checkpoint.storage()
+    assert {name: tuple(tensor.shape) for name, tensor in files.items()} == checkpoint.layout().tensors
+    assert all(torch.equal(files[name], tensor) for name, tensor in truth.items())
+    for wanted in (fused(spec, 2, 2, 1), row_shards(spec, 3)):
+        moves = plan(checkpoint.layout(wanted.ranks), wanted).moves
+        assert all(move.local for move in moves)
+        for rank in range(wanted.ranks):
+            read, moved = empty(wanted, rank), empty(wanted, rank)
+            checkpoint.read_into(wanted, rank, read)
+            execute(plan(checkpoint.layout(), only(wanted, rank)), files, moved)
+            assert all(torch.equal(tensor, moved[name]) for name, tensor in read.items())
+
+
+def only(layout: Layout, rank: int) -> Layout:
+    return Layout(layout.tensors, 1, lambda _: layout.regions(rank))
+
+
+def test_writing_into_a_mapped_tensor_leaves_the_file_alone(copy):
+    checkpoint = Checkpoint(copy("llama"))
+    before = checkpoint.storage()["model.norm.weight"].clone()
+    checkpoint.storage()["model.norm.weight"].fill_(7.0)
+    assert torch.equal(checkpoint.storage()["model.norm.weight"], before)
+    assert torch.equal(state(checkpoint.directory)["model.norm.weight"], before)
+
+
+def test_a_file_that_is_replaced_meanwhile_is_noticed(copy):
+    directory = copy("llama")
+    checkpoint, spec = Checkpoint(directory), spec_of(directory)
+    checkpoint.check(spec)
+    save_file(dict(reversed(state(directory).items())), directory / SINGLE)
+    with pytest.raises(CheckpointError, match="changed while"):
+        checkpoint.read_into(whole(spec), 0, empty(whole(spec), 0))
+
+
+def raw_file(file: Path, header: dict, content: bytes, pad: int) -> None:
+    text = json.dumps(header).encode() + b" " * pad
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content)
+
+
+@pytest.mark.parametrize("pad", range(8))
+def test_files_of_any_alignment_and_empty_tensors_are_read(tmp_path, pad):
+    values = torch.arange(6, dtype=torch.float32)
+    header = {
+        "weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "none": {"dtype": "BF16", "shape": [0, 3], "data_offsets": [24, 24]},
+        "one": {"dtype": "I8", "shape": [], "data_offsets": [24, 25]},
+        "small": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [25, 26]},
+        "strange": {"dtype": "F4", "shape": [2], "data_offsets": [26, 27]},
+    }
+    raw_file(tmp_path / SINGLE, header, values.numpy().tobytes() + bytes([5, 0x38, 0]), pad)
+    files = Checkpoint(tmp_path).storage()
+    assert torch.equal(files["model.weight"], values.view(2, 3))
+    assert files["model.none"].shape == (0, 3)
+    assert files["model.one"].item() == 5
+    assert files["model.small"].float().tolist() == [1.0]
+    with pytest.raises(CheckpointError, match=r"model.strange in F4. Readable are F64"):
+        files["model.strange"]
+
+
+def memory(field: str) -> int:
+    """Bytes of a line of /proc/self/status: VmRSS now, VmHWM at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured with Linux's /proc")
+def test_reading_takes_the_pages_of_one_tensor_at_a_time(tmp_path):
+    shape, names = (1 << 10, 1 << 13), [f"model.{i}" for i in range(6)]  # 32 MB each in float32
+    save_file({name: torch.full(shape, float(i)) for i, name in enumerate(names)}, tmp_path / SINGLE)
+    layout = Checkpoint(tmp_path).layout()
+    rows = Layout(layout.tensors, 1, lambda _: [Region(Box(n, (0, 0), (256, shape[1])), n, (0, 0)) for n in names])
+    storage = {name: torch.zeros(256, shape[1], dtype=torch.bfloat16) for name in names}
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    Checkpoint(tmp_path).read_into(rows, 0, storage)
+    assert memory("VmHWM") - before < 24 << 20  # a quarter of one tensor, and not of six
+    assert memory("VmRSS") - before < 8 << 20
+    assert [float(tensor[-1, -1]) for tensor in storage.values()] == [float(i) for i in range(6)]
 
 
 def test_a_value_head_is_read_or_reported_missing(models):
