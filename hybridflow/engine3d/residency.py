@@ -7,9 +7,20 @@ behind them is given back and taken again. Works alike on the host and on CUDA, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Memory(Protocol):
+    """Memory of named tensors that can be given and taken; `Residency` is one, a sleeping vLLM engine has another."""
+
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        """Give memory; returns the names whose content is undefined now."""
+        ...
+
+    def release(self, names: Iterable[str] | None = None) -> None: ...
 
 
 class Residency:
@@ -34,6 +45,7 @@ class Residency:
             self._names.setdefault(key, set()).add(name)
             self._sizes[key] = storage.nbytes()
         self._held = {key: set(names) for key, names in self._names.items()}
+        self._resident = sum(self._sizes.values())
 
     @property
     def total_bytes(self) -> int:
@@ -43,7 +55,7 @@ class Residency:
     @property
     def resident_bytes(self) -> int:
         """Bytes that have memory now."""
-        return sum(size for key, size in self._sizes.items() if self._held[key])
+        return self._resident
 
     def resident(self, name: str) -> bool:
         """Whether `name` has memory; true for names that are kept."""
@@ -60,14 +72,22 @@ class Residency:
             self._host.pop(key, None)
             self._drop(storage, key, name)
 
-    def acquire(self, names: Iterable[str] | None = None) -> None:
-        """Give `names` (default: all) memory of undefined content, or what `offload` kept."""
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        """Give `names` (default: all) memory: with what `offload` kept, or of undefined content.
+
+        Returns the names whose content is undefined now, among them all that share the storage of one of `names`.
+        """
+        fresh: set[str] = set()
         for storage, key, name in self._found(names):
             if not self._held[key]:
                 storage.resize_(self._sizes[key])
+                self._resident += self._sizes[key]
                 if (host := self._host.pop(key, None)) is not None:
                     _bytes(storage).copy_(host)
+                else:
+                    fresh |= self._names[key]
             self._held[key].add(name)
+        return fresh
 
     def offload(self, names: Iterable[str] | None = None) -> None:
         """Release `names` after copying them to host memory (pinned where there is CUDA); `acquire` brings them back.

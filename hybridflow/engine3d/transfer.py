@@ -7,24 +7,26 @@ source and destination are the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engine3d.layout import Box, Region
-from hybridflow.engine3d.plan import BUCKET_BYTES, Move, WeightPlan
-from hybridflow.engine3d.wire import agree_dtypes, wire_device
+from hybridflow.engine3d.binding import Binding
+from hybridflow.engine3d.copies import Lane
+from hybridflow.engine3d.messages import messages
+from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan
+from hybridflow.engine3d.residency import Memory
+from hybridflow.engine3d.schedule import Step, make_steps, rounds
+from hybridflow.engine3d.terms import Terms
+from hybridflow.engine3d.turn import Turn
+from hybridflow.engine3d.wire import wire_device
 from hybridflow.errors import LayoutError, WaitTimeoutError
 
 Storage = Mapping[str, Tensor]
-
-ALIGNMENT = 16  # bytes; messages start at multiples of it, so that a message can be viewed as any dtype
 
 
 def execute(
@@ -43,13 +45,22 @@ class Transfer:
     """`plan` bound to the storages of this rank; `run()` moves the current values.
 
     `source[name]` and `destination[name]` are this rank's tensors by the names that its regions use. `rank` is the
-    rank in `group`, which executes the plan (None: a plan of one rank). Values are converted to the destination's
-    dtype, and travel in the narrower of both dtypes. Extra memory is at most `bucket_bytes`, kept between runs until
-    `release()`. The storages must stay where they are in memory: build a new Transfer when an engine moves them.
+    rank in `group`, which executes the plan (None: a plan of one rank); the plan may be the part of this rank only.
+    Values are converted to the destination's dtype, and travel in the narrower of both dtypes.
+
+    Extra memory is two buffers of at most `bucket_bytes` together, kept between runs until `release()`. The storages
+    must have memory when a Transfer is built, and stay the same tensors; their memory may go and come between runs.
+    With `acquire` each destination tensor gets memory right before its first write (zeros where the plan leaves gaps
+    in it), and with `release` that of each source tensor is given back right after its last read: layer by layer, so
+    that both copies of the model never stand side by side. Source tensors that this rank does not read are left alone.
 
     Building is collective over `group` (ranks tell each other their dtypes), and so is `run()`.
 
-    Errors: LayoutError when a storage is missing or too small, or has a dtype that cannot travel.
+    Errors: LayoutError on every rank when on one of them a storage is missing or too small or has a dtype without
+    a conversion, and when the ranks' plans differ. WaitTimeoutError when a rank does not come.
+
+    Attributes: `sent_bytes` and `received_bytes`, what went over the wire in all runs so far; `peak_bytes`, the most
+    buffer memory in use in a run.
     """
 
     def __init__(
@@ -60,222 +71,122 @@ class Transfer:
         group: dist.ProcessGroup | None = None,
         rank: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
+        *,
+        release: Memory | None = None,
+        acquire: Memory | None = None,
     ) -> None:
-        size = group.size() if group is not None else 1
-        if size < plan.ranks:
-            raise LayoutError(f"the plan is for {plan.ranks} ranks, the process group has {size}.")
         self.plan, self.group, self.rank = plan, group, rank
+        self.sent_bytes = self.received_bytes = self.peak_bytes = 0
+        self._release, self._acquire = release, acquire
         self._device = wire_device(group)
-        wire = _agree_wire(plan, source, destination, group, rank)
-        self._copies = _Copies()
-        for move in plan.local(rank):
-            from_ = _view(source, move.origin, move.box, "source", rank)
-            for region in move.into:
-                self._copies.add(_view(destination, region, move.box, "destination", rank), from_)
-        self._rounds: list[_Round] = []
-        itemsize = max((dtype.itemsize for dtype in wire.values()), default=1)
-        for bucket in plan.buckets(bucket_bytes, itemsize):
-            if mine := [move for move in bucket if rank in (move.source, move.destination)]:
-                self._rounds.append(_Round.of(mine, wire, source, destination, rank))
-        self._arena: Tensor | None = None
+        bound = Binding(plan, source, destination, rank)
+        self._sources, self._destinations, self._gaps = bound.sources, bound.destinations, bound.gaps()
+        terms = Terms(plan, rank, bound.dtypes(), bucket_bytes, group, bound.failure)
+        moves = rounds(plan, rank, bucket_bytes, terms.itemsize)
+        self._turns = [Turn(messages(bound.pieces(pieces, terms), self._device)) for pieces in moves]
+        local = bound.local()
+        self._copies = [group.copies for group in local.values()]
+        self._steps = make_steps(moves, [turn.messages for turn in self._turns], local)
+        tensors = (*bound.sources.values(), *bound.destinations.values())
+        self._lane = Lane(next((tensor.device for tensor in tensors if tensor.is_cuda), self._device))
+        self._arenas: list[Tensor] = []
 
     @property
     def buffer_bytes(self) -> int:
         """Extra memory that a run uses on this rank."""
-        return max((turn.buffer_bytes(self._device) for turn in self._rounds), default=0)
+        return sum(self._arena_sizes())
+
+    @property
+    def received(self) -> dict[str, int]:
+        """Bytes received from other ranks in all runs so far, by canonical tensor."""
+        out: dict[str, int] = {}
+        for turn in self._turns:
+            for piece in (piece for message in turn.messages if not message.sent for piece in message.pieces):
+                out[piece.tensor] = out.get(piece.tensor, 0) + piece.nbytes * turn.runs
+        return {tensor: size for tensor, size in out.items() if size}
 
     @torch.no_grad()
     def run(self, timeout: float | None = None) -> None:
         """Move the weights. `timeout` in seconds bounds the wait for each round (None: the process group's own).
 
-        Errors: WaitTimeoutError when a peer does not take part in time or is gone.
+        Errors: WaitTimeoutError when a peer does not take part in time or is gone; the process group cannot be used
+        any more then. LayoutError when a tensor has no memory.
         """
-        if self._arena is None and self._rounds:
-            self._arena = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device)
-            for turn in self._rounds:
-                turn.bind(self._arena, self.group)
-        if not self._rounds:
-            self._copies.run()
-        for i, turn in enumerate(self._rounds):
-            turn.pack.run()
-            with self._explained():
-                works = dist.batch_isend_irecv(turn.ops)
-            if i == 0:  # while the first round is under way
-                self._copies.run()
-            with self._explained():
-                for work in works:
-                    work.wait(timedelta(seconds=timeout)) if timeout else work.wait()
-            turn.unpack.run()
+        self._check_memory("source", self._sources)
+        if self._acquire is None:
+            self._check_memory("destination", self._destinations)
+        self._bind()
+        leaving: deque[tuple[torch.cuda.Event | None, list[str]]] = deque()
+        self._lane.follow()
+        for step in self._steps:
+            self._give_memory(step.acquire)
+            with self._lane.queued():
+                self._do(step, timeout)
+            if step.release and self._release:
+                leaving.append((self._lane.mark(), step.release))
+                if len(leaving) > self._lane.behind:
+                    self._take_memory(*leaving.popleft(), timeout)
+        while leaving:
+            self._take_memory(*leaving.popleft(), timeout)
+        if timeout is not None:
+            self._lane.reached(self._lane.mark(), timeout)
+        self._lane.join()
+
+    def release(self) -> None:
+        """Give the buffers back; the next run allocates them again."""
+        self._arenas = []
+        for turn in self._turns:
+            turn.unbind()
+
+    def _do(self, step: Step, timeout: float | None) -> None:
+        if step.kind == "copy":
+            self._copies[step.index].run()
+            return
+        turn = self._turns[step.index]
+        with self._explained(turn):
+            turn.post() if step.kind == "post" else turn.finish(timeout)
+        if step.kind == "finish":
+            self.sent_bytes += turn.nbytes(sent=True)
+            self.received_bytes += turn.nbytes(sent=False)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, turn: Turn) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            peers = sorted({message.peer for turn in self._rounds for message in turn.messages})
+            peers = sorted({message.peer for message in turn.messages})
             raise WaitTimeoutError(
                 f"rank {self.rank} exchanges weights with ranks {peers} and did not get through: {error}. All ranks "
                 "of the group have to run the transfer together; look for an earlier error on the others."
             ) from error
 
-    def release(self) -> None:
-        """Give the buffer back; the next run allocates it again."""
-        self._arena = None
-        for turn in self._rounds:
-            turn.unbind()
+    def _bind(self) -> None:
+        if not self._arenas:
+            self._arenas = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._arena_sizes()]
+            for i, turn in enumerate(self._turns):
+                turn.bind(self._arenas[i % 2], self.group)
+        self.peak_bytes = max(self.peak_bytes, sum(arena.nbytes for arena in self._arenas))
 
+    def _arena_sizes(self) -> list[int]:
+        return [max((turn.staged_bytes for turn in self._turns[first::2]), default=0) for first in range(2)]
 
-@dataclass
-class _Copies:
-    """Pairs of equally shaped views that are copied in one call, with dtype conversion."""
+    def _give_memory(self, names: list[str]) -> None:
+        if self._acquire and names:
+            fresh = self._acquire.acquire(names)
+            for name in fresh & self._gaps:
+                self._destinations[name].zero_()
+            self._check_memory("destination", {name: self._destinations[name] for name in names})
+            self._lane.follow()  # the memory may have been in use on the caller's stream
 
-    into: list[Tensor] = field(default_factory=list)
-    from_: list[Tensor] = field(default_factory=list)
+    def _take_memory(self, mark: torch.cuda.Event | None, names: list[str], timeout: float | None) -> None:
+        assert self._release
+        self._lane.reached(mark, timeout)
+        self._release.release(names)
 
-    def add(self, into: Tensor, from_: Tensor) -> None:
-        same = into.data_ptr() == from_.data_ptr() and into.device == from_.device
-        if not (same and into.dtype == from_.dtype and into.stride() == from_.stride()):
-            self.into.append(into)
-            self.from_.append(from_)
-
-    def run(self) -> None:
-        if self.into:
-            torch._foreach_copy_(self.into, self.from_)  # pyright: ignore[reportPrivateImportUsage]
-
-
-class _Piece(NamedTuple):
-    dtype: torch.dtype
-    views: list[Tensor]  # one when sent; one or more when received
-
-    @property
-    def nbytes(self) -> int:
-        return self.views[0].numel() * self.dtype.itemsize
-
-
-@dataclass
-class _Message:
-    """What one rank sends another in one round: pieces one after the other, wider dtypes first to stay aligned."""
-
-    peer: int
-    sent: bool
-    pieces: list[_Piece]
-
-    def __post_init__(self) -> None:
-        self.pieces.sort(key=lambda piece: -piece.dtype.itemsize)  # stable, so both sides agree
-        self.nbytes = sum(piece.nbytes for piece in self.pieces)
-
-    @property
-    def padded(self) -> int:
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
-
-    def direct(self, device: torch.device) -> Tensor | None:
-        """The bytes of the storage itself, where it holds exactly what travels: no packing, no buffer."""
-        (dtype, views), view = self.pieces[0], self.pieces[0].views[0]
-        if len(self.pieces) > 1 or len(views) > 1 or not view.is_contiguous():
-            return None
-        if view.dtype != dtype or view.device != device:
-            return None
-        return view.reshape(-1).view(torch.uint8)
-
-
-@dataclass
-class _Round:
-    """One bucket on this rank: its messages, and the copies into and out of the buffer."""
-
-    messages: list[_Message]
-    pack: _Copies = field(default_factory=_Copies)
-    unpack: _Copies = field(default_factory=_Copies)
-    ops: list[dist.P2POp] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls, moves: Sequence[Move], wire: Mapping[_Pair, torch.dtype], source: Storage, destination: Storage, rank: int
-    ) -> _Round:
-        pieces: dict[tuple[int, bool], list[_Piece]] = {}
-        for move in moves:
-            if sent := move.source == rank:
-                views = [_view(source, move.origin, move.box, "source", rank)]
-            else:
-                views = [_view(destination, region, move.box, "destination", rank) for region in move.into]
-            peer = move.destination if sent else move.source
-            pieces.setdefault((peer, sent), []).append(_Piece(wire[_pair(move)], views))
-        return cls([_Message(peer, sent, parts) for (peer, sent), parts in pieces.items()])
-
-    def buffer_bytes(self, device: torch.device) -> int:
-        return sum(message.padded for message in self.messages if message.direct(device) is None)
-
-    def bind(self, arena: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Lay the messages out in `arena` [bytes] uint8 and prepare the operations."""
-        start = 0
-        for message in self.messages:
-            if (flat := message.direct(arena.device)) is None:
-                flat = arena[start : start + message.nbytes]
-                start += message.padded
-                self._copy_pieces(message, flat)
-            operation = dist.isend if message.sent else dist.irecv
-            self.ops.append(dist.P2POp(operation, flat, group=group, group_peer=message.peer))
-
-    def _copy_pieces(self, message: _Message, flat: Tensor) -> None:
-        start = 0
-        for piece in message.pieces:
-            packed = flat[start : start + piece.nbytes].view(piece.dtype).view(piece.views[0].shape)
-            start += piece.nbytes
-            for view in piece.views:
-                self.pack.add(packed, view) if message.sent else self.unpack.add(view, packed)
-
-    def unbind(self) -> None:
-        self.pack, self.unpack, self.ops = _Copies(), _Copies(), []
-
-
-_Port = tuple[str, int, str]  # source or destination, rank, storage
-_Pair = tuple[_Port, tuple[_Port, ...]]
-
-
-def _pair(move: Move) -> _Pair:
-    into = tuple(("destination", move.destination, region.storage) for region in move.into)
-    return ("source", move.source, move.origin.storage), into
-
-
-def _agree_wire(
-    plan: WeightPlan, source: Storage, destination: Storage, group: dist.ProcessGroup | None, rank: int
-) -> dict[_Pair, torch.dtype]:
-    """The dtype in which values travel between two storages: the narrower one, the destination's where equal.
-
-    This rank's storages are checked against the plan first, so that a misfit is an error on all ranks, not a hang.
-    """
-    pairs = dict.fromkeys(_pair(move) for move in plan.moves if not move.local)
-    ports = list(dict.fromkeys(port for first, others in pairs for port in (first, *others)))
-    mine: dict[_Port, torch.dtype] = {}
-    failure = None
-    try:
-        for move in plan.moves:
-            if move.source == rank:
-                mine[_pair(move)[0]] = _view(source, move.origin, move.box, "source", rank).dtype
-            if move.destination == rank:
-                for region, port in zip(move.into, _pair(move)[1], strict=True):
-                    mine[port] = _view(destination, region, move.box, "destination", rank).dtype
-    except LayoutError as error:
-        failure = error
-    dtypes = agree_dtypes(ports, mine, group, failure)
-    wire = {}
-    for first, others in pairs:
-        into = max((dtypes[port] for port in others), key=lambda dtype: dtype.itemsize)
-        wire[first, others] = dtypes[first] if dtypes[first].itemsize < into.itemsize else into
-    return wire
-
-
-def _tensor(storage: Storage, name: str, side: str, rank: int) -> Tensor:
-    if name not in storage:
-        raise LayoutError(f"the {side} layout of rank {rank} names {name!r}, its storage has {sorted(storage)[:8]}.")
-    return storage[name].detach()
-
-
-def _view(storage: Storage, region: Region, box: Box, side: str, rank: int) -> Tensor:
-    """The part of the storage that holds `box`, checked: slicing beyond the end would silently give less."""
-    tensor, index = _tensor(storage, region.storage, side, rank), region.index(box)
-    if tensor.dim() != len(index) or any(s.stop > n for s, n in zip(index, tensor.shape, strict=True)):
-        raise LayoutError(
-            f"the {side} layout of rank {rank} puts {box} at {[(s.start, s.stop) for s in index]} of "
-            f"{region.storage!r}, which has shape {tuple(tensor.shape)}."
-        )
-    return tensor[index]
+    def _check_memory(self, side: str, tensors: Storage) -> None:
+        for name, tensor in tensors.items():
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise LayoutError(
+                    f"{side} tensor {name!r} of rank {self.rank} has no memory. Acquire it, or give the transfer the "
+                    "residency that does."
+                )
