@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from hybridflow.config import Sampling as Sampling
     from hybridflow.driver import compute_advantage as compute_advantage
     from hybridflow.driver import init as init
+    from hybridflow.driver import reallocate as reallocate
     from hybridflow.driver import shutdown as shutdown
+    from hybridflow.driver import sync_weights as sync_weights
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.model_spec import ModelSpec as ModelSpec
     from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from hybridflow.workers.critic import CriticWorker as CriticWorker
     from hybridflow.workers.reference import ReferenceWorker as ReferenceWorker
     from hybridflow.workers.reward import RewardWorker as RewardWorker
+    from hybridflow.workers.rollout import RolloutWorker as RolloutWorker
     from hybridflow.workers.worker import Worker as Worker
     from hybridflow.workers.worker import place as place
 
@@ -57,7 +60,7 @@ _WHERE = {
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
     "config": ("Adam", "Megatron", "SGD", "Sampling", "VLLM"),
-    "driver": ("compute_advantage", "init", "shutdown"),
+    "driver": ("compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
     "loader": ("PromptLoader",),
     "model_spec": ("ModelSpec",),
     "protocols": (
@@ -71,6 +74,7 @@ _WHERE = {
     "workers.critic": ("CriticWorker",),
     "workers.reference": ("ReferenceWorker",),
     "workers.reward": ("RewardWorker",),
+    "workers.rollout": ("RolloutWorker",),
     "workers.worker": ("Worker", "place"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}

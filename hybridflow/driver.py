@@ -1,17 +1,24 @@
-"""What a driver calls that is no group: sessions, advantages, and the loader that bounds what is in flight."""
+"""What a driver calls that is no group: sessions, advantages, and weights that go from group to group."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.algorithms.kl import AdaptiveKL, FixedKL, KLState
 from hybridflow.batch import Batch
+from hybridflow.cluster import reallocation
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.future import Future
+from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.host import Deadlines
+from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
-from hybridflow.errors import BatchError
+from hybridflow.cluster.weight_link import WEIGHTS
+from hybridflow.config import VLLM, TrainStrategy
+from hybridflow.errors import BatchError, ConfigError, PlacementError
+from hybridflow.workers.worker import planned
 
 
 def init(
@@ -61,6 +68,91 @@ def compute_advantage(
         controller = _identity(kl_coef)
         coef = KLState(kl_coef)
     return session.helper.compute_advantage(batch, estimator, coef, kl, controller, options)
+
+
+def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
+    """Give `destination` the current weights of `source`, another group of the same model; returns at once.
+
+    For a rollout that generates on devices of its own, a reference that follows the actor, or a second actor. Pools and
+    layouts may be any, equal, overlapping or disjoint: every rank gets exactly what it needs and does not hold, in one
+    weight plan that is made once for a pair of groups (ReaL, section 5; PUZZLE, algorithm 1).
+
+    It takes place in the order of the calls on both groups: later calls on `destination` see the new weights, all of
+    them. A destination that trains keeps its optimizer's moments. If it fails on the way, calls on `destination` raise
+    until a `sync_weights` into it succeeds. The future gives `bytes` (over the wire, of all ranks) and `seconds`.
+
+    Errors, before a byte moves: LayoutError when the models differ, PlacementError for a closed group, ConfigError for
+    what has no weights.
+    """
+    for group in (source, destination):
+        _check_group("sync_weights", group)
+    if source is destination:
+        raise ConfigError(f"sync_weights({source.name}, {source.name}): a group has its own weights already.")
+    if source.session is not destination.session:
+        raise PlacementError(f"{source.name} and {destination.name} belong to different sessions.")
+    here, there = reallocation.weights_layout(source.placed), reallocation.weights_layout(destination.placed)
+    reallocation.check_same_model(here, there, source.name, destination.name)
+    return source.session.links.send(source.placed, destination.placed, WEIGHTS, lambda: (here, there))
+
+
+def reallocate(
+    group: WorkerGroup,
+    to: TrainStrategy | ResourcePool,
+    pool: ResourcePool | None = None,
+    *,
+    generate: VLLM | Literal["as it was"] | None = "as it was",
+) -> WorkerGroup:
+    """Move `group` to another strategy, another pool or slice, or both; returns it: the same object, in a new layout.
+
+    Weights, optimizer state and step counts come along, so it goes on training as if nothing had happened; calls that
+    were issued before run before, and batches that it wrote stay valid. An actor's generation engine is closed and
+    built again, as `generate` says. Blocks until the group is there.
+
+    Only when everything has arrived are the old ranks freed: until then, weights and optimizer state exist twice on
+    devices that both layouts use, and a step that fails leaves the group as it was.
+
+    Errors, before a byte moves: PlacementError when sizes and devices do not fit or the group is closed, ModelError
+    when the model does not divide, LayoutError, ConfigError. WorkerError of a rank that cannot be built.
+    """
+    _check_group("reallocate", group)
+    settings = dict(group.settings)
+    if isinstance(to, ResourcePool):
+        if pool is not None:
+            raise ConfigError(f"reallocate({group.name}, {to}, pool={pool}): give one pool.")
+        pool = to
+    elif isinstance(to, type | WorkerGroup) or not isinstance(to, TrainStrategy):
+        raise ConfigError(f"reallocate({group.name}, to={to!r}): give a strategy such as hf.Megatron(tp=2), or a pool.")
+    elif "train" not in settings:
+        raise ConfigError(f"reallocate({group.name}, to={to!r}): {group.worker_class.__name__} does not train.")
+    else:
+        settings["train"] = to
+    if generate != "as it was":
+        if "generate" not in settings:
+            raise ConfigError(f"reallocate({group.name}, generate=...): {group.worker_class.__name__} cannot generate.")
+        settings["generate"] = generate
+    if pool is not None and not isinstance(pool, ResourcePool):
+        raise ConfigError(f"reallocate({group.name}, pool={pool!r}): give a ResourcePool or a slice of one.")
+    session = group.session
+    where = session.pool_of(group) if pool is None else pool
+    where.check_open()
+    if where.session is not session:
+        raise PlacementError(f"{group.name} and the pool that it should move to belong to different sessions.")
+    if (where.name, where.members) == (group.pool_name, group.members) and settings == group.settings:
+        return group
+    leaves = group if "train" in settings else None
+    new = planned(group.worker_class, where, settings, group.name, instead_of=leaves)
+    here, there = reallocation.weights_layout(group.placed), reallocation.weights_layout(new)
+    reallocation.check_same_model(here, there, group.name, f"{group.name} as it would be")
+    reallocation.reallocate(group, new)
+    return group
+
+
+def _check_group(what: str, group: WorkerGroup) -> None:
+    if not isinstance(group, WorkerGroup):
+        raise ConfigError(f"{what} takes a group such as hf.ActorWorker.on(...) returns, got {group!r}.")
+    group.check_open()
+    if not hasattr(group.worker_class, "weights_layout"):
+        raise ConfigError(f"{what}({group.name}): {group.worker_class.__name__} has no weights that could be moved.")
 
 
 def _identity(controller: AdaptiveKL) -> str:

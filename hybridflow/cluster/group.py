@@ -9,25 +9,20 @@ group.method(batch, key=value)
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import ray
-from ray import cloudpickle
+from typing import Any
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
-from hybridflow.cluster.columns import ColumnRef, Issued, Origin, Part
+from hybridflow.cluster.columns import ColumnRef, Issued, Origin
 from hybridflow.cluster.future import Future
-from hybridflow.cluster.host import Call, GroupSpec
+from hybridflow.cluster.host import Call
 from hybridflow.cluster.invocation import Invocation, Outputs
+from hybridflow.cluster.placed import Placed, arguments_sent
 from hybridflow.cluster.splitting import Splitting
-from hybridflow.cluster.store import fetch
 from hybridflow.errors import (
     ConfigError,
     EmptyBatchError,
@@ -38,9 +33,6 @@ from hybridflow.errors import (
 )
 from hybridflow.protocols import Operation, operations
 from hybridflow.topology import RankGrid
-
-if TYPE_CHECKING:
-    from hybridflow.cluster.session import Session
 
 _DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
 
@@ -53,48 +45,49 @@ class WorkerGroup:
     Errors: WorkerError when a rank cannot be built.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        hosts: Sequence[Any],
-        members: tuple[int, ...],
-        pool_name: str,
-        worker_class: type,
-        settings: Mapping[str, Any],
-        grid: RankGrid,
-        name: str,
-    ) -> None:
-        if grid.size != len(members):
-            raise PlacementError(
-                f"{name} has a grid of p*t*d = {grid.p}*{grid.t}*{grid.d} = {grid.size} ranks, "
-                f"the pool has {len(members)} devices."
-            )
-        self.session, self.hosts, self.members, self.pool_name = session, list(hosts), members, pool_name
-        self.worker_class, self.settings, self.grid, self.name = worker_class, dict(settings), grid, name
-        self.operations = operations(worker_class)
-        self._signatures = {op: inspect.signature(getattr(worker_class, op)) for op in self.operations}
-        self._key = f"{pool_name}/{name}/{session.sequence()}"
+    def __init__(self, placed: Placed) -> None:
+        self.placed, self.session, self.name = placed, placed.session, placed.name
+        self.operations = operations(self.worker_class)
+        self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
         self._closed = ""
         if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
             raise ConfigError(
-                f"{worker_class.__name__} calls an operation {taken[0]!r}, which every group already has as an "
+                f"{self.worker_class.__name__} calls an operation {taken[0]!r}, which every group already has as an "
                 f"attribute of its own. Give the method another name."
             )
-        session.groups[name] = self
-        self._create()
-
-    def _create(self) -> None:
-        spec = GroupSpec(self._key, self.name, self.grid, self.members)
-        seq = self.session.sequence()
+        self.session.groups[self.name] = self
         try:
-            with _arguments_sent(self.name, self.settings | {"worker_class": self.worker_class}):
-                built = [host.create.remote(seq, spec, self.worker_class, self.settings) for host in self.hosts]
-            call = Issued([], self.session.iterations.reported)
-            call.statuses += [Part(ref, 0, Origin(self.name, r, "__init__"), call) for r, ref in enumerate(built)]
-            fetch(built, call.statuses, self.session.deadlines.peers)
+            self.placed.build()
         except BaseException:
             self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
             raise
+
+    @property
+    def worker_class(self) -> type:
+        return self.placed.worker_class
+
+    @property
+    def hosts(self) -> list[Any]:
+        """Handles of the host processes, in rank order."""
+        return list(self.placed.hosts)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The rank in the pool of each rank of the group."""
+        return self.placed.members
+
+    @property
+    def pool_name(self) -> str:
+        return self.placed.pool_name
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the worker class, all of them."""
+        return self.placed.settings
+
+    @property
+    def grid(self) -> RankGrid:
+        return self.placed.grid
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -113,8 +106,7 @@ class WorkerGroup:
         return f"<{self.name}: {self.worker_class.__name__} at (p,t,d)=({self.grid.p},{self.grid.t},{self.grid.d})>"
 
     def _invoke(self, operation: Operation, *args: Any, **kwargs: Any) -> Any:
-        if self._closed:
-            raise PlacementError(f"{self.name} is closed{self._closed}: place it again with .on(pool, ...).")
+        self.check_open()
         invocation = self._bind(operation, args, kwargs)
         issued = self._dispatch(invocation)
         result = operation.protocol.collect(self.grid, issued.outputs)
@@ -227,13 +219,18 @@ class WorkerGroup:
             source = next((v for v in mine.values() if isinstance(v, BatchRef)), None)
             due = None if source is None or operation.resizes else source.rows * invocation.factor
             span = source.span if source else None
-            call = Call(seq, self._key, operation.name, mine, invocation.writes, agree, due, span)
-            with _arguments_sent(where, mine):
+            call = Call(seq, self.placed.key, operation.name, mine, invocation.writes, agree, due, span)
+            with arguments_sent(where, mine):
                 ref, status = host.call.remote(call)
             out.add(ref, status, Origin(self.name, rank, operation.name), due, source)
         self.session.iterations.issued(out.call.statuses)
         out.count_rows()
         return out
+
+    def check_open(self) -> None:
+        """Errors: PlacementError when the group is closed."""
+        if self._closed:
+            raise PlacementError(f"{self.name} is closed{self._closed}: place it again with .on(pool, ...).")
 
     def close(self) -> None:
         """Free the models of this group; the pool stays. Can be called again."""
@@ -243,27 +240,13 @@ class WorkerGroup:
     def _drop(self, wait: float) -> None:
         self._closed = " by close()"
         self.session.groups.pop(self.name, None)
-        dropping = [host.drop.remote(self._key) for host in self.hosts]
-        ray.wait(dropping, num_returns=len(dropping), timeout=wait)
+        self.placed.drop(wait)
 
     def forget_hosts(self) -> None:
         """Called when the pool closes: there is nothing left to free."""
         self._closed = self._closed or " with its pool"
         self.session.groups.pop(self.name, None)
-
-
-@contextlib.contextmanager
-def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Name the setting that cannot be pickled, where Ray shows everything around it."""
-    try:
-        yield
-    except TypeError:
-        for name, value in settings.items():
-            try:
-                cloudpickle.dumps(value)
-            except (TypeError, ValueError, AttributeError, pickle.PicklingError) as reason:
-                raise ConfigError(f"{where}: {name}={value!r} cannot be sent to a host: {reason}.") from None
-        raise
+        self.session.links.close(self.placed.key)
 
 
 def _several(result: Any) -> Any:

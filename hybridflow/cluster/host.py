@@ -15,7 +15,9 @@ import time
 import traceback
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,7 +26,9 @@ import torch.distributed as dist
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.exchange import Exchange, News, exchange
 from hybridflow.cluster.store import Failure, Manifest, Reader, Status, write
+from hybridflow.cluster.weight_link import LinkSpec, WeightLink, agreed_failure
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError, WorkerError
 from hybridflow.topology import RankGrid
@@ -100,6 +104,7 @@ class _Member:
     groups: ProcessGroups | None
     worker: Any = None
     failure: Failure | None = None
+    incomplete: Failure | None = None  # of an exchange that left its weights half written
 
 
 @dataclass(repr=False)
@@ -108,6 +113,7 @@ class Host:
 
     spec: HostSpec
     _members: dict[str, _Member] = field(default_factory=dict)
+    _links: dict[str, WeightLink] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
     _joined: bool = False
@@ -150,8 +156,13 @@ class Host:
     def _peers(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self.spec.deadlines.peers)
 
-    def create(self, seq: int, spec: GroupSpec, worker_class: type, settings: dict[str, Any]) -> Failure | None:
-        """Build one rank of a group. A failure is kept and returned by every later call as well."""
+    def create(
+        self, seq: int, spec: GroupSpec, worker_class: type, settings: dict[str, Any], unset: bool = False
+    ) -> Failure | None:
+        """Build one rank of a group, with `unset` to have its weights written from outside.
+
+        A failure is kept and returned by every later call as well.
+        """
         rank = spec.members.index(self.spec.rank)
         groups = None
         if self.spec.size:
@@ -165,7 +176,7 @@ class Host:
                 raise PlacementError("this host could not join the others of its pool; its log says why.")
             worker = object.__new__(worker_class)
             if groups is not None:
-                worker.context = RankContext(spec.role, rank, spec.grid, self.device, groups)
+                worker.context = RankContext(spec.role, rank, spec.grid, self.device, groups, unset=unset)
             worker.__init__(**settings)
             member.worker = worker
         except Exception as error:
@@ -178,8 +189,8 @@ class Host:
         """Run one method: (Manifest, value or Failure; and the status, which outlives the data)."""
         member = self._members[call.group]
         start = ready = time.time()
-        if member.failure is not None:
-            return member.failure, Status(member.failure)
+        if (failure := member.failure or member.incomplete) is not None:
+            return failure, Status(failure)
         result = self._inputs(member, call)
         if not isinstance(result, Failure):
             ready = time.time()
@@ -213,14 +224,7 @@ class Host:
     def _agree(self, member: _Member, ranks: tuple[int, ...], outcome: Any) -> Any:
         assert member.groups is not None
         control = member.groups.new("control", ranks, "gloo", self.spec.deadlines.peers)
-        mine = outcome if isinstance(outcome, Failure) else None
-        failed = torch.tensor([mine is not None], dtype=torch.int32)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=control)
-        if not int(failed):
-            return outcome
-        everyone: list[Failure | None] = [None] * len(ranks)
-        dist.all_gather_object(everyone, mine, group=control)
-        return mine or next(failure for failure in everyone if failure is not None)
+        return agreed_failure(control, outcome if isinstance(outcome, Failure) else None) or outcome
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, BatchRef):
@@ -281,6 +285,45 @@ class Host:
         )
         return Failure(worker_error, upstream)
 
+    @ray.method(num_returns=2)
+    def exchange(self, task: Exchange, news: News | None) -> tuple[Any, Status]:
+        """Take part in moving weights from one group to another: (figures or Failure; and the status)."""
+        start = time.time()
+        sender, receiver = self._members.get(task.source), self._members.get(task.destination)
+        mine = sender or receiver
+        assert mine is not None
+        failed = partial(self._failure, mine, task.method, None)
+        try:
+            if news is not None and news.link is not None:
+                self._links[task.link] = self._open_link(news.link)
+            result = exchange(self._links[task.link], task, news, sender, receiver, failed)
+        except Exception as error:
+            result = failed(error)
+        end = time.time()
+        self._events.append(Event(task.seq, mine.spec.role, task.method, mine.rank, start, start, end))
+        return result, Status(result if isinstance(result, Failure) else None, ((task.method, end - start),))
+
+    def _open_link(self, spec: LinkSpec) -> WeightLink:
+        store = self._store
+        if spec.store_pool != self.spec.pool:
+            store = dist.TCPStore(*spec.store, None, False, self._peers, wait_for_workers=False)
+        deadlines = self.spec.deadlines
+        process = (self.spec.pool, self.spec.rank)
+        return WeightLink(spec, process, store, self.device, deadlines.collective, deadlines.peers)
+
+    def close_link(self, name: str) -> None:
+        """Forget a link and its process groups."""
+        if (link := self._links.pop(name, None)) is not None:
+            link.close()
+
+    def apply(self, group: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(worker, *arguments)` on this rank of a group; a failure is a value, as of a call."""
+        member = self._members[group]
+        try:
+            return function(member.worker, *arguments)
+        except Exception as error:
+            return self._failure(member, function.__name__, None, error)
+
     def events(self) -> list[Event]:
         return list(self._events)
 
@@ -296,6 +339,8 @@ class Host:
 
     def close(self) -> None:
         """Free all models and leave the torch world."""
+        for name in list(self._links):
+            self.close_link(name)
         for name in list(self._members):
             try:
                 self.drop(name)

@@ -8,12 +8,17 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.cluster.future import Deadline
@@ -21,6 +26,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.helper import Helper
 from hybridflow.cluster.host import Event, Host, HostSpec
 from hybridflow.cluster.leftovers import MARK
+from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.session import Session
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
@@ -39,7 +45,9 @@ class _Reserved:
     hosts: list[Any]
     node_of: list[int]
     placement: PlacementGroup
+    store: Any
     session: Session
+    machine_of: list[str] = field(default_factory=list)
     closed: bool = False
 
 
@@ -60,8 +68,8 @@ class ResourcePool:
         name = f"{session.name}-{uuid.uuid4().hex[:6]}"
         placement = _reserve(per_node, session)
         node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
-        hosts = _start_hosts(name, node_of, placement, session)
-        self._reserved = _Reserved(name, hosts, node_of, placement, session)
+        hosts, store = _start_hosts(name, node_of, placement, session)
+        self._reserved = _Reserved(name, hosts, node_of, placement, store, session)
         self.members: tuple[int, ...] = tuple(range(len(hosts)))
         session.pools.append(self)
         if not session.has_helper:
@@ -89,6 +97,24 @@ class ResourcePool:
         """Index of the node of each device."""
         return [self._reserved.node_of[i] for i in self.members]
 
+    @property
+    def machines(self) -> list[str]:
+        """The cluster's own name of the node of each device; nodes of a local pool may be one machine."""
+        if not self._reserved.machine_of:
+            where = placement_group_table(self._reserved.placement)["bundles_to_node_id"]
+            self._reserved.machine_of += [where[node] for node in self._reserved.node_of]
+        return [self._reserved.machine_of[i] for i in self.members]
+
+    def store_address(self) -> tuple[str, int]:
+        """Where the pool's rendezvous store listens; waits for its first host to start it."""
+        return ray.get(self._reserved.store, timeout=self.session.deadlines.peers)
+
+    def part(self, members: Sequence[int]) -> ResourcePool:
+        """The slice with these ranks of the whole pool."""
+        found = object.__new__(ResourcePool)
+        found._reserved, found.members = self._reserved, tuple(members)
+        return found
+
     def __len__(self) -> int:
         return self.size
 
@@ -97,9 +123,7 @@ class ResourcePool:
         picked = self.members[key] if isinstance(key, slice) else (self.members[key],)
         if not picked:
             raise PlacementError(f"the slice {key} of a pool of {self.size} devices is empty.")
-        part = object.__new__(ResourcePool)
-        part._reserved, part.members = self._reserved, picked
-        return part
+        return self.part(picked)
 
     def check_open(self) -> None:
         if self._reserved.closed:
@@ -177,7 +201,8 @@ def _free(kind: str, wanted: int) -> int:
     return free
 
 
-def _start_hosts(name: str, node_of: list[int], placement: PlacementGroup, session: Session) -> list[Any]:
+def _start_hosts(name: str, node_of: list[int], placement: PlacementGroup, session: Session) -> tuple[list[Any], Any]:
+    """The host processes, and a reference to the address of their rendezvous store."""
     cores = os.cpu_count() or 1
     hosts = []
     for rank, node in enumerate(node_of):
@@ -194,7 +219,7 @@ def _start_hosts(name: str, node_of: list[int], placement: PlacementGroup, sessi
     address = hosts[0].open_store.remote()
     for host in hosts:
         host.join.remote(address)
-    return hosts
+    return hosts, address
 
 
 def _environment(session: Session, threads: int) -> dict[str, str]:
@@ -217,4 +242,4 @@ def _start_helper(session: Session) -> WorkerGroup:
     """A process without a device; it outlives pools, so that a notebook can close one and make the next."""
     spec = HostSpec(f"{session.name}-helper", 0, 0, False, 1, session.deadlines)
     host = RemoteHost.options(num_cpus=0, runtime_env={"env_vars": _environment(session, 1)}).remote(spec)
-    return WorkerGroup(session, [host], (0,), spec.pool, Helper, {}, RankGrid(), "hybridflow")
+    return WorkerGroup(Placed(session, "hybridflow", Helper, (host,), (0,), spec.pool, {}, RankGrid()))

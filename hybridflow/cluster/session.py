@@ -27,6 +27,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.leftovers import Watcher, marked
+from hybridflow.cluster.links import Links
 from hybridflow.errors import ConfigError, PlacementError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Session:
         self.name = uuid.uuid4().hex[:8]
         self.pools: list[ResourcePool] = []
         self.groups: dict[str, WorkerGroup] = {}
+        self.links = Links(self)
         self._sequence = itertools.count(1)
         self.iterations = Iterations(self.deadlines.peers)
         self._helper: WorkerGroup | None = None
@@ -118,6 +120,10 @@ class Session:
 
     def sequence(self) -> int:
         return next(self._sequence)
+
+    def pool_of(self, group: WorkerGroup) -> ResourcePool:
+        """The slice of a pool on which a group lives."""
+        return next(pool for pool in self.pools if pool.name == group.pool_name).part(group.members)
 
     def unique(self, role: str) -> str:
         """A name for a group: the role, numbered when it is taken."""

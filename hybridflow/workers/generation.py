@@ -11,10 +11,11 @@ import torch
 from hybridflow.algorithms.typed_columns import row_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import VLLM, Sampling
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Completion, GenerateEngine
-from hybridflow.errors import ConfigError, PromptError
+from hybridflow.errors import ConfigError, PlacementError, PromptError
 from hybridflow.protocols import THREE_D_ALL_MICRO_DP, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.ragged import Ragged
@@ -51,6 +52,17 @@ generates = register(
     check=_check,
 )
 """Declares `generate_sequences` of a worker whose settings are `model` and `generate`."""
+
+
+def check_alone(name: str, neighbours: Sequence[WorkerGroup]) -> None:
+    """One process holds one vLLM engine, which keeps its groups in globals. Errors: PlacementError."""
+    for group in neighbours:
+        if isinstance(group.settings.get("generate"), VLLM):
+            raise PlacementError(
+                f"{name}(generate=...) asks for a vLLM engine in hosts where {group.name} has one already, "
+                f"and a process can hold one. Close that group first ({group.name}.close()), place this one on "
+                f"other devices, or leave generate= out."
+            )
 
 
 class Generation:

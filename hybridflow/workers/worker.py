@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import TrainEngine
@@ -92,7 +93,27 @@ def place(
     if not isinstance(pool, ResourcePool):
         raise PlacementError(f"{worker_class.__name__} is placed on a ResourcePool, got {type(pool).__name__}.")
     pool.check_open()
+    session = pool.session
     settings = _bound(worker_class, settings)
+    role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
+    placed = planned(worker_class, pool, settings, role, grid)
+    if role in session.groups:
+        raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
+    return WorkerGroup(placed)
+
+
+def planned(
+    worker_class: type,
+    pool: ResourcePool,
+    settings: Mapping[str, Any],
+    name: str,
+    grid: RankGrid | None = None,
+    instead_of: WorkerGroup | None = None,
+) -> Placed:
+    """Where the ranks of a group will be, once everything is checked that can be before any of them is built.
+
+    `instead_of` is a group that will be gone by then. Errors: ConfigError, PlacementError, and those of the class.
+    """
     ours = worker_class if issubclass(worker_class, Worker) else Worker
     settings = ours.resolve(settings)
     if grid is None:
@@ -102,16 +123,11 @@ def place(
             f"{worker_class.__name__} asks for p*t*d = {grid.p}*{grid.t}*{grid.d} = {grid.size} devices, "
             f"the pool has {pool.size}."
         )
-    session = pool.session
+    session, members = pool.session, set(pool.members)
     ours.check(grid, settings, "cuda" if session.has_cuda else "cpu")
-    members = set(pool.members)
-    ours.check_neighbours(
-        settings, [g for g in session.groups.values() if g.pool_name == pool.name and members & set(g.members)]
-    )
-    role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
-    if role in session.groups:
-        raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
-    return WorkerGroup(session, pool.hosts, pool.members, pool.name, worker_class, settings, grid, role)
+    others = [g for g in session.groups.values() if g is not instead_of and g.pool_name == pool.name]
+    ours.check_neighbours(settings, [g for g in others if members & set(g.members)])
+    return Placed(session, name, worker_class, tuple(pool.hosts), pool.members, pool.name, settings, grid)
 
 
 def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:

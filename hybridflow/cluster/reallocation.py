@@ -1,0 +1,141 @@
+"""Reallocation: a group goes on in another layout, on the same or on other devices (ReaL's parameter reallocation).
+
+    build the new ranks, without weights  ->  optimizer state (or weights) travels, kind by kind  ->
+    what exists once per process is closed there and opened here  ->  the group is the new ranks, the old ones are freed
+
+Until the last step nothing is taken from the old ranks, so a failure anywhere leaves the group as it was. The price is
+memory: weights and optimizer state exist twice on devices that are in both layouts, as long as it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.placed import Placed
+from hybridflow.cluster.weight_link import WEIGHTS
+from hybridflow.engine3d.layout import Layout
+from hybridflow.errors import HybridFlowError, LayoutError
+
+logger = logging.getLogger(__name__)
+_GONE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer holds besides the weights: tensors of each of `kinds` in `layout`, and `counters`."""
+
+    layout: Layout
+    kinds: tuple[str, ...]
+    counters: dict[str, Any]
+
+
+def reallocate(group: WorkerGroup, new: Placed) -> None:
+    """Move `group` to the ranks `new`, which are not built yet. Blocks.
+
+    Errors: those of the step that failed, after which the group is what it was; LayoutError when the states of the two
+    layouts do not fit.
+    """
+    old = group.placed
+    with _undone(new, f"{group.name} was not moved and goes on as it was, {_sizes(old)}"):
+        new.build(unset=True)
+        _move(group, old, new)
+        old.ask(step_aside)
+        try:
+            new.ask(open_generation)
+        except BaseException:
+            new.drop(wait=_GONE_SECONDS)  # what a process holds once has to go before the old one can be back
+            old.ask(step_back)
+            raise
+    group.placed = new
+    old.drop(wait=_GONE_SECONDS)
+
+
+def _move(group: WorkerGroup, old: Placed, new: Placed) -> None:
+    """Bring optimizer state, and with it the weights, to the new ranks; without an optimizer the weights."""
+    links = group.session.links
+    state, there = old.ask(optimizer_state)[0], new.ask(optimizer_state)[0]
+    if state is None:
+        links.send(old, new, WEIGHTS, lambda: (weights_layout(old), weights_layout(new)), "reallocate").get()
+        return
+    check_same_model(state.layout, there.layout, group.name, f"{group.name} (new layout)")
+    if set(state.kinds) != set(there.kinds):
+        raise LayoutError(f"{group.name} keeps {sorted(state.kinds)}; the new layout would keep {sorted(there.kinds)}.")
+    for kind in state.kinds:
+        links.send(old, new, kind, lambda: (state.layout, there.layout), "reallocate").get()
+    new.ask(optimizer_arrived, state.counters)
+
+
+@contextmanager
+def _undone(new: Placed, outcome: str) -> Iterator[None]:
+    """Free the new ranks when a step fails, and say in the error what that means."""
+    try:
+        yield
+    except BaseException as error:
+        new.drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
+        if isinstance(error, HybridFlowError):
+            error.args = (f"{error.args[0]}\n{outcome}.", *error.args[1:])
+        raise
+
+
+def weights_layout(placed: Placed) -> Layout:
+    """The layout of a group's weights. Errors: ConfigError when its class has none."""
+    return placed.worker_class.weights_layout(placed.settings, placed.grid)  # type: ignore[attr-defined]
+
+
+def check_same_model(source: Layout, destination: Layout, name: str, other: str) -> None:
+    """Errors: LayoutError naming the first tensor that is not the same on both sides."""
+    here, there = dict(source.tensors), dict(destination.tensors)
+    if here == there:
+        return
+    differing = [tensor for tensor in {**here, **there} if here.get(tensor) != there.get(tensor)]
+    found = [
+        f"{tuple(at[differing[0]])} in {who}" if differing[0] in at else f"none in {who}"
+        for at, who in ((here, name), (there, other))
+    ]
+    raise LayoutError(
+        f"{name} and {other} are different models: {len(differing)} of {len({**here, **there})} tensors differ, the "
+        f"first is {differing[0]}, {' and '.join(found)}. Weights move between groups of one model only."
+    )
+
+
+def _sizes(placed: Placed) -> str:
+    return f"at (p,t,d)=({placed.grid.p},{placed.grid.t},{placed.grid.d})"
+
+
+# What runs on every rank, given its worker
+
+
+def optimizer_state(worker: Any) -> OptimizerState | None:
+    """None without an optimizer."""
+    worker.weights_storage()  # everything is where training needs it
+    engine = worker.optimizing_engine()
+    if engine is None:
+        return None
+    return OptimizerState(engine.optimizer_layout(), tuple(engine.optimizer_storage()), engine.optimizer_counters())
+
+
+def optimizer_arrived(worker: Any, counters: dict[str, Any]) -> None:
+    worker.optimizing_engine().optimizer_moved(counters)
+
+
+def step_aside(worker: Any) -> None:
+    """Free what a process can hold only once; on a GPU training state waits in host memory."""
+    worker.close_generation()
+    if worker.context.device.type == "cuda" and (engine := worker.optimizing_engine()) is not None:
+        engine.offload(("parameters", "optimizer", "gradients"))
+
+
+def step_back(worker: Any) -> None:
+    """Undo `step_aside`."""
+    if worker.context.device.type == "cuda" and (engine := worker.optimizing_engine()) is not None:
+        engine.reload(("parameters", "optimizer", "gradients"))
+    worker.open_generation()
+
+
+def open_generation(worker: Any) -> None:
+    worker.open_generation()

@@ -1,0 +1,101 @@
+"""RolloutWorker: standalone generation, on devices of its own or beside other models (OpenRLHF's arrangement)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.batch import Batch
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.config import VLLM
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.vllm.layout import vllm_layout
+from hybridflow.engines.vllm.requirements import check as check_vllm
+from hybridflow.errors import CheckpointError, ConfigError, PlacementError
+from hybridflow.model_spec import ModelSpec
+from hybridflow.topology import RankGrid
+from hybridflow.workers.generation import Generation, check_alone, generates
+from hybridflow.workers.model_worker import find_checkpoint
+from hybridflow.workers.worker import Worker
+
+
+class RolloutWorker(Worker):
+    """One rank of a model that generates and never trains.
+
+    It starts with the checkpoint's weights; `hf.sync_weights(actor, rollout)` gives it those of an actor. Its ranks
+    form engines of `VLLM(pp=..., tp=...)` ranks each, as many as the pool holds.
+    """
+
+    role = "rollout"
+
+    @classmethod
+    def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**settings, "model": str(find_checkpoint(settings["model"]))}
+
+    @classmethod
+    def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
+        generate = settings["generate"]
+        if not isinstance(generate, VLLM):
+            raise ConfigError(f"{cls.__name__}(generate={generate!r}): give hf.VLLM(...).")
+        p, t = generate.pp, generate.tp
+        if devices % (p * t):
+            raise PlacementError(
+                f"{cls.role}: VLLM(tp={t}, pp={p}) makes engines of {p * t} devices, the pool has {devices}. "
+                f"Use a multiple of {p * t} devices or other sizes."
+            )
+        return RankGrid(p, t, devices // (p * t), p_g=p, t_g=t)
+
+    @classmethod
+    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
+        spec = cls.model_spec(settings)
+        Checkpoint(settings["model"]).check(spec)
+        check_vllm(spec, settings["generate"], device_type)
+
+    @classmethod
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
+        check_alone(cls.__name__, neighbours)
+
+    @classmethod
+    def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
+        return ModelSpec.from_checkpoint(settings["model"])
+
+    @classmethod
+    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
+        return vllm_layout(cls.model_spec(settings), grid.generation())
+
+    def __init__(self, *, model: str | os.PathLike[str], generate: VLLM = VLLM()) -> None:  # noqa: B008  a frozen value
+        from hybridflow.engines.vllm.engine import VLLMEngine
+
+        checkpoint, context = Path(model), self.context
+        if not checkpoint.is_dir():
+            raise CheckpointError(f"the checkpoint directory {model} is on the driver's machine and not on this node.")
+        spec = ModelSpec.from_checkpoint(checkpoint)
+        self.engine = VLLMEngine(context, generate, context.grid.generation(), spec, checkpoint)
+        self.generation = Generation(self.engine, generate, checkpoint)
+        if not context.unset:
+            Checkpoint(checkpoint).read_into(self.engine.layout(), context.rank, self.engine.storage())
+            self.engine.weights_changed()
+
+    @generates
+    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
+        """`n` responses per prompt; columns and settings are those of `ActorWorker.generate_sequences`.
+
+        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
+        """
+        with self.context.stage("generation"):
+            return self.generation.responses(batch, **sampling)
+
+    def weights_storage(self) -> Mapping[str, Tensor]:
+        return self.engine.storage()
+
+    def weights_arrived(self) -> None:
+        self.engine.weights_changed()
+
+    def close(self) -> None:
+        if (engine := getattr(self, "engine", None)) is not None:
+            engine.close()
