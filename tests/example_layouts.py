@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
+
+import torch
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.model_spec import ModelSpec
@@ -16,12 +19,14 @@ TIED = ModelSpec(
     family="llama", hidden=8, intermediate=12, layers=3, heads=4, kv_heads=2, head_dim=2, vocab=10, tied=True
 )
 
+SIX = ModelSpec(family="qwen3", hidden=12, intermediate=12, layers=6, heads=6, kv_heads=2, head_dim=2, vocab=7)
+
 
 def whole(spec: ModelSpec, copies: int = 1) -> Layout:
     """Every rank holds everything."""
     shapes = spec.tensors()
     regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in shapes.items()]
-    return Layout(shapes, copies, lambda rank: regions)
+    return Layout(shapes, copies, lambda rank: regions, part=lambda rank: 0)
 
 
 def row_shards(spec: ModelSpec, ranks: int) -> Layout:
@@ -66,7 +71,7 @@ def fused(spec: ModelSpec, p: int, t: int, d: int) -> Layout:
             out.append(Region(Box(name, embedding.start, embedding.stop), "output", (0, 0)))
         return [region for region in out if region.box.numel]
 
-    return Layout(shapes, p * t * d, regions)
+    return Layout(shapes, p * t * d, regions, part=lambda rank: rank % (p * t))
 
 
 def _layer(spec: ModelSpec, layer: int, t: int, t_i: int) -> list[Region]:
@@ -114,6 +119,49 @@ def scattered(spec: ModelSpec, ranks: int, seed: int) -> Layout:
     return Layout(shapes, ranks, lambda rank: held[rank])
 
 
+def flat(layout: Layout, d: int) -> Layout:
+    """Each rank's regions flattened and cut into `d` even ranges, whatever the rows: distributed optimizer state."""
+
+    def regions(rank: int) -> list[Region]:
+        out = []
+        for i, region in enumerate(layout.regions(rank % layout.ranks)):
+            numel, part = region.box.numel, rank // layout.ranks
+            first, until = numel * part // d, numel * (part + 1) // d
+            strides = tuple(math.prod(region.box.shape[axis + 1 :]) for axis in range(len(region.box.shape)))
+            for at, box in _range(region.box, first, until):
+                out.append(Region(box, f"{region.storage}.{i}", (at - first + 1,), strides))
+        return out
+
+    return Layout(layout.tensors, layout.ranks * d, regions)
+
+
+def _range(box: Box, first: int, until: int) -> list[tuple[int, Box]]:
+    """Boxes of the elements `first` to `until` of `box` in index order, each with its first element."""
+    if first >= until:
+        return []
+    if (first, until) == (0, box.numel) or not box.start:
+        return [(first, box)]
+    length = box.shape[0]
+    inner = box.numel // length
+    if first % inner == until % inner == 0:
+        rows = (box.start[0] + first // inner, box.start[0] + until // inner)
+        return [(first, Box(box.tensor, (rows[0], *box.start[1:]), (rows[1], *box.stop[1:])))]
+    ends = sorted(
+        {first, *(n for n in (-(-first // inner) * inner, until // inner * inner) if first < n < until), until}
+    )
+    out = []
+    for a, b in itertools.pairwise(ends):
+        if a % inner == b % inner == 0:
+            out += _range(box, a, b)
+        else:
+            row = a // inner
+            inside = Box(box.tensor, box.start[1:], box.stop[1:])
+            for at, part in _range(inside, a - row * inner, b - row * inner):
+                r = box.start[0] + row
+                out.append((at + row * inner, Box(box.tensor, (r, *part.start), (r + 1, *part.stop))))
+    return out
+
+
 def side_by_side(one: Layout, other: Layout) -> Layout:
     """Replicas of one model that are sharded differently: the first ranks hold `one`, the next `other`."""
 
@@ -146,10 +194,50 @@ def some_layout(spec: ModelSpec, seed: int, ranks: int = 4) -> Layout:
     return placed(layout, rng.sample(range(ranks), layout.ranks))
 
 
+MANY: tuple[Callable[[ModelSpec, random.Random], Layout], ...] = (
+    *MAKERS,
+    lambda spec, rng: fused(spec, *rng.choice([(3, 2, 1), (2, 3, 1), (6, 1, 1), (1, 6, 1), (1, 3, 2), (1, 2, 3)])),
+    lambda spec, rng: fused(spec, *rng.choice([(1, 1, 6), (3, 1, 2), (2, 1, 3), (1, 3, 1)])),
+    lambda spec, rng: flat(fused(spec, *rng.choice([(1, 1, 1), (1, 2, 1), (2, 1, 1)])), rng.randint(1, 3)),
+)
+
+
+def any_layout(spec: ModelSpec, seed: int, ranks: int = 6) -> Layout:
+    """Any of the above, with pipelines and shards of 3 and 6 and flat ranges too, on a random choice of ranks.
+
+    Sizes that the spec's heads do not divide by are left out.
+    """
+    rng = random.Random(seed)
+    while True:
+        layout = rng.choice(MANY)(spec, rng)
+        if covers(layout):
+            return layout.placed(rng.sample(range(ranks), layout.ranks), ranks)
+
+
+def covers(layout: Layout) -> bool:
+    """Whether the ranks together hold every element."""
+    held = [elements(layout, rank) for rank in range(layout.ranks)]
+    return all(torch.stack([mine[name] for mine in held]).any(0).all() for name in layout.tensors)
+
+
+def elements(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    """Which elements of each canonical tensor the rank holds: booleans of its shape."""
+    out = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in layout.tensors.items()}
+    for region in layout.regions(rank) if rank < layout.ranks else ():
+        out[region.box.tensor][tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))] = (
+            True
+        )
+    return out
+
+
 def storage_shapes(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
     """The smallest storages that hold a rank's regions."""
     out: dict[str, tuple[int, ...]] = {}
     for region in layout.regions(rank) if rank < layout.ranks else ():
-        ends = tuple(s.stop for s in region.index())
+        if region.strides is None:
+            ends = tuple(s.stop for s in region.index())
+        else:
+            steps = zip(region.box.shape, region.strides, strict=True)
+            ends = (region.offset[0] + 1 + sum((n - 1) * step for n, step in steps),)
         out[region.storage] = tuple(map(max, out.get(region.storage, ends), ends))
     return out
