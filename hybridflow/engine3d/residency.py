@@ -107,6 +107,7 @@ class Residency:
             held.discard(name)
             if not held:
                 storage.resize_(0)
+                self._resident -= self._sizes[key]
 
     def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
         wanted = self._storages if names is None else [name for name in names if name in self._storages]
