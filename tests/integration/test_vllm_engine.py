@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm_scenarios import CONTEXT, EOS, FAMILIES, GREEDY, PROMPTS, RANDOM, SCENARIOS, process, save_model
 
 from hybridflow.config import VLLM
+from hybridflow.engines.vllm.layout import stage_layers
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.model_spec import ModelSpec
@@ -141,6 +142,12 @@ def test_storage_is_covered_and_the_training_process_left_as_it_was(results, nam
         assert 0 <= out["stored"] - out["covered"] <= padding
 
 
+def test_layers_are_divided_as_vllm_divides_them(results) -> None:
+    for (layers, stages), bounds in results["llama"][2]["stages"].items():
+        ours = [stage_layers(layers, i, stages) for i in range(stages)]
+        assert [(part.start, part.stop) for part in ours] == bounds
+
+
 def test_truncation_limits_tokens_and_not_log_probs(results, models) -> None:
     out = results["llama"][2]
     for name, allowed in (("top_k", lambda p: 3), ("top_p", lambda p: int((p.cumsum(-1) < 0.5).sum()) + 1)):
@@ -225,6 +232,7 @@ def test_errors_say_what_was_asked_and_found(results) -> None:
     assert errors["stop"].startswith("ConfigError")
     assert "tokenizer" in errors["stop"]
     assert errors["seeds"].startswith("ConfigError: generate got 1 seeds for 4 prompts")
+    assert errors["partition"].startswith("ConfigError: VLLM_PP_LAYER_PARTITION='3' is set")
     assert errors["second"].startswith("PlacementError")
     assert "already has a vLLM engine" in errors["second"]
 

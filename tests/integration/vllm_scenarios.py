@@ -248,14 +248,32 @@ def _single(
         "vocabulary": _error(lambda: engine.generate([[4], [VOCAB]], GREEDY)),
         "stop": _error(lambda: engine.generate(PROMPTS, Sampling(stop=("x",)))),
         "seeds": _error(lambda: engine.generate(PROMPTS, GREEDY, [1])),
+        "partition": _error(lambda: _with_partition(context, strategy, engine, spec, path)),
         "second": _error(lambda: VLLMEngine(context, strategy, engine.grid, spec, path)),
     }
+    out["stages"] = _stages_of_vllm()
     out["growth"] = _growth(engine, weights)
     out["shared"] = _shared(engine, weights)
     _save_tokenizer(path)
     text = Sampling(max_tokens=30, temperature=3.0, stop=("w7", "w8 w"), ignore_eos=True)
     out["stop"] = _plain(engine.generate(PROMPTS, text, SEEDS))
     return out
+
+
+def _with_partition(context: RankContext, strategy: VLLM, engine: VLLMEngine, spec: ModelSpec, path: Path) -> None:
+    os.environ["VLLM_PP_LAYER_PARTITION"] = "3"
+    try:
+        VLLMEngine(context, strategy, engine.grid, spec, path)
+    finally:
+        del os.environ["VLLM_PP_LAYER_PARTITION"]
+
+
+def _stages_of_vllm() -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """(layers, stages) -> first and last layer of each stage, as vLLM divides them."""
+    from vllm.distributed.utils import get_pp_indices
+
+    sizes = [(layers, stages) for layers in range(1, 30) for stages in range(1, layers + 1)]
+    return {(n, stages): [get_pp_indices(n, i, stages) for i in range(stages)] for n, stages in sizes}
 
 
 def _save_tokenizer(directory: Path) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.errors import ConfigError
+
 _EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second model runner cannot broadcast pipeline outputs to all ranks
@@ -35,7 +37,15 @@ _CPU_DEFAULTS = {
 
 
 def prepare(device_type: str) -> None:
-    """Set the variables that vLLM reads while it is imported; what the user has set stays, where it can work."""
+    """Set the variables that vLLM reads while it is imported; what the user has set stays, where it can work.
+
+    Errors: ConfigError for a variable that changes where weights lie.
+    """
+    if partition := os.environ.get("VLLM_PP_LAYER_PARTITION"):
+        raise ConfigError(
+            f"VLLM_PP_LAYER_PARTITION={partition!r} is set, and weights are moved by vLLM's own division of layers "
+            "into stages. Unset it."
+        )
     os.environ.update(_EVERYWHERE)
     for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device_type == "cpu" else {})).items():
         os.environ.setdefault(name, value)

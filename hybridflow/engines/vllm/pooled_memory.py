@@ -35,7 +35,8 @@ class PooledMemory(Residency):
         self._tensors, self._buffers = dict(tensors), dict(buffers)
         self._unmap, self._map_back = unmap, map_back
         self._users = set(tensors)  # the names that are not released
-        self._saved: list[tuple[Tensor, Tensor]] = []  # (of the device, its copy on the host), while unmapped
+        self._copies: dict[str, Tensor] = {}  # what `offload` kept
+        self._host_buffers: dict[str, Tensor] = {}
 
     @property
     def total_bytes(self) -> int:
@@ -52,7 +53,9 @@ class PooledMemory(Residency):
         return bool(self._users) or name not in self._tensors
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Give `names` (default: all) up; with the last of them the memory goes, and what it held is lost."""
+        """Give `names` (default: all) up; with the last of them the memory goes, and what it held is lost, also what
+        `offload` moved to the host."""
+        self._copies = {}
         self._give_up(names, keep=False)
 
     def offload(self, names: Iterable[str] | None = None) -> None:
@@ -63,19 +66,27 @@ class PooledMemory(Residency):
         before, self._users = self._users, self._users - set(self._tensors if names is None else names)
         if not before or self._users:
             return
-        kept = [*self._buffers.values(), *(self._tensors.values() if keep else ())]
-        self._saved = [(tensor, _on_host(tensor)) for tensor in kept]
+        self._host_buffers = {name: _on_host(tensor) for name, tensor in self._buffers.items()}
+        self._copies = {name: _on_host(tensor) for name, tensor in self._tensors.items()} if keep else {}
         self._unmap()
 
-    def acquire(self, names: Iterable[str] | None = None) -> None:
-        """Give `names` (default: all) memory of undefined content, or what `offload` kept."""
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        """Give `names` (default: all) memory: with what `offload` kept, or of undefined content.
+
+        Returns the names whose content is undefined now: all of them, or none.
+        """
         wanted = set(self._tensors) if names is None else self._tensors.keys() & set(names)
+        fresh: set[str] = set()
         if wanted and not self._users:
             self._map_back()
-            for tensor, host in self._saved:
-                tensor.copy_(host)
-            self._saved = []
+            for name, host in self._host_buffers.items():
+                self._buffers[name].copy_(host)
+            for name, host in self._copies.items():
+                self._tensors[name].copy_(host)
+            fresh = self._tensors.keys() - self._copies.keys()
+            self._copies, self._host_buffers = {}, {}
         self._users |= wanted
+        return fresh
 
 
 def _on_host(tensor: Tensor) -> Tensor:
