@@ -1,0 +1,301 @@
+"""hf.sync_weights: weights of one group go to another one on equal, overlapping and disjoint devices and pools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
+
+import hybridflow as hf
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.errors import ConfigError, LayoutError, PlacementError, WorkerError
+from tests import tiny_models
+from tests.tiny_models import make_prompts, make_rows
+
+ROWS, COLUMNS = 13, 5
+TOLERANCE = 1e-3  # nats per token, between vLLM and Megatron in float32
+
+
+class Matrix(hf.Worker):
+    """Holds rows (or columns) of one matrix, split over its ranks."""
+
+    def __init__(self, by: str = "rows", rows: int = ROWS, tensor: str = "matrix", dtype: str = "float32") -> None:
+        layout = self.weights_layout({"by": by, "rows": rows, "tensor": tensor}, self.context.grid)
+        (region,) = layout.regions(self.context.rank)
+        self.part = torch.zeros(region.box.shape, dtype=getattr(torch, dtype))
+        self.fails: list[str] = []
+
+    @classmethod
+    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
+        shape, axis = (settings["rows"], COLUMNS), 0 if settings["by"] == "rows" else 1
+        bounds = [shape[axis] * i // grid.size for i in range(grid.size + 1)]
+
+        def regions(rank: int) -> list[Region]:
+            ends = (bounds[rank], bounds[rank + 1])
+            start, stop = [0, 0], list(shape)
+            start[axis], stop[axis] = ends
+            return [Region(Box(settings["tensor"], tuple(start), tuple(stop)), "part", (0, 0))]
+
+        return Layout({settings["tensor"]: shape}, grid.size, regions)
+
+    def weights_storage(self) -> Mapping[str, torch.Tensor]:
+        if self.fails == ["before"]:
+            self.fails.clear()
+            raise RuntimeError("not ready")
+        return {"part": self.part}
+
+    def weights_arrived(self) -> None:
+        if self.fails == ["after"]:
+            self.fails.clear()
+            raise RuntimeError("cannot take them")
+
+    @hf.register(hf.ONE_TO_ALL)
+    def fill(self, factor: float) -> None:
+        self.part.copy_(torch.arange(self.part.numel()).view(self.part.shape) * factor + 1000 * self.context.rank)
+
+    @hf.register(hf.ONE_TO_ALL)
+    def read(self) -> torch.Tensor:
+        return self.part.clone()
+
+    @hf.register(hf.ONE_TO_ALL)
+    def fail_once(self, when: str) -> None:
+        self.fails = [when] if self.context.rank == 1 else []
+
+    @hf.register(hf.ONE_TO_ALL)
+    def process_groups(self) -> int:
+        return len(c10d._world.pg_map)
+
+
+class Plain:
+    @hf.register(hf.ONE_TO_ALL)
+    def nothing(self) -> None: ...
+
+
+def whole(group: hf.WorkerGroup) -> torch.Tensor:
+    return torch.cat(group.read().get(), dim=0 if group.settings["by"] == "rows" else 1)
+
+
+@pytest.fixture(scope="module")
+def other_pool(cluster) -> Iterator[hf.ResourcePool]:
+    """Two more hosts, which share no torch world with the first four."""
+    with hf.ResourcePool([2]) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+# Any placement
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        pytest.param(slice(0, 4), slice(0, 4), id="the same hosts"),
+        pytest.param(slice(0, 3), slice(2, 4), id="overlapping"),
+        pytest.param(slice(0, 1), slice(1, 4), id="disjoint"),
+        pytest.param(slice(3, 4), slice(3, 4), id="one host"),
+        pytest.param(slice(0, 3), None, id="another pool"),
+        pytest.param(None, slice(1, 4), id="from another pool"),
+    ],
+)
+def test_weights_arrive_wherever_the_groups_are(pool, other_pool, place, here, there):
+    source = place(Matrix, other_pool if here is None else pool[here], by="rows")
+    destination = place(Matrix, other_pool if there is None else pool[there], by="columns")
+    for factor in (1.0, 3.0):
+        source.fill(factor)
+        figures = hf.sync_weights(source, destination).get()
+        assert torch.equal(whole(destination), whole(source))
+    shared = set(source.members) & set(destination.members) if source.pool_name == destination.pool_name else set()
+    assert figures["bytes"] <= ROWS * COLUMNS * 4
+    assert (figures["bytes"] == ROWS * COLUMNS * 4) == (not shared)
+    assert figures["seconds"] > 0
+
+
+def test_it_takes_its_turn_among_the_calls(pool, other_pool, place):
+    source, destination = place(Matrix, pool[0:3]), place(Matrix, other_pool, by="columns")
+    source.fill(1.0)
+    first = hf.sync_weights(source, destination)
+    then = destination.read()
+    source.fill(2.0)
+    hf.sync_weights(source, destination)
+    destination.fill(0.0)
+    hf.sync_weights(destination, source)
+    last = source.read()
+    assert first.get()["bytes"] == ROWS * COLUMNS * 4
+    ranks = [torch.arange(n * COLUMNS).view(n, COLUMNS) + 1000.0 * i for i, n in enumerate((4, 4, 5))]
+    assert torch.equal(torch.cat(then.get(), dim=1), torch.cat(ranks))
+    assert torch.equal(torch.cat(last.get()), whole(destination))
+
+
+def test_values_are_converted(pool, place):
+    source, destination = place(Matrix, pool[0:2]), place(Matrix, pool[1:4], dtype="bfloat16")
+    source.fill(0.37)
+    hf.sync_weights(source, destination).get()
+    assert torch.equal(whole(destination), whole(source).bfloat16())
+
+
+def test_links_are_kept_and_go_with_their_groups(pool, other_pool, place):
+    watcher = place(Matrix, pool[0:1])
+    before = watcher.process_groups().get()
+    source, destination = place(Matrix, pool[0:2]), place(Matrix, other_pool)
+    alone = watcher.process_groups().get()
+    hf.sync_weights(source, destination).get()
+    linked = watcher.process_groups().get()
+    hf.sync_weights(source, destination).get()
+    assert watcher.process_groups().get() == linked
+    assert linked[0] > alone[0]
+    destination.close()
+    assert watcher.process_groups().get() == alone
+    source.close()
+    assert watcher.process_groups().get() == before
+
+
+# Failures
+
+
+def test_a_rank_that_cannot_begin_leaves_the_destination_as_it_was(pool, other_pool, place, settle):
+    source, destination = place(Matrix, pool[0:3]), place(Matrix, other_pool)
+    source.fill(1.0)
+    hf.sync_weights(source, destination).get()
+    before = whole(destination)
+    source.fail_once("before")
+    source.fill(2.0)
+    with pytest.raises(WorkerError, match=r"sync_weights failed on rank 1.*not ready"):
+        hf.sync_weights(source, destination).get()
+    assert torch.equal(whole(destination), before)
+    settle()
+    hf.sync_weights(source, destination).get()
+    assert torch.equal(whole(destination), whole(source))
+
+
+def test_incomplete_weights_are_not_used_until_they_are_whole(pool, place, settle):
+    source, destination = place(Matrix, pool[0:2]), place(Matrix, pool[1:4])
+    source.fill(1.0)
+    destination.fail_once("after")
+    with pytest.raises(WorkerError, match="cannot take them") as caught:
+        hf.sync_weights(source, destination).get()
+    assert caught.value.method == "sync_weights"
+    assert (caught.value.role, caught.value.rank) == (destination.name, 1)
+    settle()
+    with pytest.raises(WorkerError, match=r"incomplete.*sync_weights.*failed on the way"):
+        destination.read().get()
+    with pytest.raises(WorkerError, match="incomplete"):
+        hf.sync_weights(destination, source).get()
+    settle()
+    hf.sync_weights(source, destination).get()
+    assert torch.equal(whole(destination), whole(source))
+
+
+def test_a_destination_of_another_dtype_that_cannot_be_converted_is_refused_before_a_byte_moves(pool, place, settle):
+    source, destination = place(Matrix, pool[0:2]), place(Matrix, pool[2:4], dtype="complex64")
+    source.fill(1.0)
+    with pytest.raises(LayoutError, match="complex64"):
+        hf.sync_weights(source, destination).get()
+    settle()
+    assert not whole(destination).any()
+
+
+def test_what_cannot_be_is_refused_on_the_driver(pool, cluster, place):
+    source, destination = place(Matrix, pool[0:2]), place(Matrix, pool[1:3])
+    for other, message in (
+        (place(Matrix, pool[0:1], rows=ROWS + 1), r"different models.*matrix, \(13, 5\) in .* and \(14, 5\) in"),
+        (place(Matrix, pool[0:1], tensor="other"), r"2 of 2 tensors.*none in"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            hf.sync_weights(source, other)
+        with pytest.raises(LayoutError, match="different models"):
+            hf.sync_weights(other, source)
+    with pytest.raises(ConfigError, match="has its own weights already"):
+        hf.sync_weights(source, source)
+    with pytest.raises(ConfigError, match="Plain has no weights"):
+        hf.sync_weights(source, place(Plain, pool[0:1]))
+    with pytest.raises(ConfigError, match="takes a group"):
+        hf.sync_weights(source, pool)  # type: ignore[arg-type]
+    destination.close()
+    for pair in ((source, destination), (destination, source)):
+        with pytest.raises(PlacementError, match="is closed"):
+            hf.sync_weights(*pair)
+
+
+# Models
+
+
+def saved(group: hf.WorkerGroup, folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(group.save(folder / f"{group.name}-{time.monotonic_ns()}")) / "model.safetensors")
+
+
+def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
+    groups = [
+        hf.ActorWorker.on(pool[0:4], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5)),
+        hf.ReferenceWorker.on(pool[1:3], model=policy, train=hf.Megatron(pp=2)),
+        hf.ActorWorker.on(pool[0:3], model=policy, train=hf.Megatron(), optim=hf.Adam(lr=1e-2), name="second"),
+    ]
+    actor, reference, second = groups
+    rows = make_rows(8)
+    batch = hf.BatchRef.from_batch(rows, actor.session)
+    try:
+        second.update_actor(batch)
+        actor.update_actor(batch)
+        hf.sync_weights(actor, reference)
+        hf.sync_weights(actor, second)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        found = batch.get(["old_log_probs", "ref_log_probs"])
+        torch.testing.assert_close(found["ref_log_probs"].values, found["old_log_probs"].values, rtol=0, atol=1e-4)
+        weights, start = saved(actor, tmp_path), load_file(policy / "model.safetensors")
+        assert any(not torch.equal(weights[name], start[name]) for name in start)
+        for other in (reference, second):
+            theirs = saved(other, tmp_path)
+            assert all(torch.equal(theirs[name], weights[name]) for name in weights)
+        second.update_actor(batch)  # goes on from the new weights
+        moved = max(float((value - weights[name]).abs().max()) for name, value in saved(second, tmp_path).items())
+        assert 0 < moved < 0.05  # a step of Adam moves by about its learning rate, 0.01
+    finally:
+        for group in groups:
+            group.close()
+
+
+def test_a_standalone_rollout_generates_with_the_actors_weights(pool, other_pool, policy):
+    actor = hf.ActorWorker.on(pool, model=policy, train=hf.Megatron(tp=2, pp=2), optim=hf.SGD(lr=0.5))
+    rollout = hf.RolloutWorker.on(other_pool, model=policy, generate=hf.VLLM(tp=2, max_tokens=8, seed=5))
+    try:
+        assert (rollout.grid.p, rollout.grid.t, rollout.grid.d) == (1, 2, 1)
+        prompts = hf.BatchRef.from_batch(make_prompts(6), actor.session)
+        apart = []
+        for _ in range(2):
+            batch = rollout.generate_sequences(prompts)
+            batch |= actor.compute_log_prob(batch)
+            noise = batch["response_ids"].get()
+            advantages = noise.with_values(torch.randn(len(noise.values), generator=torch.Generator().manual_seed(3)))
+            actor.update_actor(batch | hf.Batch({"advantages": advantages}))
+            stale = (rollout.generate_sequences(prompts) | actor.compute_log_prob(batch)).get()
+            hf.sync_weights(actor, rollout)
+            fresh = rollout.generate_sequences(prompts)
+            fresh = (fresh | actor.compute_log_prob(fresh)).get()
+            first = batch.get()
+            apart += [difference(first), difference(fresh)]
+            assert difference(stale) > 10 * TOLERANCE
+        assert max(apart) < TOLERANCE
+    finally:
+        actor.close()
+        rollout.close()
+
+
+def difference(batch: hf.Batch) -> float:
+    return float((batch["log_probs"].values - batch["old_log_probs"].values).abs().max())
+
+
+def test_rollouts_that_do_not_fit_are_refused(pool, other_pool, policy):
+    with pytest.raises(PlacementError, match="makes engines of 3 devices, the pool has 4"):
+        hf.RolloutWorker.on(pool, model=policy, generate=hf.VLLM(tp=3))
+    with pytest.raises(ConfigError, match=r"give hf\.VLLM"):
+        hf.RolloutWorker.on(pool, model=policy, generate=None)
