@@ -34,12 +34,17 @@ class Pace:
 
         A window holds at most 1/R of a sequence, and one uncut piece more from the window before. With E elements in
         `max_bytes`, a quarter of them is kept for the latter. A bound below one element per copy cannot be kept.
+        Relays need several windows, because a rank passes on what came in earlier ones.
         """
+        if not self.copies:
+            return 1, 1
         bound = max(max_bytes // itemsize, self.copies + 1)
-        grain = max(1, bound // (4 * self.copies)) if self.copies else 1
-        count = -(-self.elements // (bound - self.copies * grain)) if self.copies else 1
+        grain = max(1, bound // (4 * self.copies))
+        count = -(-self.elements // (bound - self.copies * grain))
         pipelined = min(PIPELINE_DEPTH * self.hops, self.elements * itemsize // PIPELINE_BYTES)
-        return max(1, count, pipelined), grain
+        if pipelined > count:
+            count, grain = pipelined, min(grain, self.elements // (self.copies * pipelined))
+        return count, grain
 
 
 def cut(box: Box, at: int, of: int, windows: int, grain: int) -> Iterator[tuple[int, Box]]:
