@@ -62,6 +62,7 @@ def test_offloaded_weights_come_back_once():
     pool = Pool()
     pool.memory.release(["a"])
     pool.memory.offload()
+    pool.memory.release(["another's"])
     assert pool.memory.acquire(["b"]) == set()
     assert [pool.weights[name].tolist() for name in "abc"] == [[i, i + 1, i + 2, i + 3] for i in range(3)]
     pool.memory.acquire()

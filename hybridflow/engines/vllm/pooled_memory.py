@@ -55,8 +55,9 @@ class PooledMemory(Residency):
     def release(self, names: Iterable[str] | None = None) -> None:
         """Give `names` (default: all) up; with the last of them the memory goes, and what it held is lost, also what
         `offload` moved to the host."""
-        self._copies = {}
-        self._give_up(names, keep=False)
+        if names is None or not self._tensors.keys().isdisjoint(names := list(names)):
+            self._copies = {}
+            self._give_up(names, keep=False)
 
     def offload(self, names: Iterable[str] | None = None) -> None:
         """As `release`, but everything is copied to pinned host memory before the memory goes."""
