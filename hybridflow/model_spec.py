@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -128,16 +128,44 @@ class ModelSpec:
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} heads cannot share {self.kv_heads} kv-heads evenly.")
 
-    def check_parallel(self, p: int, t: int, role: str = "the model") -> None:
-        """Errors: ModelError when heads, kv-heads, the MLP or layers do not divide by t and p."""
-        for what, count in (("heads", self.heads), ("kv-heads", self.kv_heads), ("MLP columns", self.intermediate)):
+    def check_parallel(
+        self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
+    ) -> None:
+        """Errors: ModelError when the model cannot be split by t and p.
+
+        Heads and MLP columns divide by t; kv-heads divide by t, or t by them; every stage has a decoder layer, and
+        `stage_layers`, when given, are the layers of each of the p stages.
+        """
+        for what, count in (("heads", self.heads), ("MLP columns", self.intermediate)):
             if count % t:
-                common = math.gcd(self.heads, self.kv_heads, self.intermediate)
-                sizes = [n for n in range(1, common + 1) if common % n == 0]
-                raise ModelError(f"{role} has {count} {what}, not divisible by t={t}. Use tp in {sizes}.")
-        if self.layers % p:
-            sizes = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
-            raise ModelError(f"{role} has {self.layers} layers, not divisible by p={p}. Use pp in {sizes}.")
+                raise ModelError(
+                    f"{role} has {count} {what}, not divisible by t={t}. Use tp in {self._tensor_sizes()}."
+                )
+        if t not in (sizes := self._tensor_sizes()):
+            raise ModelError(
+                f"{role} has {self.kv_heads} kv-heads, which neither divide by t={t} nor t by them. Use tp in {sizes}."
+            )
+        if self.layers < p:
+            raise ModelError(f"{role} has {self.layers} layers, fewer than p={p} stages. Use pp up to {self.layers}.")
+        if stage_layers is None:
+            return
+        if len(stage_layers) != p or sum(stage_layers) != self.layers or min(stage_layers) < 1:
+            raise ModelError(
+                f"stage_layers={tuple(stage_layers)} are {sum(stage_layers)} layers on {len(stage_layers)} stages; "
+                f"{role} has {self.layers} layers and p={p}. Give the layers of each stage in order, at least one each."
+            )
+
+    def _tensor_sizes(self) -> list[int]:
+        """Tensor parallel sizes that the model can be split by."""
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim  # of fused query, key and value
+        return [
+            n
+            for n in range(1, math.gcd(self.heads, self.intermediate) + 1)
+            if self.heads % n == 0
+            and self.intermediate % n == 0
+            and rows % n == 0
+            and (self.kv_heads % n == 0 or n % self.kv_heads == 0)
+        ]
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Canonical names and shapes of one decoder layer."""

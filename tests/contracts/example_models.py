@@ -36,6 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3-tied": {"model_type": "qwen3", "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": 7},
+    "qwen2-two-kv": {"model_type": "qwen2", "num_key_value_heads": 2},  # fewer kv-heads than t = 4
+    "qwen3-one-kv": {"model_type": "qwen3", "num_key_value_heads": 1},
     "thirds": {
         "model_type": "llama",
         "hidden_size": 96,

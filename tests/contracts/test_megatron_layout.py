@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Region
-from hybridflow.engines.megatron.layout import megatron_layout, padded_vocab
+from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.megatron.micro_batches import Split
+from hybridflow.engines.megatron.units import padded_vocab, stages
 from hybridflow.errors import BatchError, ModelError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.ragged import Ragged
@@ -21,15 +22,15 @@ from hybridflow.topology import RankGrid
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelSpec, RankGrid]:
     t, p, d = (draw(st.integers(1, 4)) for _ in range(3))
-    kv_heads = t * draw(st.integers(1, 2))
+    kv_heads = draw(st.sampled_from([n for n in range(1, 2 * t + 1) if n % t == 0 or t % n == 0]))
     spec = ModelSpec(
         family="qwen3",
         hidden=draw(st.integers(1, 6)),
         intermediate=t * draw(st.integers(1, 3)),
-        layers=p * draw(st.integers(1, 2)),
-        heads=kv_heads * draw(st.integers(1, 3)),
+        layers=p + draw(st.integers(0, 3)),
+        heads=max(t, kv_heads) * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([2, 4])),
+        head_dim=12 * draw(st.integers(1, 2)),  # also what 3 and 4 ranks share divides evenly
         vocab=draw(st.integers(1, 11)),
         tied=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
@@ -113,10 +114,18 @@ def test_the_vocabulary_is_padded_and_padding_has_no_box():
 
 def test_sizes_that_do_not_divide_are_refused():
     spec = ModelSpec(family="llama", hidden=2, intermediate=4, layers=3, heads=4, kv_heads=2, head_dim=2, vocab=9)
-    with pytest.raises(ModelError, match="kv-heads"):
-        megatron_layout(spec, RankGrid(t=4))
+    with pytest.raises(ModelError, match="4 heads, not divisible by t=3"):
+        megatron_layout(spec, RankGrid(t=3))
     with pytest.raises(ModelError, match="3 layers"):
-        megatron_layout(spec, RankGrid(p=2))
+        megatron_layout(spec, RankGrid(p=4))
+    with pytest.raises(ModelError, match="3 layers"):
+        megatron_layout(spec, RankGrid(p=2), (2, 2))
+
+
+def test_stages_are_as_even_as_can_be_and_larger_ones_come_first():
+    assert stages(7, 3) == (range(3), range(3, 5), range(5, 7))
+    assert stages(4, 4) == tuple(range(i, i + 1) for i in range(4))
+    assert stages(5, 2, (1, 4)) == (range(1), range(1, 5))
 
 
 rows_of_tokens = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12)

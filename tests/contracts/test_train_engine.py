@@ -35,6 +35,8 @@ Sizes = tuple[int, int, int]
 SMALL = sorted(s for s in itertools.product(range(1, 5), repeat=3) if s[0] * s[1] * s[2] <= 4)
 UPDATE = [(1, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
 UPDATED = [("qwen3-tied", "lm"), ("llama", "value")]  # tied embeddings, q/k norms, biases: see the log-prob tests
+FEW_KV = ("qwen3-one-kv", "lm")
+UNEVEN = [((3, 1, 1), None), ((2, 1, 2), (1, 3)), ((2, 2, 1), (3, 1))]  # layers of the stages, of four
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "sgd": (
         SGD(lr=0.05, momentum=0.5, clip_grad=0.7),
@@ -129,7 +131,7 @@ def assert_outputs(
     sizes: Sizes,
     **settings: Any,
 ) -> None:
-    named = [key for key in models if (key[0] == "thirds") == (3 in sizes)]
+    named = [key for key in models if (key[0] == "thirds") == (3 in sizes and sizes[0] != 3)]
     jobs = [(processes.name(), megatron(sizes, **settings), count(sizes), models[k], k[1], 0.7) for k in named]
     found = processes.run(count(sizes), tasks.outputs, jobs)
     for i, key in enumerate(named):
@@ -154,11 +156,16 @@ def test_outputs_with_sequence_parallelism(processes, models, expected, sizes):
     assert_outputs(processes, models, expected, sizes, sequence_parallel=True)
 
 
+@pytest.mark.parametrize(("sizes", "stage_layers"), UNEVEN, ids=str)
+def test_outputs_with_uneven_stages(processes, models, expected, sizes, stage_layers):
+    assert_outputs(processes, models, expected, sizes, stage_layers=stage_layers)
+
+
 @pytest.fixture(scope="module")
 def oracles(models: dict[tuple[str, str], Path]) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Two updates of each model with each optimizer in plain PyTorch."""
     found = {}
-    for (name, head), kind in itertools.product(UPDATED, OPTIMIZERS):
+    for (name, head), kind in itertools.product([*UPDATED, FEW_KV], OPTIMIZERS):
         oracle = Oracle(models[name, head], head, OPTIMIZERS[kind][1], clip=0.7)
         before = oracle.parameters()
         updates = [oracle.update(make_batch(seed=step)) for step in range(2)]
@@ -198,6 +205,22 @@ def test_updates_are_those_of_plain_pytorch(processes, models, oracles, sizes, k
         args = (processes.name(), megatron(sizes), count(sizes), path, head, OPTIMIZERS[kind][0])
         found = processes.run(count(sizes), tasks.updates, *args)
         assert_updates(found, oracles[name, head, kind], path, head)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("sizes", "settings"), [((1, 4, 1), {}), ((1, 2, 2), {"sequence_parallel": True})], ids=str)
+def test_updates_with_ranks_that_share_a_kv_head(processes, models, oracles, sizes, settings, kind):
+    strategy = megatron(sizes, **settings)
+    args = (processes.name(), strategy, count(sizes), models[FEW_KV], "lm", OPTIMIZERS[kind][0])
+    assert_updates(processes.run(count(sizes), tasks.updates, *args), oracles[*FEW_KV, kind], models[FEW_KV], "lm")
+
+
+@pytest.mark.parametrize(("sizes", "stage_layers"), UNEVEN, ids=str)
+def test_updates_with_uneven_stages(processes, models, oracles, sizes, stage_layers):
+    (name, head), strategy = UPDATED[0], megatron(sizes, stage_layers=stage_layers)
+    args = (processes.name(), strategy, count(sizes), models[name, head], head, OPTIMIZERS["adam"][0])
+    found = processes.run(count(sizes), tasks.updates, *args)
+    assert_updates(found, oracles[name, head, "adam"], models[name, head], head)
 
 
 @pytest.mark.parametrize("setting", ["sequence_parallel", "recompute"])
@@ -337,15 +360,16 @@ def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothin
 @pytest.mark.parametrize(
     ("sizes", "what", "error"),
     [
+        ((4, 1, 1), "stages", "ModelError: stage_layers=(1, 1, 1, 2) are 5 layers on 4 stages; actor has 4 layers"),
         ((1, 1, 1), "values", "ModelError: actor was asked for 'values'"),
         ((1, 1, 1), "train", "ConfigError: actor was built without an optimizer"),
         ((1, 1, 1), "prompt", "BatchError: row 0 has an empty prompt"),
         ((1, 2, 1), "vocabulary", "BatchError: row 1 of 2 has the token id 61 in response_ids, the model's vocabulary"),
-        ((3, 1, 1), "values", "ModelError: actor has 4 layers, not divisible by p=3"),
         ((1, 3, 1), "values", "ModelError: actor has 8 heads, not divisible by t=3"),
     ],
 )
 def test_what_cannot_work_is_said(processes, models, sizes, what, error):
-    args = (processes.name(), megatron(sizes), count(sizes), models["llama", "lm"], what)
+    strategy = megatron(sizes, stage_layers=(1, 1, 1, 2) if what == "stages" else None)
+    args = (processes.name(), strategy, count(sizes), models["llama", "lm"], what)
     assert all(message.startswith(error) for message in processes.run(count(sizes), tasks.fails, *args))
     assert VOCABULARY % 2

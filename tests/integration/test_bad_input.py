@@ -95,13 +95,13 @@ def test_sizes_that_do_not_fit_the_pool(pool, bare, train, says):
 
 def test_models_that_do_not_divide(pool, tmp_path):
     heads = tiny_models.make_policy(tmp_path / "heads", hidden_size=96, num_attention_heads=6, num_key_value_heads=2)
-    kv_heads = tiny_models.make_policy(tmp_path / "kv_heads", num_key_value_heads=2)
-    layers = tiny_models.make_policy(tmp_path / "layers", num_hidden_layers=3)
+    kv_heads = tiny_models.make_policy(tmp_path / "kv_heads", num_attention_heads=12, num_key_value_heads=3)
+    layers = tiny_models.make_policy(tmp_path / "layers", num_hidden_layers=1)
     with refused(pool, errors.ModelError, "actor has 6 heads, not divisible by t=4", "Use tp in [1, 2]"):
         hf.ActorWorker.on(pool, model=heads, train=hf.Megatron(tp=4))
-    with refused(pool, errors.ModelError, "critic has 2 kv-heads, not divisible by t=4", "Use tp in [1, 2]"):
+    with refused(pool, errors.ModelError, "critic has 3 kv-heads, which neither divide by t=4", "Use tp in [1, 3"):
         hf.CriticWorker.on(pool, model=kv_heads, train=hf.Megatron(tp=4))
-    with refused(pool, errors.ModelError, "reference has 3 layers, not divisible by p=2", "Use pp in [1, 3]"):
+    with refused(pool, errors.ModelError, "reference has 1 layers, fewer than p=2 stages", "Use pp up to 1"):
         hf.ReferenceWorker.on(pool, model=layers, train=hf.Megatron(pp=2))
 
 

@@ -163,12 +163,29 @@ def test_from_checkpoint(tmp_path):
 
 def test_check_parallel_suggests_sizes_that_fit():
     spec = ModelSpec.from_hf_config(small("llama", num_attention_heads=8, num_key_value_heads=4, intermediate_size=98))
-    spec.check_parallel(3, 2)
+    for p in (1, 2, 3):
+        spec.check_parallel(p, 2)
     with pytest.raises(ModelError, match=r"critic has 8 heads, not divisible by t=3. Use tp in \[1, 2\]"):
         spec.check_parallel(1, 3, "critic")
-    with pytest.raises(ModelError, match=r"4 kv-heads, not divisible by t=8. Use tp in \[1, 2\]"):
-        spec.check_parallel(1, 8)
     with pytest.raises(ModelError, match=r"98 MLP columns, not divisible by t=4. Use tp in \[1, 2\]"):
         spec.check_parallel(1, 4)
-    with pytest.raises(ModelError, match=r"3 layers, not divisible by p=2. Use pp in \[1, 3\]"):
-        spec.check_parallel(2, 1)
+    with pytest.raises(ModelError, match=r"3 layers, fewer than p=4 stages. Use pp up to 3"):
+        spec.check_parallel(4, 1)
+
+
+def test_kv_heads_may_be_fewer_than_tensor_parallel_ranks():
+    spec = ModelSpec.from_hf_config(small("llama", num_attention_heads=12, num_key_value_heads=3, head_dim=16))
+    for t in (1, 3, 6, 12):
+        spec.check_parallel(1, t)
+    with pytest.raises(ModelError, match=r"3 kv-heads, which neither divide by t=2 nor .* Use tp in \[1, 3, 6, 12\]"):
+        spec.check_parallel(1, 2)
+    with pytest.raises(ModelError, match=r"3 kv-heads, which neither divide by t=4"):
+        spec.check_parallel(1, 4)
+
+
+@pytest.mark.parametrize("stage_layers", [(1, 1), (3, 0), (1, 1, 1), (4,)])
+def test_stages_have_all_layers_and_at_least_one_each(stage_layers):
+    spec = ModelSpec.from_hf_config(small("llama"))
+    spec.check_parallel(2, 1, stage_layers=(1, 2))
+    with pytest.raises(ModelError, match=r"the model has 3 layers and p=2\. Give the layers of each stage"):
+        spec.check_parallel(2, 1, stage_layers=stage_layers)

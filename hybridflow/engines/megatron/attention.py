@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 from hybridflow.model_spec import ModelSpec
@@ -95,3 +98,24 @@ class CoreAttention(nn.Module):
         position_S = torch.arange(length, device=device)
         distance_SS = position_S[:, None] - position_S
         return (distance_SS >= 0) & (distance_SS < self.sliding_window)
+
+
+class SharedHeadAttention(SelfAttention):
+    """SelfAttention with fewer kv-heads than tensor parallel ranks: several ranks attend with one kv-head.
+
+    As in Megatron, ranks hold equal parts of the interleaved query, key and value rows, which cut through kv-heads;
+    the products are gathered, and each rank takes its query heads and the kv-head that they share. The way back adds
+    up what all of them give to a kv-head. Megatron's own version asks its global groups for the rank.
+    """
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """[S, B, H] -> query [S, B, N, D], key and value [S, B, 1, D]."""
+        attention: Any = self
+        groups: int = attention.config.num_query_groups
+        sharing, rank = self.world_size // groups, self.tp_group.rank()
+        fused, _ = attention.linear_qkv(hidden_states)
+        fused = all_gather_last_dim_from_tensor_parallel_region(fused, group=self.tp_group)
+        heads = fused.view(*fused.shape[:2], groups, -1, self.hidden_size_per_attention_head)[:, :, rank // sharing]
+        query, key, value = heads.split([heads.shape[2] - 2, 1, 1], dim=2)
+        query = query.chunk(sharing, dim=2)[rank % sharing]
+        return attention.q_layernorm(query), attention.k_layernorm(key), value

@@ -3,6 +3,8 @@
 Storage names are the local parameter names of Megatron's GPTModel: layers are counted from 0 on every pipeline stage,
 query, key and value rows are interleaved per kv-head (`q q k v | q q k v`), gate and up rows follow each other, the
 vocabulary is padded to a multiple of t, and with tied embeddings the last of several stages has a copy of its own.
+The interleaved rows are cut into t equal parts, also where that cuts through a kv-head because there are fewer of them
+than ranks (Megatron then gathers activations, not weights; see `attention.SharedHeadAttention`).
 """
 
 from __future__ import annotations
@@ -10,42 +12,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engines.megatron.units import EMBEDDING, OUTPUT, stages, vocabulary_rows
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
 
-
-def megatron_layout(spec: ModelSpec, grid: RankGrid) -> Layout:
+def megatron_layout(spec: ModelSpec, grid: RankGrid, stage_layers: Sequence[int] | None = None) -> Layout:
     """Layout of `spec` over `grid`; data parallel ranks hold the same boxes.
 
-    Errors: ModelError when heads, kv-heads, MLP columns or layers do not divide by t and p.
+    `stage_layers` are the decoder layers of each pipeline stage (default: as even as can be, larger stages first).
+    Errors: ModelError when the model cannot be split by t and p (`ModelSpec.check_parallel`).
     """
-    spec.check_parallel(grid.p, grid.t)
-    tensors = spec.tensors()
-    return Layout(tensors, grid.size, lambda rank: _Stage(spec, grid, grid.coords(rank), tensors).regions())
+    spec.check_parallel(grid.p, grid.t, stage_layers=stage_layers)
+    tensors, split = spec.tensors(), stages(spec.layers, grid.p, stage_layers)
 
+    def regions(rank: int) -> list[Region]:
+        at = grid.coords(rank)
+        return _Stage(spec, grid, at, split[at.p], tensors).regions()
 
-def padded_vocab(vocab: int, t: int) -> int:
-    """Rows of the embedding over all t ranks: the vocabulary rounded up to a multiple of t."""
-    return -(-vocab // t) * t
+    return Layout(tensors, grid.size, regions, part=lambda rank: grid.coords(rank)[:2])
 
 
 class _Stage:
-    """What one rank holds of each tensor."""
+    """What one rank holds of each tensor; `layers` are its stage's decoder layers."""
 
-    def __init__(self, spec: ModelSpec, grid: RankGrid, at: Coords, tensors: dict[str, tuple[int, ...]]) -> None:
-        self.spec, self.grid, self.at, self.tensors = spec, grid, at, tensors
+    def __init__(
+        self, spec: ModelSpec, grid: RankGrid, at: Coords, layers: range, tensors: dict[str, tuple[int, ...]]
+    ) -> None:
+        self.spec, self.grid, self.at, self.layers, self.tensors = spec, grid, at, layers, tensors
 
     def regions(self) -> list[Region]:
         spec, first, last = self.spec, self.at.p == 0, self.at.p == self.grid.p - 1
         out: list[Region] = []
         if first:
             out += self._vocabulary("model.embed_tokens.weight", EMBEDDING)
-        per_stage = spec.layers // self.grid.p
-        for local in range(per_stage):
-            out += self._layer(self.at.p * per_stage + local, f"decoder.layers.{local}.")
+        for local, layer in enumerate(self.layers):
+            out += self._layer(layer, f"decoder.layers.{local}.")
         if not last:
             return out
         out += self._whole("model.norm.weight", "decoder.final_layernorm.weight")
@@ -78,24 +80,23 @@ class _Stage:
         return out
 
     def _qkv(self, name: str, to: str, kind: str) -> list[Region]:
-        """For each of this rank's kv-heads: its query heads, its key head, its value head."""
+        """This rank's part of the rows of every kv-head's query heads, key head and value head, one after the other."""
         d, shared = self.spec.head_dim, self.spec.heads // self.spec.kv_heads
-        here = self.spec.kv_heads // self.grid.t
-        out = []
-        for local in range(here):
-            head = self.at.t * here + local
-            offset = local * (shared + 2) * d
-            out += [
-                self._rows(f"{name}q_proj.{kind}", to + kind, head * shared * d, (head + 1) * shared * d, offset),
-                self._rows(f"{name}k_proj.{kind}", to + kind, head * d, (head + 1) * d, offset + shared * d),
-                self._rows(f"{name}v_proj.{kind}", to + kind, head * d, (head + 1) * d, offset + (shared + 1) * d),
-            ]
+        here = (shared + 2) * d * self.spec.kv_heads // self.grid.t
+        first, out = self.at.t * here, []
+        for head in range(self.spec.kv_heads):
+            at = head * (shared + 2) * d
+            for which, heads in (("q", shared), ("k", 1), ("v", 1)):
+                start, stop = max(at, first), min(at + heads * d, first + here)
+                if start < stop:
+                    row = head * heads * d + start - at
+                    tensor = f"{name}{which}_proj.{kind}"
+                    out.append(self._rows(tensor, to + kind, row, row + stop - start, start - first))
+                at += heads * d
         return out
 
     def _vocabulary(self, name: str, to: str) -> list[Region]:
-        here = padded_vocab(self.spec.vocab, self.grid.t) // self.grid.t
-        start = self.at.t * here
-        stop = min(self.spec.vocab, start + here)
+        start, stop = vocabulary_rows(self.spec.vocab, self.grid.t, self.at.t)
         return [self._rows(name, to, start, stop, 0)] if start < stop else []
 
     def _rows(self, name: str, to: str, start: int, stop: int, offset: int) -> Region:

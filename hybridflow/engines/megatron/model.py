@@ -24,10 +24,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import nn
 
 from hybridflow.config import Megatron
-from hybridflow.engines.megatron.attention import CoreAttention, Rotary
+from hybridflow.engines.megatron.attention import CoreAttention, Rotary, SharedHeadAttention
 from hybridflow.engines.megatron.layers import RMSNorm, SelectedPositions, SwiGLU, ValueHead
-from hybridflow.engines.megatron.layout import padded_vocab
 from hybridflow.engines.megatron.linear import use_onednn
+from hybridflow.engines.megatron.units import padded_vocab
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
 
@@ -83,15 +83,21 @@ def sequence_parallel(strategy: Megatron, grid: RankGrid) -> bool:
 
 
 def build_model(
-    spec: ModelSpec, config: TransformerConfig, at: Coords, groups: ProcessGroupCollection, device: torch.device
+    spec: ModelSpec,
+    config: TransformerConfig,
+    at: Coords,
+    layers: int,
+    groups: ProcessGroupCollection,
+    device: torch.device,
 ) -> tuple[GPTModel, SelectedPositions]:
-    """This rank's stage, its weights not yet set, and the selection of positions before its output layer."""
+    """This rank's stage of `layers` decoder layers, its weights not yet set, and the selection of positions before its
+    output layer."""
     first, last = at.p == 0, at.p == config.pipeline_model_parallel_size - 1
     if config.sequence_parallel:
         _prepare_sequence_parallel()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block(spec, config),  # type: ignore[arg-type]
+        transformer_layer_spec=_block(spec, config, layers),  # type: ignore[arg-type]
         vocab_size=padded_vocab(spec.vocab, config.tensor_model_parallel_size),
         max_sequence_length=spec.context,
         pre_process=first,
@@ -114,7 +120,8 @@ def build_model(
     return model, selection
 
 
-def _block(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block(spec: ModelSpec, config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
+    own_heads = spec.kv_heads >= config.tensor_model_parallel_size
     qk_norm = RMSNorm if spec.qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,  # type: ignore[arg-type]
@@ -126,14 +133,15 @@ def _block(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSubmod
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, activation_func=SwiGLU, linear_fc2=RowParallelLinear)
     layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+        self_attention=ModuleSpec(
+            SelfAttention if own_heads else SharedHeadAttention, {"attn_mask_type": AttnMaskType.causal}, attention
+        ),
         self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         pre_mlp_layernorm=RMSNorm,
         mlp=ModuleSpec(MLP, submodules=mlp),
         mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
     )
-    here = spec.layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules([ModuleSpec(TransformerLayer, submodules=layer)] * here, RMSNorm)  # type: ignore[arg-type]
+    return TransformerBlockSubmodules([ModuleSpec(TransformerLayer, submodules=layer)] * layers, RMSNorm)  # type: ignore[arg-type]
 
 
 def _prepare_sequence_parallel() -> None:

@@ -7,45 +7,46 @@ parallel ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from hybridflow import config
+from hybridflow.engines.megatron.buckets import Buckets
+from hybridflow.engines.megatron.optimizer_layout import is_distributed
+from hybridflow.engines.megatron.optimizer_state import OptimizerState
 from hybridflow.errors import CheckpointError
-
-
-def is_distributed(optimizer: config.Optimizer) -> bool:
-    """Megatron's distributed optimizer accepts Adam only."""
-    return isinstance(optimizer, config.Adam)
 
 
 class MegatronOptimizer:
     """Clips, follows the learning-rate schedule and steps one model's Megatron optimizer.
 
-    Weight decay leaves out one-dimensional parameters (norms and biases). `steps` counts the updates that were made.
+    Weight decay leaves out one-dimensional parameters (norms and biases). `steps` counts the updates that were made,
+    `parts` are those of a step (see `units.step_groups`), `result` is what the last step returned.
     """
 
     def __init__(
         self,
         settings: config.Optimizer,
-        model: DistributedDataParallel,
+        buckets: Buckets,
         groups: ProcessGroupCollection,
         dtype: torch.dtype,
+        parts: int,
     ) -> None:
-        self.settings, self.model, self.steps = settings, model, 0
+        self.settings, self.buckets, self.steps, self.parts = settings, buckets, 0, parts
+        self.result: dict[str, float] = {}
         self.megatron: Any = _get_megatron_optimizer_based_on_param_groups(
             # get_megatron_optimizer itself gathers the parameter groups' names over the whole torch world, which a
             # model on a slice of the pool must not do; every rank of ours has both groups anyway
             config=_optimizer_config(settings, dtype),
-            model_chunks=[model],
-            param_groups=_parameter_groups(model, settings),
-            per_model_buffers={0: model.buffers},  # type: ignore[dict-item]
+            model_chunks=buckets.wrapped,
+            param_groups=_parameter_groups(buckets.module, settings),
+            per_model_buffers={i: wrapped.buffers for i, wrapped in enumerate(buckets.wrapped)},
             model_parallel_group=groups.mp,
             data_parallel_group=groups.dp_cp,
             data_parallel_group_gloo=None,
@@ -56,6 +57,8 @@ class MegatronOptimizer:
         if isinstance(settings, config.Adam):
             for group in self.megatron.param_groups:
                 group["fused"] = True
+        self.tensors = OptimizerState(self.megatron, settings, buckets.module)
+        self._part_of = {name: unit.part for unit in buckets.units for name in unit.parameters}
 
     @property
     def lr(self) -> float:
@@ -68,28 +71,91 @@ class MegatronOptimizer:
     def step(self) -> dict[str, float]:
         """`grad_norm` (over all ranks, before clipping), `lr`, and `skipped`: 1.0 when gradients were not finite,
         in which case nothing was updated. The gradients are zero afterwards."""
+        if self._prepare():
+            self._update()
+            self.buckets.gather()
+        return self._finish()
+
+    def step_parts(self) -> Iterator[int]:
+        """`step` part by part: yields each when its parameters are final and gathered, also when nothing changes."""
+        with torch.no_grad():  # not around a yield: the caller's code must not run under it
+            updates = self._prepare()
+        for part in range(self.parts):
+            if updates:
+                with torch.no_grad():
+                    self._update(part)
+                    self.buckets.gather(part)
+            yield part
+        self._finish()
+
+    def _prepare(self) -> bool:
+        """Measure and clip the gradients of all parameters; False when they are not finite."""
         lr, norm = self.lr, math.nan
         overflow = self.megatron.prepare_grads()
         if not overflow:
             norm = self._grad_norm()
         skipped = overflow or not math.isfinite(norm)
+        self.result = {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
         if not skipped:
             self._clip(norm)
             for group in self.megatron.param_groups:
                 group["lr"] = lr
-            self.megatron.step_with_ready_grads()
-            self.steps += 1
+        return not skipped
+
+    def _update(self, part: int | None = None) -> None:
+        """Step the main parameters of `part` (default: all) and copy them to the parameters that this rank owns."""
+        tensors, groups = self.tensors, self.megatron.param_groups
+        names = [name for name in tensors.main if part is None or self._part_of[name] == part]
+        if not names:
+            return
+        wanted, whole = {id(tensors.main[name]) for name in names}, [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) in wanted]
+            self.megatron.optimizer.step()
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+        tensors.copy_to_parameters(names)
+
+    def _finish(self) -> dict[str, float]:
+        self.steps += not self.result["skipped"]
         self.zero_grad()
-        return {"grad_norm": norm, "lr": lr, "skipped": float(skipped)}
+        return self.result
 
     def zero_grad(self) -> None:
-        self.model.zero_grad_buffer()
+        self.buckets.zero()
         self.megatron.zero_grad()
+
+    def counters(self) -> dict[str, Any]:
+        """Updates made (Adam's own step count too) and the state of the loss scale; plain values."""
+        scaler = getattr(self.megatron, "grad_scaler", None)
+        scale = scaler.state_dict() if scaler else {}
+        return {
+            "steps": self.steps,
+            "loss_scale": {k: v.tolist() if isinstance(v, Tensor) else v for k, v in scale.items()},
+        }
+
+    def moved(self, counters: Mapping[str, Any]) -> None:
+        """Main parameters and moments were written from outside: go on with `counters`, parameters from main ones."""
+        self.steps = counters["steps"]
+        self.tensors.set_steps(self.steps)
+        scaler = getattr(self.megatron, "grad_scaler", None)
+        if scaler is not None and counters["loss_scale"]:
+            scale = counters["loss_scale"]
+            scaler.load_state_dict({**scale, "scale": torch.tensor(scale["scale"], device=scaler.scale.device)})
+        self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Parameters := main parameters, gathered over the data parallel ranks."""
+        self.tensors.copy_to_parameters(self.tensors.main)
+        self.buckets.gather()
 
     def _grad_norm(self) -> float:
         """Each parameter counts once: not its tensor parallel copies, not the second tied embedding."""
         grads = self.megatron.get_main_grads_for_grad_norm()
-        total = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
+        total = torch.zeros((), dtype=torch.float64, device=next(self.buckets.module.parameters()).device)
         if grads:
             total += torch.stack(torch._foreach_norm(grads)).double().square_().sum()
         dist.all_reduce(total, group=self.megatron.get_grad_stats_parallel_group())
