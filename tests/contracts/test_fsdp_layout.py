@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_models import make_mesh, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import RankProcesses, World
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan import plan
-from hybridflow.engines.fsdp.layout import fsdp_layout, tensor_parallel_dim
+from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.errors import LayoutError, PlacementError
 from hybridflow.model_spec import ModelSpec
@@ -34,7 +35,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
     "pad_token_id": None,
 }
-WORLD, AXES = 6, ("replicate", "shard", "tp")
+WORLD = 6
 # (family, tied, replicate, shard, tp): the mesh; whether a training step runs, which DTensor wants even TP shards for
 MESHES = {
     "fsdp-4": ("qwen2", False, 1, 4, 1, True),
@@ -56,46 +57,6 @@ def make_model(family: str, tied: bool) -> nn.Module:
     torch.manual_seed(7)
     sizes = SIZES | {"tie_word_embeddings": tied}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.float32)
-
-
-def make_mesh(world: World, name: str, sizes: tuple[int, int, int], first: int) -> Any:
-    """A mesh (replicate, shard, tp) of the world ranks from `first` on, from groups that only its members build."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    ranks = torch.arange(math.prod(sizes)).reshape(sizes)
-    groups = world.context(name, RankGrid(d=ranks.numel()), first).groups
-    at = (ranks == world.rank - first).nonzero()[0].tolist()
-    own = []
-    for axis, label in enumerate(AXES):
-        index = [*at]
-        index[axis] = slice(None)  # type: ignore[call-overload]
-        own.append(groups.new(label, ranks[tuple(index)].tolist()))
-    return DeviceMesh.from_group(own, "cpu", mesh=ranks + first, mesh_dim_names=AXES)
-
-
-def wrap(model: Any, mesh: Any, *, last_kept: bool = False) -> None:
-    """Shard `model` over a mesh as a user of torch would; the root stays gathered if `last_kept`."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    replicate, shard, tp = mesh.mesh.shape
-    if tp > 1:
-        plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
-                dim = tensor_parallel_dim(f"{name}.weight")
-                plan[name] = RowwiseParallel() if dim == 1 else ColwiseParallel()
-        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-        parallelize_module(model, mesh["tp"], plan, src_data_rank=None)  # pyright: ignore[reportArgumentType]
-        if model.config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
-    if shard == 1:
-        return
-    over = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=over)
-    fully_shard(model, mesh=over, reshard_after_forward=not last_kept)
 
 
 def spec_of(model: Any) -> ModelSpec:
@@ -124,7 +85,8 @@ def on_a_mesh(world: World, name: str, label: str) -> dict[str, Any] | None:
         return None
     model: Any = make_model(family, tied)
     spec, before = spec_of(model), whole_tensors(model)
-    wrap(model, make_mesh(world, label, (replicate, shard, tp), first), last_kept=True)
+    mesh = make_mesh(world.context(label, RankGrid(d=WORLD - first), first), (replicate, shard, tp))
+    wrap(model, mesh, root_stays_gathered=True)
     layout = dtensor_layout(model, spec=spec)
     found: dict[str, Any] = {"wrapped": holds_its_boxes(layout, world.rank - first, dtensor_storage(model), before)}
     if trains:
@@ -153,7 +115,7 @@ def refused(world: World, name: str) -> dict[str, str]:
     from hybridflow.engines.fsdp.dtensors import dtensor_layout
 
     model: Any = make_model("llama", True)
-    spec, mesh = spec_of(model), make_mesh(world, name, (1, 3, 2), 0)["shard", "tp"]
+    spec, mesh = spec_of(model), make_mesh(world.context(name, RankGrid(d=WORLD)), (1, 3, 2))["shard", "tp"]
 
     def error(call: Callable[[], Any]) -> str:
         try:
