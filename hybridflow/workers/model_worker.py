@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
-from hybridflow.engines.contract import Output, TrainEngine
+from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
 from hybridflow.model_spec import Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
@@ -58,7 +59,7 @@ def build_engine(
     if isinstance(strategy, Megatron):
         from hybridflow.engines.megatron.engine import MegatronEngine
 
-        return MegatronEngine(context, strategy, spec, checkpoint, optimizer)
+        return MegatronEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
     raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
 
 
@@ -67,7 +68,7 @@ def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> La
     if isinstance(strategy, Megatron):
         from hybridflow.engines.megatron.layout import megatron_layout
 
-        return megatron_layout(spec, grid)
+        return megatron_layout(spec, grid, strategy.stage_layers)
     raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
 
 
@@ -97,6 +98,7 @@ class ModelWorker(Worker):
     """One rank of a model with 3D parallelism behind the `TrainEngine` contract."""
 
     head: ClassVar[Head] = "lm"
+    _idle: tuple[Held, ...] = ()  # what waits in host memory between calls
 
     @classmethod
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,15 +135,19 @@ class ModelWorker(Worker):
         return train_layout(settings["train"], cls.model_spec(settings), grid)
 
     def weights_storage(self) -> Mapping[str, Tensor]:
+        self.engine.reload(self._idle)
         return self.engine.storage()
 
     def weights_arrived(self) -> None:
         self.engine.weights_loaded()
 
     def optimizing_engine(self) -> TrainEngine | None:
+        self.engine.reload(self._idle)
         return self.engine if self.engine.optimizer_layout() is not None else None
 
-    def _build(self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None) -> None:
+    def _build(
+        self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None, offload: bool = False
+    ) -> None:
         self.checkpoint = Path(model)
         if not self.checkpoint.is_dir():
             raise CheckpointError(
@@ -150,6 +156,18 @@ class ModelWorker(Worker):
             )
         self.spec = ModelSpec.from_checkpoint(self.checkpoint, self.head)
         self.engine = build_engine(self.context, train, self.spec, self.checkpoint, optim)
+        if offload:
+            self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")
+            self.engine.offload(self._idle)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Whatever a call needs of the model is in device memory within; an idle model goes to the host afterwards."""
+        self.engine.reload(self._idle)
+        try:
+            yield
+        finally:
+            self.engine.offload(self._idle)
 
     def _agreed(self, method: str, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
         """The temperature to compute at, once every rank of the group has found that it can compute its rows.
@@ -171,17 +189,19 @@ class ModelWorker(Worker):
     def _update(self, method: str, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
         """Epochs over the mini-batches of `batch`, one optimizer step each; figures averaged over the steps."""
         total: dict[str, float] = {}
-        steps = 0
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(method, batch, outputs, loss)
-        for _ in range(epochs):
-            for minibatch in batch.chunks():
-                metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
-                step = {f"{self.role}/{name}": value for name, value in self.engine.step().items()}
-                for name, value in (metrics | step).items():
-                    total[name] = total.get(name, 0.0) + value
-                steps += 1
-        return {name: value / steps for name, value in total.items()}
+        minibatches = batch.chunks() * epochs
+        for left, minibatch in zip(reversed(range(len(minibatches))), minibatches, strict=True):
+            metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
+            step = {f"{self.role}/{name}": value for name, value in self._step(last=not left).items()}
+            for name, value in (metrics | step).items():
+                total[name] = total.get(name, 0.0) + value
+        return {name: value / len(minibatches) for name, value in total.items()}
+
+    def _step(self, last: bool) -> dict[str, float]:
+        """One optimizer step; `last` of its update."""
+        return self.engine.step()
 
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
     def save(self, path: str | os.PathLike[str]) -> str:
@@ -189,22 +209,27 @@ class ModelWorker(Worker):
 
         Returns its absolute path. Errors: CheckpointError; ConfigError for a reward that is a function.
         """
-        group = self.context.groups.everyone()
-        save_checkpoint(
-            path, self.engine.layout(), self.engine.storage(), like=self.checkpoint, group=group, rank=self.context.rank
-        )
+        group, engine = self.context.groups.everyone(), self.engine
+        with self.at_work():
+            save_checkpoint(
+                path, engine.layout(), engine.storage(), like=self.checkpoint, group=group, rank=self.context.rank
+            )
         return str(path)
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
-        """GiB of device memory (CUDA) in use and at its peak on each rank."""
-        if self.context.device.type != "cuda":
-            return {}
-        gib = float(1 << 30)
-        return {
-            "memory/allocated": torch.cuda.memory_allocated() / gib,
-            "memory/peak": torch.cuda.max_memory_allocated() / gib,
-        }
+        """GiB on each rank that the training parameters have in device memory now, by `memory/parameters`.
+
+        On CUDA also what the process has allocated and its peak.
+        """
+        found = {"parameters": self._parameter_bytes()}
+        if self.context.device.type == "cuda":
+            found |= {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+        return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
+
+    def _parameter_bytes(self) -> int:
+        engine = getattr(self, "engine", None)  # a reward that is a function has none
+        return 0 if engine is None else engine.memory().resident_bytes
 
     def close(self) -> None:
         if (close := getattr(getattr(self, "engine", None), "close", None)) is not None:
