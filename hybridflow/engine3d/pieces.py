@@ -26,21 +26,21 @@ class Piece:
 class Parts:
     """The distinct parts of a layout: which ranks hold each, and which boxes each holds.
 
-    `members[part]` are ranks, ascending; `part[rank]` is None for a rank that holds nothing. `atoms` are disjoint
+    `members[part]` are ranks, ascending; `part[rank]` is -1 for a rank that holds nothing. `atoms` are disjoint
     boxes of each tensor, sorted by start, with the parts that hold them.
     """
 
     members: tuple[tuple[int, ...], ...]
-    part: tuple[int | None, ...]
+    part: tuple[int, ...]
     atoms: Mapping[str, list[tuple[Box, Owners]]]
 
     @classmethod
     def of(cls, layout: Layout, ranks: int) -> Parts:
         """Parts of `layout` in a group of `ranks` ranks. Errors: LayoutError for a box outside its tensor."""
-        label = layout.part or (lambda rank: rank)
         members: dict[Hashable, list[int]] = {}
         for rank in range(layout.ranks):
-            members.setdefault(label(rank), []).append(rank)
+            label = layout.part(rank) if layout.part else tuple(layout.regions(rank))
+            members.setdefault(label, []).append(rank)
         kept: list[tuple[int, ...]] = []
         regions: dict[str, list[tuple[Box, tuple[int, Region]]]] = {}
         for of_part in members.values():
@@ -50,7 +50,7 @@ class Parts:
                 regions.setdefault(region.box.tensor, []).append((region.box, (len(kept), region)))
             if found:
                 kept.append(tuple(of_part))
-        part: list[int | None] = [None] * ranks
+        part = [-1] * ranks
         for i, of_part in enumerate(kept):
             for rank in of_part:
                 part[rank] = i
@@ -59,7 +59,7 @@ class Parts:
     @property
     def idle(self) -> frozenset[int]:
         """Ranks that hold nothing."""
-        return frozenset(rank for rank, part in enumerate(self.part) if part is None)
+        return frozenset(rank for rank, part in enumerate(self.part) if part < 0)
 
     def ranks(self, owners: Owners) -> Iterator[int]:
         for part in owners:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.move import Move
@@ -38,7 +38,7 @@ class WeightPlan:
     moves: tuple[Move, ...]
     rank: int | None = None
     nodes: tuple[int, ...] = ()
-    pace: Pace = Pace()
+    pace: Pace = field(default_factory=Pace)
 
     def local(self, rank: int) -> list[Move]:
         """Pieces that stay on `rank`."""
@@ -135,7 +135,7 @@ class _Draft:
             for piece in pieces(tensor, held, wanted):
                 holders, asking = tuple(piece.have), tuple(piece.need)
                 if (routes := self.routes.get(holders)) is None:
-                    routes = self.routes[holders] = Routes(tuple(held.ranks(piece.have)), nodes, held.idle)
+                    routes = self.routes[holders] = Routes(held.ranks(piece.have), nodes, held.idle, wanted.part)
                 if (needing := needers.get((holders, asking))) is None:
                     needing = frozenset(wanted.ranks(piece.need)).difference(routes.holders)
                     needers[holders, asking] = needing

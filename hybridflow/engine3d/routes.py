@@ -10,8 +10,9 @@ the training pool), a holder sends to the first of them only, and they pass the 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 WIDE = 2  # a holder sends to so many idle ranks itself; for more, the first of them relays
@@ -30,7 +31,7 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class _Deal:
-    """Holders that serve stations: dealt out evenly in order of rank, or one chain of relays for each holder."""
+    """Holders that serve stations: dealt out evenly in the order given, or one chain of relays for each holder."""
 
     holders: tuple[int, ...]
     direct: tuple[Station, ...]
@@ -44,7 +45,7 @@ class _Deal:
             return cls(tuple(holders), tuple(stations))
         busy = tuple(station for station in stations if not all(rank in idle for rank in station))
         cuts = [len(quiet) * i // count for i in range(count + 1)]
-        return cls(tuple(holders), busy, tuple(tuple(quiet[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)))
+        return cls(tuple(holders), busy, tuple(tuple(quiet[a:b]) for a, b in pairwise(cuts)))
 
     @property
     def fixed(self) -> bool:
@@ -132,11 +133,14 @@ class _Fan:
 class Routes:
     """Routes of the pieces that exactly the ranks `holders` hold, asked for one by one in canonical order.
 
-    `nodes[rank]` is the node of each rank, `idle` are the ranks that hold nothing of any tensor.
+    `nodes[rank]` is the node of each rank, `idle` are the ranks that hold nothing of any tensor. Ranks of equal
+    `kin[rank]` want the same of every tensor, and are served from among themselves first: with the paper's grouping
+    they are micro data parallel groups, and nothing leaves those.
     """
 
-    def __init__(self, holders: Sequence[int], nodes: Sequence[int], idle: Collection[int]) -> None:
-        self.holders, self.length = tuple(sorted(holders)), 0
+    def __init__(self, holders: Iterable[int], nodes: Sequence[int], idle: Collection[int], kin: Sequence[int]) -> None:
+        self._order = [(of, rank) for rank, of in enumerate(kin)]
+        self.holders, self.length = tuple(sorted(holders, key=self._order.__getitem__)), 0
         self._nodes, self._idle = nodes, idle
         self._at_node: dict[int, list[int]] = defaultdict(list)
         for rank in self.holders:
@@ -181,7 +185,7 @@ class Routes:
 
     def _fan(self, needers: frozenset[int]) -> _Fan:
         at_node: dict[int, list[int]] = defaultdict(list)
-        for rank in sorted(needers):
+        for rank in sorted(needers, key=self._order.__getitem__):
             at_node[self._nodes[rank]].append(rank)
         within = [
             _Deal.of(self._at_node[node], [(rank,) for rank in ranks], self._idle)

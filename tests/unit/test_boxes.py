@@ -25,6 +25,7 @@ def elements(box: Box) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3).flatmap(lambda d: st.tuples(boxes(d), boxes(d))))
 def test_intersect_and_subtract_are_those_of_sets(pair):
     one, other = pair
@@ -36,6 +37,7 @@ def test_intersect_and_subtract_are_those_of_sets(pair):
         assert set().union(*map(elements, rest)) == elements(one) - elements(other)
 
 
+@settings(deadline=None)
 @given(boxes(), st.integers(1, 40))
 def test_split_covers_once_in_pieces_of_bounded_size(box, limit):
     parts = box.split(limit)
@@ -44,7 +46,7 @@ def test_split_covers_once_in_pieces_of_bounded_size(box, limit):
         assert list(itertools.chain.from_iterable(sorted(elements(part)) for part in parts)) == sorted(elements(box))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 3).flatmap(lambda d: st.lists(boxes(d), max_size=6)))
 def test_partition_is_disjoint_and_keeps_every_owner(many):
     atoms = partition((box, i) for i, box in enumerate(many))
@@ -65,6 +67,7 @@ def test_disjoint_and_equal_boxes_are_left_whole():
     assert atoms == [(box, [i, i + 5] if i < 3 else [i]) for i, box in enumerate(columns + rows)]
 
 
+@settings(deadline=None)
 @given(boxes(2), st.data())
 def test_region_index_addresses_the_same_elements(box, data):
     if not box.numel:

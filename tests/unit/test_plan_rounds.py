@@ -69,6 +69,7 @@ def test_a_relay_comes_after_the_round_that_brings_its_piece(spec, holders, need
     assert sizes == dict.fromkeys(range(holders, holders + needers), spec.num_parameters)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=0, max_size=3),
     st.integers(0, 300),
