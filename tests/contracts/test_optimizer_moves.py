@@ -1,0 +1,166 @@
+"""Optimizer state as boxes of canonical tensors: it moves between any (p, t, d), and training goes on.
+
+Also steps in parts, and memory that comes and goes. One set of four gloo processes serves the whole file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import state_tasks as tasks
+import torch
+from example_models import make_model, spec_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_processes import RankProcesses
+from test_train_engine import Sizes, count, megatron, whole
+
+from hybridflow.config import SGD, Adam
+from hybridflow.engines.megatron.optimizer_layout import optimizer_layout
+from hybridflow.engines.megatron.units import step_groups, units
+from hybridflow.model_spec import ModelSpec
+from hybridflow.topology import RankGrid
+
+ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
+MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
+MODEL = "qwen3-tied"  # two copies of the embeddings with p > 1, padded vocabulary with t > 1
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    started = RankProcesses(4)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(MODEL, tmp_path_factory.mktemp("model"))
+
+
+@st.composite
+def split_models(draw: st.DrawFn) -> tuple[ModelSpec, RankGrid]:
+    t, p, d = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    spec = ModelSpec(
+        family="qwen3",
+        hidden=draw(st.integers(1, 70)),
+        intermediate=6 * draw(st.integers(1, 3)),
+        layers=p + draw(st.integers(0, 2)),
+        heads=6,
+        kv_heads=draw(st.sampled_from([1, 6])),
+        head_dim=6,
+        vocab=draw(st.integers(1, 40)),
+        tied=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        head=draw(st.sampled_from(["lm", "value"])),
+    )
+    return spec, RankGrid(p, t, d)
+
+
+@settings(max_examples=60, deadline=None)
+@given(split_models())
+def test_data_parallel_ranks_share_the_state_of_what_they_hold_together(case):
+    """Every element of a rank's parameters has state on exactly one of its data parallel ranks, stored once."""
+    spec, grid = case
+    parameters, state = (optimizer_layout(spec, grid, optimizer) for optimizer in (SGD(lr=0.1), Adam(lr=0.1)))
+    for first in grid.ranks(d=0):
+        held = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in spec.tensors().items()}
+        for region in parameters.regions(first):
+            held[region.box.tensor][_index(region)] -= 1
+        for rank in grid.group(first, "d"):
+            stored: dict[str, Any] = {}
+            for region in state.regions(rank):
+                held[region.box.tensor][_index(region)] += 1
+                flat = stored.setdefault(region.storage, torch.zeros(40 * 6 * 70 * 40, dtype=torch.int8))
+                region.view(flat).add_(1)
+            assert all(int(flat.max()) == 1 for flat in stored.values()), "two regions overlap in storage"
+        assert all(not tensor.any() for tensor in held.values())
+
+
+def _index(region: Any) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(split_models())
+def test_parts_of_a_step_cover_the_model_once_and_fit_the_units_of_every_stage(case):
+    spec, grid = case
+    groups = step_groups(spec, grid.p)
+    assert sorted(name for group in groups for name in group) == sorted(spec.tensors())
+    layout = optimizer_layout(spec, grid, SGD(lr=0.1))
+    for rank in range(grid.size):
+        part_of = {n: unit.part for unit in units(spec, grid, grid.coords(rank)) for n in unit.parameters}
+        assert all(region.box.tensor in groups[part_of[region.storage]] for region in layout.regions(rank))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (3, 1, 1)], ids=str)
+def test_ranges_are_those_of_megatrons_distributed_optimizer(processes, path, sizes):
+    args = (processes.name(), megatron(sizes), count(sizes), path, ADAM)
+    assert all(processes.run(count(sizes), tasks.owned_ranges, *args))
+
+
+CIRCLE: list[Sizes] = [(1, 2, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+def test_training_goes_on_in_another_layout(processes, path, optimizer, dtype):
+    """State is bit-equal after each move; losses and gradient norms are those of the run that never moved."""
+    strategies = [megatron(sizes, dtype=dtype) for sizes in CIRCLE]
+    found = processes.run(4, tasks.moving, processes.name(), strategies, path, optimizer)
+    shapes = spec_of(path).tensors()
+    kinds = ("main", "exp_avg", "exp_avg_sq") if optimizer is ADAM else ("main", "momentum_buffer")
+    for i in range(len(CIRCLE) - 1):
+        after = {kind: whole([part["after"][i][kind] for part in found], shapes) for kind in kinds}
+        for kind in kinds:
+            before = whole([part["before"][i][kind] for part in found], shapes)
+            assert all(after[kind][name].equal(tensor) for name, tensor in before.items()), (kind, CIRCLE[i])
+            assert any(tensor.any() for tensor in before.values())
+        parameters = whole([part["parameters"][i] for part in found], shapes)
+        rounded = {name: main.to(getattr(torch, dtype)).float() for name, main in after["main"].items()}
+        assert all(parameters[name].equal(tensor) for name, tensor in rounded.items())
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    for seed in range(len(CIRCLE)):
+        straight = {key: value for part in found for key, value in part["straight"][seed].items()}
+        moved = {key: value for part in found for key, value in part["moved"][seed].items()}
+        assert moved.keys() == straight.keys()
+        for key in ("grad_norm", "lr", "actor/loss"):
+            assert moved[key] == pytest.approx(straight[key], rel=tolerance, abs=tolerance * 0.1), (key, seed)
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [((1, 1, 2), "float32"), ((2, 1, 2), "bfloat16"), ((3, 1, 1), "float32")], ids=str
+)
+def test_a_step_in_parts_is_the_step_in_one_go(processes, path, sizes, dtype, optimizer):
+    args = (processes.name(), megatron(sizes, dtype=dtype), count(sizes), path, optimizer)
+    parameters = processes.run(count(sizes), tasks.steps_in_parts, *args)
+    assert not any(t.isnan().any() for t in whole(parameters, spec_of(path).tensors()).values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_skipped_step_yields_every_part_and_changes_nothing(processes, path, dtype):
+    args = (processes.name(), megatron((2, 1, 2), dtype=dtype), 4, path, ADAM)
+    assert all(processes.run(4, tasks.skipped_in_parts, *args))
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_layers_is_released_and_comes_back(processes, path, dtype, optimizer):
+    args = (processes.name(), megatron((1, 2, 2), dtype=dtype), 4, path, optimizer)
+    processes.run(4, tasks.released_and_restored, *args)
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_offloaded_comes_back_as_it_was(processes, path, dtype, optimizer):
+    args = (processes.name(), megatron((1, 1, 2), dtype=dtype), 2, path, optimizer)
+    processes.run(2, tasks.offloaded, *args)
+
+
+def test_an_engine_without_weights_is_filled_from_outside(processes, path):
+    processes.run(4, tasks.filled_from_outside, processes.name(), megatron((1, 4, 1)), 4, path, ADAM)
