@@ -1,0 +1,207 @@
+"""hf.reallocate: a group goes on in another layout, on the same or on other devices, as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybridflow as hf
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.plan import plan
+from hybridflow.engine3d.transfer import execute
+from hybridflow.errors import ConfigError, ModelError, PlacementError, WorkerError
+from hybridflow.topology import RankGrid
+from tests import tiny_models
+from tests.tiny_models import make_prompts, make_rows
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+# (p, t, d), and how many of the eight devices
+JOURNEY = [((1, 4, 2), 8), ((4, 1, 2), 8), ((1, 1, 4), 4), ((2, 2, 2), 8)]
+TOLERANCE = 1e-5  # relative, of losses and gradient norms
+SAMPLING_TOLERANCE = 1e-3  # nats per token, between vLLM and Megatron in float32
+FRAGILE = "fragile"
+ADAM = hf.Adam(lr=1e-3, schedule="linear", warmup_steps=3, total_steps=50)
+
+
+class Watched(hf.ActorWorker):
+    """An actor that shows its optimizer's state, and cannot generate at t = 2 while its checkpoint is marked so."""
+
+    def open_generation(self) -> None:
+        if self.context.grid.t == 2 and (self.checkpoint / FRAGILE).exists():
+            raise RuntimeError("no generation here")
+        super().open_generation()
+
+    @hf.register(hf.ONE_TO_ALL)
+    def optimizer_state(self) -> tuple[Tensors, dict[str, Any]] | None:
+        """Kind -> canonical tensors, whole, and the counters; on rank 0."""
+        engine, rank = self.engine, self.context.rank
+        layout = engine.optimizer_layout()
+        group = self.context.groups.everyone() if self.context.grid.size > 1 else None
+        kinds = {}
+        for kind, storage in engine.optimizer_storage().items():
+            buffers = {name: torch.empty(shape) for name, shape in layout.tensors.items()} if rank == 0 else {}
+            execute(plan(layout, gathered(layout)), storage, buffers, group, rank)
+            kinds[kind] = buffers
+        return (kinds, engine.optimizer_counters()) if rank == 0 else None
+
+    @hf.register(hf.ONE_TO_ALL)
+    def where(self) -> tuple[int, int, int]:
+        return tuple(self.context.coords)
+
+
+class Plain:
+    @hf.register(hf.ONE_TO_ALL)
+    def nothing(self) -> None: ...
+
+
+def gathered(layout: Layout) -> Layout:
+    """Every tensor whole on rank 0."""
+
+    def regions(rank: int) -> list[Region]:
+        everything = layout.tensors.items() if rank == 0 else ()
+        return [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in everything]
+
+    return Layout(layout.tensors, layout.ranks, regions)
+
+
+def strategy(p: int, t: int) -> hf.Megatron:
+    return hf.Megatron(pp=p, tp=t)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def eight(cluster) -> Iterator[hf.ResourcePool]:
+    with hf.ResourcePool([8]) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def other_pool(cluster) -> Iterator[hf.ResourcePool]:
+    with hf.ResourcePool([2]) as pool:
+        yield pool
+
+
+def test_training_goes_on_in_every_layout(eight, policy, other_pool):
+    """Issue 3, acceptance 6, and then to devices that share no torch world with the first ones."""
+    place = {"model": policy, "train": strategy(2, 2), "optim": ADAM}
+    stays = hf.ActorWorker.on(eight, name="stays", **place)
+    moves = Watched.on(eight, name="moves", **place)
+    batches = [hf.BatchRef.from_batch(make_rows(8, seed=seed), moves.session) for seed in range(6)]
+    try:
+        for step, batch in enumerate(batches):
+            expected, got = (group.update_actor(batch, minibatches=2).get() for group in (stays, moves))
+            assert {"actor/loss", "actor/grad_norm", "actor/lr"} <= set(expected)
+            assert got == pytest.approx(expected, rel=TOLERANCE), f"update {step} at {moves.grid}"
+            if step < len(JOURNEY):
+                (p, t, d), devices = JOURNEY[step]
+                to = {"to": strategy(p, t), "pool": eight[:devices] if devices < 8 else eight}
+            elif step == len(JOURNEY):
+                (p, t, d), to = (1, 2, 1), {"to": strategy(1, 2), "pool": other_pool}
+            else:
+                break
+            pending = moves.compute_log_prob(batch)
+            before, counters = moves.optimizer_state().get()[0]
+            assert hf.reallocate(moves, **to) is moves
+            after, counters_after = moves.optimizer_state().get()[0]
+            assert (moves.grid.p, moves.grid.t, moves.grid.d) == (p, t, d)
+            assert len(moves.where().get()) == p * t * d
+            assert set(before) == {"main", "exp_avg", "exp_avg_sq"}
+            for kind, tensors in before.items():
+                assert all(torch.equal(after[kind][name], value) for name, value in tensors.items()), kind
+            assert any(value.any() for value in before["exp_avg"].values())
+            assert counters_after == counters
+            here = moves.compute_log_prob(batch).get()["old_log_probs"]
+            torch.testing.assert_close(here.values, pending.get()["old_log_probs"].values, rtol=0, atol=1e-4)
+    finally:
+        stays.close()
+        moves.close()
+
+
+def test_an_actor_generates_before_and_after(pool, policy):
+    """Its vLLM is closed and built again; when that fails, the old layout has one again."""
+    fragile = policy / FRAGILE
+    fragile.touch()
+    sampling = {"max_tokens": 8, "seed": 5}
+    actor = Watched.on(
+        pool[0:2],
+        name="generating",
+        model=policy,
+        train=hf.Megatron(),
+        optim=hf.SGD(lr=0.5, momentum=0.9),
+        generate=hf.VLLM(**sampling),
+    )
+    prompts = hf.BatchRef.from_batch(make_prompts(6), actor.session)
+    try:
+        actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session))
+        drawn = [actor.generate_sequences(prompts)]
+        before = actor.optimizer_state().get()[0]
+        with pytest.raises(WorkerError, match=r"no generation here[\s\S]*generating was not moved .* \(1,1,2\)"):
+            hf.reallocate(actor, hf.Megatron(tp=2), generate=hf.VLLM(tp=2, **sampling))
+        assert (actor.grid.t, actor.grid.d) == (1, 2)
+        drawn.append(actor.generate_sequences(prompts))
+        fragile.unlink()
+        hf.reallocate(actor, hf.Megatron(tp=2), pool[1:3], generate=hf.VLLM(tp=2, **sampling))
+        drawn.append(actor.generate_sequences(prompts))
+        assert actor.members == (1, 2)
+        assert (actor.grid.t, actor.grid.t_g, actor.settings["generate"].tp) == (2, 2, 2)
+        after = actor.optimizer_state().get()[0]
+        assert set(after[0]) == {"main", "momentum_buffer"}
+        for kind in after[0]:
+            assert all(torch.equal(after[0][kind][name], value) for name, value in before[0][kind].items())
+        for batch in drawn:
+            found = (batch | actor.compute_log_prob(batch)).get()
+            assert float((found["log_probs"].values - found["old_log_probs"].values).abs().max()) < SAMPLING_TOLERANCE
+        responses = [batch.get()["response_ids"].tolist() for batch in drawn]
+        assert responses[0] == responses[1] == responses[2]
+    finally:
+        actor.close()
+
+
+def test_a_model_that_does_not_train_moves_too(pool, policy, settle):
+    reference = hf.ReferenceWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2))
+    batch = hf.BatchRef.from_batch(make_rows(5), reference.session)
+    try:
+        before = reference.compute_ref_log_prob(batch)
+        hf.reallocate(reference, pool[2:4])
+        assert reference.grid == RankGrid(1, 2, 1)
+        hf.reallocate(reference, to=hf.Megatron(pp=2))
+        after = reference.compute_ref_log_prob(batch).get()["ref_log_probs"]
+        torch.testing.assert_close(after.values, before.get()["ref_log_probs"].values, rtol=0, atol=1e-4)
+        refuse_what_cannot_be(reference, pool)
+        assert hf.reallocate(reference, pool[2:4]) is reference  # it is there
+    finally:
+        reference.close()
+    with pytest.raises(PlacementError, match="is closed"):
+        hf.reallocate(reference, pool[0:2])
+    settle()
+
+
+def refuse_what_cannot_be(group: hf.WorkerGroup, pool: hf.ResourcePool) -> None:
+    """Issue 3, acceptance 9: before anything is built."""
+    where = (group.members, group.grid, group.settings)
+    with pytest.raises(PlacementError, match=r"p\*t\*d = 2\*4\*1 = 8 devices, the pool has 4"):
+        hf.reallocate(group, hf.Megatron(tp=4, pp=2), pool)
+    with pytest.raises(ModelError, match="divisible"):
+        hf.reallocate(group, hf.Megatron(tp=3), pool[0:3])
+    for to in (hf.VLLM(), hf.Megatron, group, 3, None):
+        with pytest.raises(ConfigError, match="give a strategy"):
+            hf.reallocate(group, to)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give one pool"):
+        hf.reallocate(group, pool, pool)
+    with pytest.raises(ConfigError, match="cannot generate"):
+        hf.reallocate(group, pool, generate=hf.VLLM())
+    plain = hf.place(Plain, pool[0:1])
+    with pytest.raises(ConfigError, match="no weights"):
+        hf.reallocate(plain, pool[1:2])
+    plain.close()
+    with pytest.raises(ConfigError, match="takes a group"):
+        hf.reallocate(pool, hf.Megatron())  # type: ignore[arg-type]
+    assert where == (group.members, group.grid, group.settings)
