@@ -13,7 +13,7 @@ from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engine3d.messages import Piece
 from hybridflow.engine3d.plan import Move, WeightPlan
 from hybridflow.engine3d.terms import Terms
-from hybridflow.engine3d.wire import converts
+from hybridflow.engine3d.wire import check_dtype, converts
 from hybridflow.errors import LayoutError
 
 Storage = Mapping[str, Tensor]
@@ -112,7 +112,9 @@ class Binding:
                 f"the {side} layout of rank {self._rank} names {region.storage!r}, its storage has "
                 f"{sorted(storage)[:8]}."
             )
-        tensor = kept.setdefault(region.storage, storage[region.storage].detach())
+        if (tensor := kept.get(region.storage)) is None:
+            check_dtype(storage[region.storage].dtype)
+            tensor = kept[region.storage] = storage[region.storage].detach()
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise LayoutError(
                 f"{side} tensor {region.storage!r} of rank {self._rank} has no memory. Acquire it before weights are "

@@ -68,7 +68,11 @@ class Lane:
 
     def mark(self) -> torch.cuda.Event | None:
         """A point that is reached when everything queued so far is done; None when it is done."""
-        return self._stream.record_event() if self._stream is not None else None
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def reached(self, mark: torch.cuda.Event | None, timeout: float | None = None) -> None:
         """Wait for `mark`, at most `timeout` seconds. Errors: WaitTimeoutError."""

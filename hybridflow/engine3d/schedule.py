@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridflow.engine3d.binding import LocalCopies
-from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.messages import Message
 from hybridflow.engine3d.plan import Move, WeightPlan
 
@@ -38,25 +37,16 @@ class Step:
 def rounds(plan: WeightPlan, rank: int, bucket_bytes: int, itemsize: int) -> list[list[Move]]:
     """The pieces of each round that `rank` sends or receives; two rounds in flight fit into `bucket_bytes`.
 
-    A round is posted while the one before it is in flight, so a round that relays what the one before it brings has
-    to wait: an empty round, of this rank alone, goes between them.
+    A relay waits one round more than planned: the round that follows the one that brings its piece is posted while
+    that is still in flight. All ranks count rounds alike, also those in which they have nothing to do.
     """
     out: list[list[Move]] = []
-    for bucket in plan.buckets(max(1, bucket_bytes // 2), itemsize):
-        if mine := [move for move in bucket if rank in (move.source, move.destination)]:
-            if out and _relayed(out[-1], mine, rank):
-                out.append([])
-            out.append(mine)
+    for at, bucket in enumerate(plan.buckets(max(1, bucket_bytes // 2), itemsize)):
+        for move in bucket:
+            if rank in (move.source, move.destination):
+                out += ([] for _ in range(at + move.hop + 1 - len(out)))
+                out[at + move.hop].append(move)
     return out
-
-
-def _relayed(before: Iterable[Move], after: Iterable[Move], rank: int) -> bool:
-    sent = [move.box for move in after if move.source == rank and move.hop]
-    arrived: dict[str, list[Box]] = {}
-    for move in before if sent else ():
-        if move.destination == rank:
-            arrived.setdefault(move.box.tensor, []).append(move.box)
-    return any(box.intersect(other) for box in sent for other in arrived.get(box.tensor, ()))
 
 
 def make_steps(

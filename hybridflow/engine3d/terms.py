@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.engine3d.plan import Move, WeightPlan
-from hybridflow.engine3d.wire import DTYPES, check_dtype, converts, holds, wire_device, wire_dtype
+from hybridflow.engine3d.wire import DTYPES, converts, holds, wire_device, wire_dtype
 from hybridflow.errors import LayoutError, WaitTimeoutError
 
 Dtypes = Mapping[str, torch.dtype]
@@ -54,8 +54,8 @@ class _Told:
 class Terms:
     """The dtypes of all ranks that take part in `plan`. Building is collective over `group`.
 
-    `dtypes` are those of this rank's source and destination storages that its moves use; `failure` says that they
-    cannot be used.
+    `dtypes` are those of this rank's source and destination storages that its moves use, all of which can travel;
+    `failure` says why they cannot be used.
 
     Errors: LayoutError on every rank when one comes with a `failure`, when a dtype has no conversion, and when the
     ranks come with plans that do not belong together. WaitTimeoutError when one does not come at all.
@@ -70,11 +70,6 @@ class Terms:
         group: dist.ProcessGroup | None,
         failure: LayoutError | None = None,
     ) -> None:
-        try:
-            for dtype in (dtype for side in dtypes for dtype in side.values()):
-                check_dtype(dtype)
-        except LayoutError as error:
-            failure, dtypes = failure or error, ({}, {})
         reason = str(failure) if failure else None
         told = _Told(reason, (plan.ranks, bucket_bytes), _pairs(plan, rank), *map(_Names.of, dtypes))
         self._told = _tell(told, rank, group)
