@@ -1,57 +1,231 @@
-"""HybridEngine: moves an actor's weights from its training layout to its generation layout (paper, section 5).
+"""HybridEngine: one rank's weights in their training layout or in their generation layout (paper, section 5).
 
-It is given two things that have a layout and storage, and never imports an engine.
+    training ──to_generation──▶ generation: gathered inside micro data parallel groups, layer by layer; KV cache there
+    training ◀──to_training──── generation: sliced out locally, layer by layer; KV cache and generation weights gone
+
+It is given two holders of weights and never imports an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.plan import WeightPlan, plan
-from hybridflow.engine3d.transfer import Transfer
+from hybridflow.engine3d.designs import Design, TransitionDesign
+from hybridflow.engine3d.holders import Generator, Trainer
+from hybridflow.engine3d.overlap import Overlap, OverlappedMove
+from hybridflow.engine3d.transition import Transition
+from hybridflow.errors import ConfigError, nearest
 
-
-class Holder(Protocol):
-    """Something that holds weights: a training engine, a generation engine."""
-
-    def layout(self) -> Layout: ...
-
-    def storage(self) -> Mapping[str, Tensor]: ...
+Offloaded = Literal["optimizer", "gradients", "generation"]
+Phase = Literal["training", "generation"]
 
 
-class Generator(Holder, Protocol):
-    """A holder that generates, and must be told when its weights changed."""
+@dataclass(frozen=True)
+class TransitionReport:
+    """What the latest transition cost this rank, measured.
 
-    def weights_changed(self) -> None: ...
+    `received_bytes` and `sent_bytes` went over the wire; `received` splits the former by canonical tensor, so that
+    norms and second copies of tied embeddings can be told apart. `resident_bytes` are the parameters in memory while
+    generating, those of training included, shared memory counted once; `peak_bytes` the most during the transition;
+    `buffer_bytes` what messages needed beside them. `seconds` is the way to generation, `back_seconds` the way back.
+    Of a step with asynchronous weight transformation, `moved_seconds` is what moving took and `hidden_seconds` the
+    part of it that passed while the optimizer was at work.
+    """
+
+    design: TransitionDesign
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    received: Mapping[str, int] = field(default_factory=dict)
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+    buffer_bytes: int = 0
+    seconds: float = 0.0
+    back_seconds: float = 0.0
+    moved_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
 
 class HybridEngine:
     """One rank's training and generation weights of the same model in the same process.
 
-    The generation copy is brought up to date before the first generation after an update, by one plan from the
-    training boxes to the generation boxes: with the paper's grouping each rank already holds part of its generation
-    shard and receives the rest from its micro data parallel group. Building is collective over `group` (the training
-    ranks, in rank order), and so is `to_generation` when the weights are stale.
+    It starts in training. `to_generation` moves the current weights there, unless they are there (`stale` is False),
+    and gives up the training weights that it can get back; `to_training` gets them back. Building is collective over
+    `group` (the training ranks, in rank order), and so are `to_generation` and `step`; every rank makes the same calls.
+
+    `transition` is the design (table 2); the grouping of `generate` has to be the one that belongs to it.
+    `offload`: "optimizer" and "gradients" wait in host memory while generating, "generation" (its weights) while
+    training: as long as nothing was trained in between they come back from there instead of over the wire.
+    `overlap` prepares `step`; `overlap_group` is a second process group over the same ranks, for it alone.
+
+    After a failure half-way nothing is lost: call `to_training` or `to_generation` again.
+    Errors: ConfigError for an unknown design or thing to offload; those of plan and Transfer.
     """
 
-    def __init__(self, train: Holder, generate: Generator, group: dist.ProcessGroup | None, rank: int) -> None:
-        self._generate = generate
-        self.plan: WeightPlan = plan(train.layout(), generate.layout())
-        self._transfer = Transfer(self.plan, train.storage(), generate.storage(), group, rank)
-        self.stale = True
+    def __init__(
+        self,
+        train: Trainer,
+        generate: Generator,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        *,
+        transition: TransitionDesign = "hybridflow",
+        offload: Collection[Offloaded] = (),
+        overlap: bool = False,
+        overlap_group: dist.ProcessGroup | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        check_offload(offload)
+        self._train, self._generate = train, generate
+        self._waits = [what for what in get_args(Offloaded) if what in offload and what != "generation"]
+        self._parks = "generation" in offload
+        design = Design.of(transition, train.layout(), generate.layout(), train.grid)
+        self._move = Transition(design, train, generate, group, rank, bucket_bytes)
+        self._overlap = self._prepared(design, overlap_group, rank) if overlap else None
+        self.phase: Phase = "training"
+        self._parked = False  # generation weights are in host memory, and current
+        self._arrived = False  # generation weights are in memory, and current
+        self._waiting = False  # what training keeps beside its weights is in host memory
+        self._hidden = Overlap(0.0, 0.0)  # of steps since the latest transition
+        self.report = TransitionReport(transition)
+        self._told = self._counted()  # what was received and sent until the latest report
+        self._device = next(iter(self._move.generate.tensors.values())).device
+        self._move.generate.release()
+        generate.sleep()
+
+    def _prepared(self, design: Design, group: dist.ProcessGroup | None, rank: int) -> OverlappedMove:
+        if design.staging is not None:
+            raise ConfigError(f"overlap=True works with transition='hybridflow', not with {design.name!r}.")
+        move = self._move
+        return OverlappedMove(
+            *(move.plan, self._train.step_groups(), move.train.tensors, move.generate.tensors),
+            *(group, rank, move.bucket_bytes),
+        )
+
+    @property
+    def stale(self) -> bool:
+        """Whether the current weights have yet to move to generation."""
+        return not (self._arrived or self._parked)
 
     def to_generation(self) -> None:
-        """Make generation see the current training weights."""
+        """Make generation see the current training weights, and wake its KV cache.
+
+        Errors: WaitTimeoutError when a peer does not take part. Generation is stale then, and nothing is lost.
+        """
+        if self.phase == "generation":
+            return
+        if self._move.train.gone:  # an earlier call failed half-way
+            self.to_training()
+        if self._waits:
+            self._waiting = True
+            self._train.offload(self._waits)
+        start = time.perf_counter()
+        self._move.ledger.restart()
         if self.stale:
-            self._transfer.run()
-            self._generate.weights_changed()
-            self.stale = False
+            self._move.run()
+        else:
+            if self._parked:
+                self._move.generate.recall()
+            self._move.train.release()
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        self._generate.wake()
+        self._generate.weights_changed()
+        self.phase, self._arrived, self._parked = "generation", True, False
+        self._report(seconds)
+
+    def to_training(self) -> None:
+        """Give the training weights their memory and contents back; generation weights and KV cache go.
+
+        No communication, unless generation holds the weights in a dtype that loses something: then the main
+        parameters are gathered from the data parallel ranks.
+        """
+        if self.phase == "training" and not self._move.train.gone and not self._waiting:
+            return
+        if self.phase == "generation":
+            self._generate.sleep()
+        start, parks = time.perf_counter(), self._parks and self._arrived
+        self._move.back(keep=parks)
+        if parks:
+            self._move.generate.offload()
+        self._synchronize()
+        self._arrived, self._parked = False, parks
+        if self._waits:
+            self._train.reload(self._waits)
+            self._waiting = False
+        self.phase = "training"
+        self.report = replace(self.report, back_seconds=time.perf_counter() - start)
 
     def trained(self) -> None:
-        """Say that the training weights changed."""
-        self.stale = True
+        """Say that the training weights changed, or are about to. Errors: ConfigError while generating."""
+        if self.phase == "generation":
+            raise ConfigError("the weights are in their generation layout: call to_training() before training them.")
+        if self._arrived or self._parked:
+            self._move.generate.release()
+        self._arrived = self._parked = False
+
+    def step(self) -> dict[str, float]:
+        """An optimizer step during which every part that is final moves to the generation layout (PUZZLE, 5.2).
+
+        The generation weights are in memory from here on, beside those of training: that is its price. They are
+        current when all parts have arrived; after an error they are stale, as before, while the step is complete.
+        Bitwise equal to a step followed by `to_generation`. Errors: ConfigError without `overlap`, and while
+        generating; those of Transfer.
+        """
+        if self._overlap is None:
+            raise ConfigError("this HybridEngine was built without overlap=True: it does not step the optimizer.")
+        self.trained()
+        self._move.generate.acquire()
+        self._hidden = self._overlap.run(self._train.step_parts())
+        self._arrived = True
+        return self._train.step_result
+
+    @property
+    def resident_bytes(self) -> int:
+        """Parameters of both layouts that are in memory now."""
+        return self._move.ledger.resident_bytes
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _counted(self) -> tuple[Counter[str], int]:
+        received, sent = self._move.received, self._move.sent_bytes
+        if self._overlap is not None:
+            received, sent = received + self._overlap.received, sent + self._overlap.sent_bytes
+        return received, sent
+
+    def _report(self, seconds: float) -> None:
+        (known, known_sent), self._told = self._told, self._counted()
+        received, sent = self._told
+        received = received - known
+        self.report = TransitionReport(
+            self.report.design,
+            received_bytes=received.total(),
+            sent_bytes=sent - known_sent,
+            received=dict(received),
+            resident_bytes=self.resident_bytes,
+            peak_bytes=self._move.ledger.peak_bytes,
+            buffer_bytes=self._move.buffer_bytes,
+            seconds=seconds,
+            back_seconds=self.report.back_seconds,
+            moved_seconds=self._hidden.moved_seconds,
+            hidden_seconds=self._hidden.hidden_seconds,
+        )
+        self._hidden = Overlap(0.0, 0.0)
+
+
+def check_offload(offload: Collection[str]) -> None:
+    """Errors: ConfigError for something that cannot be offloaded, or a single text in place of several."""
+    known = get_args(Offloaded)
+    if isinstance(offload, str):
+        raise ConfigError(f"offload={offload!r}: give several, such as offload=({offload!r},).")
+    for what in offload:
+        if what not in known:
+            raise ConfigError(f"offload={what!r} is unknown.{nearest(str(what), known)}")

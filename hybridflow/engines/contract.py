@@ -39,8 +39,16 @@ class TrainEngine(Protocol):
     """One rank of a sharded model that computes and trains."""
 
     grid: RankGrid
-    restorable: bool  # the optimizer has float32 main parameters apart from the parameters, which `restore` reads
-    step_result: dict[str, float]  # what `step` returned last, set when `step_parts` is exhausted
+
+    @property
+    def restorable(self) -> bool:
+        """Whether the optimizer has float32 main parameters apart from the parameters, which `restore` reads."""
+        ...
+
+    @property
+    def step_result(self) -> dict[str, float]:
+        """What `step` returned last; set when `step_parts` is exhausted."""
+        ...
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Raise what can be said against these rows without any collective, so that ranks can agree to go on.
@@ -202,10 +210,19 @@ class GenerateEngine(Protocol):
         """
         ...
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the KV cache has now."""
+        ...
+
     def sleep(self) -> None:
         """Release the memory of the KV cache until `wake()`; without it `generate` refuses."""
         ...
 
     def wake(self) -> None:
         """Allocate the KV cache again."""
+        ...
+
+    def close(self) -> None:
+        """Shut the engine down. May be called twice."""
         ...

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridflow.algorithms.loss import policy_loss
 from hybridflow.algorithms.pretrain import negative_log_likelihood
@@ -15,23 +17,53 @@ from hybridflow.algorithms.typed_columns import response_mask
 from hybridflow.batch import Batch
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
-from hybridflow.engine3d.hybrid_engine import HybridEngine
+from hybridflow.engine3d.designs import TransitionDesign, check_design, grouping_rule
+from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
+from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, generates
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update import UpdateCall
 
+
+def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for settings of the transition that are unknown or mean nothing here."""
+    generate, optim, design = settings["generate"], settings["optim"], settings["transition"]
+    offload, overlap = settings["offload"], settings["overlap"]
+    check_design(design)
+    check_offload(offload)
+    if generate is None and (offload or overlap or design != "hybridflow"):
+        raise ConfigError(
+            f"{worker}(transition={design!r}, offload={offload!r}, overlap={overlap!r}) says how weights move to "
+            f"generation, and this actor does not generate: give generate=hf.VLLM(...)."
+        )
+    if optim is None and (trained := [name for name in offload if name != "generation"]):
+        raise ConfigError(f"{worker}(offload={offload!r}): without optim= there are no {' and '.join(trained)}.")
+    if overlap and (optim is None or design != "hybridflow"):
+        raise ConfigError(
+            f"{worker}(overlap=True) moves weights during optimizer steps by transition='hybridflow': it needs optim= "
+            f"and no other transition, found optim={optim!r}, transition={design!r}."
+        )
+
+
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 
 
 class ActorWorker(ModelWorker):
-    """One rank of a policy: a training engine, and a generation engine in the same process that shares its weights."""
+    """One rank of a policy: a training engine, and a generation engine in the same process that shares its weights.
+
+    `transition` is the design of table 2 by which weights move between them; "vanilla" and "gather_all" are for
+    measurement. `offload` names what waits in host memory: "optimizer" and "gradients" while generating, "generation"
+    (its weights) while training. With `overlap=True` the weights move to generation while the last optimizer step of
+    an update still runs (PUZZLE, section 5.2); both copies of the weights are in memory from then on.
+    """
 
     role = "actor"
     generation: Generation | None = None
+    hybrid: HybridEngine | None = None
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
@@ -40,16 +72,18 @@ class ActorWorker(ModelWorker):
             return train
         if not isinstance(generate, VLLM):
             raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
-        if train.t % generate.tp or train.p % generate.pp:
-            raise PlacementError(
-                f"VLLM(tp={generate.tp}, pp={generate.pp}) must divide the training sizes t={train.t}, p={train.p}: "
-                f"generation groups are parts of training groups."
-            )
-        return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
+        check_design(settings["transition"])
+        weaker = settings["transition"] != "hybridflow"  # and the paper's own rule gives way where sizes do not divide
+        rule = grouping_rule(settings["transition"]) if weaker else None
+        try:
+            return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp, rule=rule)
+        except PlacementError as error:
+            raise PlacementError(f"{cls.role}: VLLM(tp={generate.tp}, pp={generate.pp}): {error}") from None
 
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         super().check(grid, settings, device_type)
+        _check_transition(cls.__name__, settings)
         if settings["generate"] is not None:
             check_vllm(cls.model_spec(settings), settings["generate"], device_type)
 
@@ -73,9 +107,13 @@ class ActorWorker(ModelWorker):
         train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
         optim: Optimizer | None = None,
         generate: VLLM | None = None,
+        transition: TransitionDesign = "hybridflow",
+        offload: Collection[Offloaded] = (),
+        overlap: bool = False,
     ) -> None:
         self._build(model, train, optim)
-        self.strategy = generate
+        self._transition: TransitionDesign = transition
+        self.strategy, self._offload, self._overlap = generate, offload, overlap
         if not self.context.unset:
             self.open_generation()
 
@@ -87,18 +125,49 @@ class ActorWorker(ModelWorker):
         context = self.context
         generator = VLLMEngine(context, self.strategy, context.grid.generation(), self.spec, self.checkpoint)
         self.generation = Generation(generator, self.strategy, self.checkpoint)
-        group = context.groups.everyone() if context.grid.size > 1 else None
-        self.hybrid = HybridEngine(self.engine, generator, group, context.rank)
+        several, everyone = context.grid.size > 1, range(context.grid.size)
+        self.hybrid = HybridEngine(
+            self.engine,
+            generator,
+            context.groups.everyone() if several else None,
+            context.rank,
+            transition=self._transition,
+            offload=self._offload,
+            overlap=self._overlap,
+            overlap_group=context.groups.new("overlap", everyone) if several and self._overlap else None,
+        )
 
     def close_generation(self) -> None:
+        if self.hybrid is not None:
+            self.hybrid.to_training()
+        self._drop_generation()
+
+    def _drop_generation(self) -> None:
+        self.hybrid = None  # first: it holds views of the generation engine's memory
         if self.generation is not None:
             self.generation.engine.close()
             self.generation = None
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The weights are in their training layout within, and stay there until the next generation."""
+        if self.hybrid is not None:
+            with self.context.stage("transition") if self.hybrid.phase == "generation" else nullcontext():
+                self.hybrid.to_training()
+        yield
+
+    def weights_storage(self) -> Mapping[str, Tensor]:
+        with self.at_work():
+            return super().weights_storage()
+
     def weights_arrived(self) -> None:
         super().weights_arrived()
-        if self.generation is not None:
+        if self.hybrid is not None:
             self.hybrid.trained()
+
+    def optimizing_engine(self) -> TrainEngine | None:
+        with self.at_work():
+            return super().optimizing_engine()
 
     @generates
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
@@ -113,6 +182,7 @@ class ActorWorker(ModelWorker):
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
         assert self.generation is not None  # checked on the driver
+        assert self.hybrid is not None
         with self.context.stage("transition"):
             self.hybrid.to_generation()
         with self.context.stage("generation"):
@@ -126,15 +196,17 @@ class ActorWorker(ModelWorker):
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
         """`old_log_probs` ragged [B, R] float32: the responses under the training weights, in training precision."""
-        temperature = self._agreed("compute_log_prob", batch, ("log_probs",))
-        out = self.engine.forward(batch, ("log_probs",), temperature)
+        with self.at_work():
+            temperature = self._agreed("compute_log_prob", batch, ("log_probs",))
+            out = self.engine.forward(batch, ("log_probs",), temperature)
         return None if out is None else Batch({"old_log_probs": out["log_probs"]})
 
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
-        _ = self._agreed("compute_loss", batch, ("log_probs",))  # a loss of the model, not of how it sampled
-        out = self.engine.forward(batch, ("log_probs",))
+        with self.at_work():
+            _ = self._agreed("compute_loss", batch, ("log_probs",))  # a loss of the model, not of how it sampled
+            out = self.engine.forward(batch, ("log_probs",))
         if out is None:
             return {}
         mask = response_mask(batch).values
@@ -153,10 +225,28 @@ class ActorWorker(ModelWorker):
 
         A mini-batch is the same range of the batch's rows whatever the data parallel size is.
         """
+        with self.at_work():
+            if self.hybrid is not None:
+                self.hybrid.trained()  # first: an update that fails half-way has changed the weights too
+            return self._update("update_actor", batch, policy_loss(loss, **options), epochs)
+
+    def _step(self, last: bool) -> dict[str, float]:
+        if last and self._overlap and self.hybrid is not None:
+            return self.hybrid.step()
+        return super()._step(last)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def transition_report(self) -> TransitionReport | None:
+        """What each rank's latest transition to generation cost, measured: bytes, memory, seconds; None without one."""
+        return None if self.hybrid is None else self.hybrid.report
+
+    def _memory(self) -> dict[str, int]:
+        found = super()._memory()
         if self.generation is not None:
-            self.hybrid.trained()  # first: an update that fails half-way has changed the weights too
-        return self._update("update_actor", batch, policy_loss(loss, **options), epochs)
+            engine = self.generation.engine
+            found |= {"generation": engine.memory().resident_bytes, "kv_cache": engine.cache_bytes}
+        return found
 
     def close(self) -> None:
-        self.close_generation()
+        self._drop_generation()
         super().close()

@@ -218,18 +218,16 @@ class ModelWorker(Worker):
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
-        """GiB on each rank that the training parameters have in device memory now, by `memory/parameters`.
-
-        On CUDA also what the process has allocated and its peak.
-        """
-        found = {"parameters": self._parameter_bytes()}
+        """GiB of each rank: training parameters that have device memory now, by `memory/parameters`; for an actor
+        `memory/generation` (its weights) and `memory/kv_cache` too; on CUDA what is allocated, and its peak."""
+        found = self._memory()
         if self.context.device.type == "cuda":
             found |= {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
         return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
 
-    def _parameter_bytes(self) -> int:
+    def _memory(self) -> dict[str, int]:
         engine = getattr(self, "engine", None)  # a reward that is a function has none
-        return 0 if engine is None else engine.memory().resident_bytes
+        return {} if engine is None else {"parameters": engine.memory().resident_bytes}
 
     def close(self) -> None:
         if (close := getattr(getattr(self, "engine", None), "close", None)) is not None:

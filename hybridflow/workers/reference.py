@@ -11,7 +11,7 @@ from hybridflow.workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of a frozen language model."""
+    """One rank of a frozen language model; with `offload=True` it waits in host memory between calls."""
 
     role = "reference"
 
@@ -20,8 +20,9 @@ class ReferenceWorker(ModelWorker):
         *,
         model: str | os.PathLike[str],
         train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
+        offload: bool = False,
     ) -> None:
-        self._build(model, train, None)
+        self._build(model, train, None, offload)
 
     @register(
         THREE_D_PROTO,
@@ -31,6 +32,7 @@ class ReferenceWorker(ModelWorker):
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """`ref_log_probs` ragged [B, R] float32, logits divided by the temperature that the actor sampled with."""
-        temperature = self._agreed("compute_ref_log_prob", batch, ("log_probs",))
-        out = self.engine.forward(batch, ("log_probs",), temperature)
+        with self.at_work():
+            temperature = self._agreed("compute_ref_log_prob", batch, ("log_probs",))
+            out = self.engine.forward(batch, ("log_probs",), temperature)
         return None if out is None else Batch({"ref_log_probs": out["log_probs"]})

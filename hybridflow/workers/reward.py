@@ -35,7 +35,8 @@ class RewardWorker(ModelWorker):
 
     `function(prompts, completions, **columns) -> list[float]` gets texts and the columns of the batch that it names;
     with a first parameter named `prompt` it is called row by row. Ranks work on their share of the rows, so a function
-    must not rely on seeing the whole batch. `tokenizer` is needed when the batch has token ids and no texts.
+    must not rely on seeing the whole batch. `tokenizer` is needed when the batch has token ids and no texts. With
+    `offload=True` a reward model waits in host memory between calls.
     """
 
     role = "reward"
@@ -70,18 +71,20 @@ class RewardWorker(ModelWorker):
         train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
         function: Callable[..., Any] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
+        offload: bool = False,
     ) -> None:
         self.function = None if function is None else FunctionReward(function)
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         if model is not None:
-            self._build(model, train, None)
+            self._build(model, train, None, offload)
 
     @register(THREE_D_PROTO, reads=_reads, writes=("rewards",), balance=None)
     def compute_reward(self, batch: Batch) -> Batch | None:
         """`rewards` [B] float32. Errors: RewardError naming the function and the row; never a silent 0."""
         if self.function is None:
-            _ = self._agreed("compute_reward", batch, ("values",))
-            scores = self.engine.score(batch)
+            with self.at_work():
+                _ = self._agreed("compute_reward", batch, ("values",))
+                scores = self.engine.score(batch)
         else:
             scores = self._call(self.function, batch)
         return None if scores is None else Batch({"rewards": scores})
