@@ -45,6 +45,7 @@ class Residency:
             self._names.setdefault(key, set()).add(name)
             self._sizes[key] = storage.nbytes()
         self._held = {key: set(names) for key, names in self._names.items()}
+        self._away: dict[int, set[str]] = {key: set() for key in self._names}  # names of a storage that want them back
         self._resident = sum(self._sizes.values())
 
     @property
@@ -69,7 +70,7 @@ class Residency:
         Views that exist stay valid for when the memory is back; new ones cannot be made of a tensor without memory.
         """
         for storage, key, name in self._found(names):
-            self._host.pop(key, None)
+            self._away[key].discard(name)
             self._drop(storage, key, name)
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
@@ -87,27 +88,32 @@ class Residency:
                 else:
                     fresh |= self._names[key]
             self._held[key].add(name)
+            self._away[key].discard(name)
         return fresh
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """Release `names` after copying them to host memory (pinned where there is CUDA); `acquire` brings them back.
+        """Move what `names` hold to host memory (pinned where there is CUDA); `acquire` brings it back.
 
-        A storage that other names still hold stays.
+        A storage goes with its last name, whether that is offloaded or released.
         """
         for storage, key, name in self._found(names):
-            if self._held[key] == {name}:
-                cuda = storage.device.type == "cuda"
-                host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=cuda)
-                self._host[key] = host.copy_(_bytes(storage))
-            self._drop(storage, key, name)
+            if name in self._held[key]:
+                self._away[key].add(name)
+                self._drop(storage, key, name)
 
     def _drop(self, storage: torch.UntypedStorage, key: int, name: str) -> None:
-        held = self._held[key]
+        held, wanted = self._held[key], self._away[key]
         if name in held:
             held.discard(name)
             if not held:
+                if wanted:
+                    pin = storage.device.type == "cuda"
+                    host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=pin)
+                    self._host[key] = host.copy_(_bytes(storage))
                 storage.resize_(0)
                 self._resident -= self._sizes[key]
+        elif not wanted:
+            self._host.pop(key, None)
 
     def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
         wanted = self._storages if names is None else [name for name in names if name in self._storages]

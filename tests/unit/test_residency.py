@@ -105,8 +105,10 @@ def test_offloading_part_of_a_shared_storage_waits_for_the_rest():
     assert memory.resident_bytes == 12
     assert memory.acquire(["v"]) == set()
     assert buffer.tolist() == list(range(1, 13))
-    memory.release(["v"])
-    assert memory.acquire(["q"]) == {"q", "k", "v"}
+    memory.release(["v"])  # q and k are still away, so the buffer goes back to the host
+    assert memory.resident_bytes == 12
+    assert memory.acquire(["q"]) == set()
+    assert tensors["q"].tolist() == [1, 2, 3, 4]
 
 
 def test_releasing_what_was_offloaded_forgets_the_host_copy():
@@ -116,3 +118,17 @@ def test_releasing_what_was_offloaded_forgets_the_host_copy():
     memory.release(["norm"])
     assert memory.acquire() == {"norm"}
     assert tensors["v"].tolist() == [8, 9, 10, 11]
+
+
+def test_what_one_name_offloaded_survives_the_release_of_the_others():
+    tensors, _ = fused()
+    memory = Residency(tensors)
+    memory.offload(["q"])
+    memory.release(["k", "v"])
+    assert memory.resident_bytes == 12
+    assert memory.acquire(["q"]) == set()
+    assert tensors["q"].tolist() == [0, 1, 2, 3]
+    memory.offload()
+    memory.release(["k"])
+    memory.acquire(["q"])
+    assert tensors["q"].tolist() == [0, 1, 2, 3]
