@@ -238,7 +238,7 @@ def _single(
     long = [[t % 60 + 2 for t in range(40)]]
     out["cached"] = [_plain(engine.generate(long, GREEDY)) for _ in range(2)]
     engine.sleep()
-    out["asleep"] = (engine._cache.resident_bytes, _error(lambda: engine.generate(long, GREEDY)))
+    out["asleep"] = (engine.cache_bytes, _error(lambda: engine.generate(long, GREEDY)))
     engine.wake()
     out["woken"] = _plain(engine.generate(long, GREEDY))
     out["errors"] = {

@@ -82,7 +82,7 @@ class VLLMEngine:
         caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
         self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
         self._shared: set[str] = set()
-        self._weights = self._weights_memory()
+        self._weights: Residency | None = None  # made when it is asked for
 
     def _alive(self) -> EngineCore:
         if self._core is None:
@@ -130,9 +130,10 @@ class VLLMEngine:
     def _check_memory(self) -> None:
         if not self._cache.resident_bytes:
             raise PlacementError("this vLLM engine sleeps and has no KV cache. Call wake() first.")
-        if missing := self._weights.total_bytes - self._weights.resident_bytes:
+        weights = self.memory()
+        if missing := weights.total_bytes - weights.resident_bytes:
             raise PlacementError(
-                f"{missing} of {self._weights.total_bytes} bytes of this vLLM engine's weights are released. Move the "
+                f"{missing} of {weights.total_bytes} bytes of this vLLM engine's weights are released. Move the "
                 "weights in before generating: HybridEngine.to_generation(), or memory().acquire() and a plan."
             )
 
@@ -177,10 +178,9 @@ class VLLMEngine:
 
         Released weights are lost: after `acquire` they have to be written again before the next `generate`.
         """
+        if self._weights is None:
+            self._weights = memory(self._alive(), "weights", self.storage(), eager=self._eager, shared=self._shared)
         return self._weights
-
-    def _weights_memory(self) -> Residency:
-        return memory(self._alive(), "weights", self.storage(), eager=self._eager, shared=self._shared)
 
     def share(self, name: str, tensor: Tensor) -> bool:
         """Make parameter `name` use the memory of `tensor` from now on, and give its own back.
@@ -190,21 +190,25 @@ class VLLMEngine:
 
         Errors: LayoutError for a name that is not in `storage()`; PlacementError while weights are released.
         """
-        parameter = dict(self._runner().model.named_parameters()).get(name)
-        if parameter is None:
-            raise LayoutError(f"vLLM has no parameter {name!r} on this rank. It has {sorted(self.storage())[:8]}, ...")
-        own = parameter.data
+        parameters = dict(self._runner().model.named_parameters())
+        if (own := parameters.get(name)) is None:
+            raise LayoutError(f"vLLM has no parameter {name!r} on this rank. It has {sorted(parameters)[:8]}, ...")
         alike = (own.shape, own.dtype, own.device, own.stride()) == (
             *(tensor.shape, tensor.dtype, tensor.device, tensor.stride()),
         )
         if not self._eager or not alike:
             return False
-        if self._weights.resident_bytes < self._weights.total_bytes:
+        if self._weights is not None and self._weights.resident_bytes < self._weights.total_bytes:
             raise PlacementError("memory is shared while all weights have some. Call memory().acquire() before.")
-        parameter.data = tensor.detach()
+        own.data = tensor.detach()
         self._shared.add(name)
-        self._weights = self._weights_memory()
+        self._weights = None
         return True
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the KV cache has now."""
+        return self._cache.resident_bytes
 
     def sleep(self) -> None:
         """Release the memory of the KV cache until `wake()`; weights stay, see `memory()` for theirs."""
@@ -233,7 +237,7 @@ class VLLMEngine:
             self._cache.release()
         else:
             self._cache.acquire()
-            self._weights.acquire()
+            self.memory().acquire()
         self._core = None
         with environment.uncollected() if self._eager else nullcontext():
             core.model_executor.shutdown()
