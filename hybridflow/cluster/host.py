@@ -142,13 +142,13 @@ class Host:
         if self._store is None:
             self._store = dist.TCPStore(*address, self.spec.size, False, self._peers)
         backend = "cpu:gloo,cuda:nccl" if self.spec.use_cuda else "gloo"
+        # without device_id: torch would make every later nccl group by splitting this one, with all of its processes
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(self.spec.pool, self._store),
             rank=self.spec.rank,
             world_size=self.spec.size,
             timeout=self._peers,
-            device_id=self.device if self.spec.use_cuda else None,
         )
         self._joined = True
 

@@ -9,9 +9,6 @@ memory: weights and optimizer state exist twice on devices that are in both layo
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +18,6 @@ from hybridflow.cluster.weight_link import WEIGHTS
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import HybridFlowError, LayoutError
 
-logger = logging.getLogger(__name__)
 _GONE_SECONDS = 60.0
 
 
@@ -41,16 +37,14 @@ def reallocate(group: WorkerGroup, new: Placed) -> None:
     layouts do not fit.
     """
     old = group.placed
-    with _undone(new, f"{group.name} was not moved and goes on as it was, {_sizes(old)}"):
+    try:
         new.build(unset=True)
         _move(group, old, new)
-        old.ask(step_aside)
-        try:
-            new.ask(open_generation)
-        except BaseException:
-            new.drop(wait=_GONE_SECONDS)  # what a process holds once has to go before the old one can be back
-            old.ask(step_back)
-            raise
+        _hand_over(old, new)
+    except BaseException as error:
+        new.drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
+        _note(error, f"{group.name} was not moved: it is still at {_sizes(old)}, with its weights and optimizer state.")
+        raise
     group.placed = new
     old.drop(wait=_GONE_SECONDS)
 
@@ -70,16 +64,24 @@ def _move(group: WorkerGroup, old: Placed, new: Placed) -> None:
     new.ask(optimizer_arrived, state.counters)
 
 
-@contextmanager
-def _undone(new: Placed, outcome: str) -> Iterator[None]:
-    """Free the new ranks when a step fails, and say in the error what that means."""
+def _hand_over(old: Placed, new: Placed) -> None:
+    """Close what a process can hold once in the old ranks and open it in the new ones, or open it again."""
     try:
-        yield
+        old.ask(step_aside)
+        new.ask(open_generation)
     except BaseException as error:
-        new.drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
-        if isinstance(error, HybridFlowError):
-            error.args = (f"{error.args[0]}\n{outcome}.", *error.args[1:])
+        new.drop(wait=_GONE_SECONDS)  # frees the process for the old ranks
+        try:
+            old.ask(step_back)
+        except HybridFlowError:
+            _note(error, f"And {old.name} cannot generate any more: its engine could not be started again.")
         raise
+
+
+def _note(error: BaseException, outcome: str) -> None:
+    """Say in an error of ours what it means for the group."""
+    if isinstance(error, HybridFlowError):
+        error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])
 
 
 def weights_layout(placed: Placed) -> Layout:
@@ -131,7 +133,8 @@ def step_aside(worker: Any) -> None:
 
 
 def step_back(worker: Any) -> None:
-    """Undo `step_aside`."""
+    """Undo `step_aside`, however far it came."""
+    worker.close_generation()
     if worker.context.device.type == "cuda" and (engine := worker.optimizing_engine()) is not None:
         engine.reload(("parameters", "optimizer", "gradients"))
     worker.open_generation()
