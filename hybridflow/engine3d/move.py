@@ -13,10 +13,11 @@ class Move:
 
     `into` has more than one region where a rank stores the same elements twice (tied embeddings): they travel once.
 
-    The pieces that the same ranks hold form one sequence in canonical order. This one starts at element `at` of the
-    `of` elements in it, which fixes the round in which it travels. With `hop` 0 it comes from the source layout.
-    With `hop` h > 0 it is relayed: `origin` is then a region of the *destination* layout on rank `source`, which a
-    move of hop h - 1 has filled one round before.
+    Pieces that the same ranks hold and the same ranks need form a sequence in canonical order. This one starts at
+    element `at` of the `of` elements in it, which fixes the round in which it travels.
+
+    With `hop` 0 it comes from the source layout. With `hop` h > 0 it is relayed: `origin` is then a region of the
+    *destination* layout on rank `source`, which a move of hop h - 1 has filled in an earlier round.
     """
 
     box: Box

@@ -37,24 +37,26 @@ class Parts:
     @classmethod
     def of(cls, layout: Layout, ranks: int) -> Parts:
         """Parts of `layout` in a group of `ranks` ranks. Errors: LayoutError for a box outside its tensor."""
-        members: dict[Hashable, list[int]] = {}
+        alike: dict[Hashable, tuple[Sequence[Region], list[int]]] = {}
         for rank in range(layout.ranks):
-            label = layout.part(rank) if layout.part else tuple(layout.regions(rank))
-            members.setdefault(label, []).append(rank)
+            regions = None if layout.part else tuple(layout.regions(rank))
+            label = layout.part(rank) if layout.part else regions
+            if label not in alike:
+                alike[label] = (layout.regions(rank) if regions is None else regions, [])
+            alike[label][1].append(rank)
         kept: list[tuple[int, ...]] = []
-        regions: dict[str, list[tuple[Box, tuple[int, Region]]]] = {}
-        for of_part in members.values():
-            found = layout.regions(of_part[0])
+        boxes: dict[str, list[tuple[Box, tuple[int, Region]]]] = {}
+        for found, members in alike.values():
             for region in found:
-                _check(region, of_part[0], layout)
-                regions.setdefault(region.box.tensor, []).append((region.box, (len(kept), region)))
+                _check(region, members[0], layout)
+                boxes.setdefault(region.box.tensor, []).append((region.box, (len(kept), region)))
             if found:
-                kept.append(tuple(of_part))
+                kept.append(tuple(members))
         part = [-1] * ranks
-        for i, of_part in enumerate(kept):
-            for rank in of_part:
+        for i, members in enumerate(kept):
+            for rank in members:
                 part[rank] = i
-        return cls(tuple(kept), tuple(part), {name: _atoms(boxes) for name, boxes in regions.items()})
+        return cls(tuple(kept), tuple(part), {tensor: _atoms(labelled) for tensor, labelled in boxes.items()})
 
     @property
     def idle(self) -> frozenset[int]:

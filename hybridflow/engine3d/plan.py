@@ -16,7 +16,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.move import Move
 from hybridflow.engine3d.pieces import Parts, Piece, pieces
 from hybridflow.engine3d.rounds import Pace, cut
-from hybridflow.engine3d.routes import Routes
+from hybridflow.engine3d.routes import Fan, Routes
 from hybridflow.engine3d.routing_table import Broadcast, tabulate
 from hybridflow.engine3d.traffic import Traffic, count_traffic
 from hybridflow.errors import LayoutError
@@ -129,40 +129,40 @@ class _Draft:
     def __init__(self, held: Parts, wanted: Parts, nodes: tuple[int, ...], tensors: tuple[str, ...]) -> None:
         self.held, self.wanted = held, wanted
         self.routes: dict[tuple[int, ...], Routes] = {}  # by the parts of the source that hold a piece
-        self.pieces: list[tuple[Piece, Routes, frozenset[int], int]] = []
-        needers: dict[tuple[tuple[int, ...], tuple[int, ...]], frozenset[int]] = {}
+        self.pieces: list[tuple[Piece, Routes, Fan | None, int]] = []
+        fans: dict[tuple[tuple[int, ...], tuple[int, ...]], Fan | None] = {}
         for tensor in tensors:
             for piece in pieces(tensor, held, wanted):
                 holders, asking = tuple(piece.have), tuple(piece.need)
                 if (routes := self.routes.get(holders)) is None:
                     routes = self.routes[holders] = Routes(held.ranks(piece.have), nodes, held.idle, wanted.part)
-                if (needing := needers.get((holders, asking))) is None:
-                    needing = frozenset(wanted.ranks(piece.need)).difference(routes.holders)
-                    needers[holders, asking] = needing
-                at = routes.add(needing, piece.box.numel) if needing else 0
-                self.pieces.append((piece, routes, needing, at))
+                if (holders, asking) not in fans:
+                    needers = frozenset(wanted.ranks(piece.need)).difference(routes.holders)
+                    fans[holders, asking] = routes.fan(needers) if needers else None
+                fan = fans[holders, asking]
+                self.pieces.append((piece, routes, fan, fan.add(piece.box.numel) if fan else 0))
 
     def pace(self) -> Pace:
         elements, copies, hops = Counter[int](), Counter[int](), 0
-        for routes in self.routes.values():
-            for rank, count in routes.copies().items():
-                elements[rank] += count * routes.length
+        for fan in (fan for routes in self.routes.values() for fan in routes.fans.values()):
+            for rank, count in fan.copies().items():
+                elements[rank] += count * fan.length
                 copies[rank] += count
-            hops = max(hops, routes.hops)
+            hops = max(hops, fan.hops)
         return Pace(max(elements.values(), default=0), max(copies.values(), default=0), hops)
 
     def moves(self, rank: int | None) -> Iterator[Move]:
         """Moves that touch `rank` (None: all), in order."""
         held, wanted = self.held.part, self.wanted.part
         mine = {id(routes): rank is None or routes.concern(rank) for routes in self.routes.values()}
-        for piece, routes, needing, at in self.pieces:
+        for piece, routes, fan, at in self.pieces:
             box, have, need = piece.box, piece.have, piece.need
             for keeper in self._keepers(piece, rank):
                 yield Move(box, keeper, keeper, have[held[keeper]][0], need[wanted[keeper]])
-            if needing and mine[id(routes)]:
-                for sender, receiver, hop in routes.sends(needing, box.numel, rank):
+            if fan and mine[id(routes)]:
+                for sender, receiver, hop in routes.sends(fan, box.numel, rank):
                     origin = need[wanted[sender]][0] if hop else have[held[sender]][0]
-                    yield Move(box, sender, receiver, origin, need[wanted[receiver]], at, routes.length, hop)
+                    yield Move(box, sender, receiver, origin, need[wanted[receiver]], at, fan.length, hop)
 
     def _keepers(self, piece: Piece, rank: int | None) -> list[int]:
         """Ranks that need the piece and hold it."""

@@ -1,6 +1,6 @@
 """Rounds: when each piece of a plan travels. Pure.
 
-All ranks walk the same rounds. The pieces that the same ranks hold form one sequence, and every such sequence is
+All ranks walk the same rounds. Pieces that the same ranks hold and the same ranks need form a sequence, and each is
 spread evenly over all rounds: round j takes the j-th of R equal windows of it, and each hop of a relay follows one
 round later. So a rank knows the round of a piece from the piece alone, without the moves of other ranks; whoever
 sends and whoever receives agree; and a piece has arrived before it is passed on.

@@ -108,26 +108,39 @@ def _hop(i: int, chain: Sequence[Station]) -> int:
 
 
 @dataclass
-class _Fan:
-    """The way to one set of needers: deals within nodes that have holders, and one to nodes that have none."""
+class Fan:
+    """The way from a piece's holders to its `needers`, and the sequence of all pieces that take it.
+
+    Deals within nodes that have holders, and one to the nodes that have none. `length` counts elements.
+    """
 
     needers: frozenset[int]
     within: list[_Deal]
-    between: _Deal | None
-    fixed: bool
-    known: dict[int | None, list[Send]] = field(default_factory=dict)  # of a fixed fan, by rank
+    between: list[_Deal]
+    length: int = 0
+    known: dict[int | None, list[Send]] = field(default_factory=dict)  # by rank, where all pieces take the same route
 
-    def sends(self, size: int, load: tuple[Counter[int], Counter[int]]) -> Iterator[Send]:
-        for deal in self.within:
-            yield from deal.sends(size, load[0])
-        if self.between:
-            yield from self.between.sends(size, load[1])
+    def add(self, size: int) -> int:
+        """Take note of the next piece, of `size` elements: its position in the sequence."""
+        at, self.length = self.length, self.length + size
+        return at
 
-    def copies(self) -> Counter[tuple[int, int]]:
-        out: Counter[tuple[int, int]] = Counter()
-        for deal in (*self.within, *([self.between] if self.between else [])):
-            out.update(deal.copies())
+    def copies(self) -> Counter[int]:
+        """How many copies of elements at one position a rank sends and receives at most in one round."""
+        out: Counter[int] = Counter()
+        for deal in (*self.within, *self.between):  # at different hops it meets different positions, so all add up
+            for (rank, _), count in deal.copies().items():
+                out[rank] += count
         return out
+
+    @property
+    def hops(self) -> int:
+        return max(hop for deal in (*self.within, *self.between) for _, hop in deal.copies())
+
+    @property
+    def fixed(self) -> bool:
+        """Every piece takes the same route."""
+        return all(deal.fixed for deal in (*self.within, *self.between))
 
 
 class Routes:
@@ -140,50 +153,37 @@ class Routes:
 
     def __init__(self, holders: Iterable[int], nodes: Sequence[int], idle: Collection[int], kin: Sequence[int]) -> None:
         self._order = [(of, rank) for rank, of in enumerate(kin)]
-        self.holders, self.length = tuple(sorted(holders, key=self._order.__getitem__)), 0
+        self.holders = tuple(sorted(holders, key=self._order.__getitem__))
         self._nodes, self._idle = nodes, idle
         self._at_node: dict[int, list[int]] = defaultdict(list)
         for rank in self.holders:
             self._at_node[nodes[rank]].append(rank)
-        self._fans: dict[frozenset[int], _Fan] = {}
+        self.fans: dict[frozenset[int], Fan] = {}
         self._load = (Counter[int](), Counter[int]())  # sent so far: within nodes, and between them
 
-    def add(self, needers: frozenset[int], size: int) -> int:
-        """Take note of the next piece, of `size` elements, that `needers` need and do not hold: its position."""
-        at, self.length = self.length, self.length + size
-        if needers not in self._fans:
-            self._fans[needers] = self._fan(needers)
-        return at
+    def fan(self, needers: frozenset[int]) -> Fan:
+        """The way to these ranks, which need pieces and do not hold them."""
+        if (fan := self.fans.get(needers)) is None:
+            fan = self.fans[needers] = self._fan(needers)
+        return fan
 
     def concern(self, rank: int) -> bool:
         """Whether `rank` sends or receives any of the pieces."""
-        return bool(self._fans) and (rank in self.holders or any(rank in needers for needers in self._fans))
+        return bool(self.fans) and (rank in self.holders or any(rank in needers for needers in self.fans))
 
-    def copies(self) -> Counter[int]:
-        """How many copies of elements at one position a rank sends and receives at most in one round."""
-        most: Counter[tuple[int, int]] = Counter()
-        for fan in self._fans.values():
-            most |= fan.copies()
-        out: Counter[int] = Counter()
-        for (rank, _), count in most.items():  # in one round a rank meets different positions at different hops
-            out[rank] += count
-        return out
-
-    @property
-    def hops(self) -> int:
-        return max((hop for fan in self._fans.values() for _, hop in fan.copies()), default=0)
-
-    def sends(self, needers: frozenset[int], size: int, rank: int | None = None) -> Sequence[Send]:
+    def sends(self, fan: Fan, size: int, rank: int | None = None) -> Sequence[Send]:
         """The next piece's way to its needers, of which `rank` takes part (None: all), senders before relays."""
-        fan = self._fans[needers]
         if rank in fan.known:
             return fan.known[rank]
-        out = [send for send in fan.sends(size, self._load) if rank is None or rank in send[:2]]
+        out = []
+        for deals, load in zip((fan.within, fan.between), self._load, strict=True):
+            for deal in deals:
+                out += [send for send in deal.sends(size, load) if rank is None or rank in send[:2]]
         if fan.fixed:
             fan.known[rank] = out
         return out
 
-    def _fan(self, needers: frozenset[int]) -> _Fan:
+    def _fan(self, needers: frozenset[int]) -> Fan:
         at_node: dict[int, list[int]] = defaultdict(list)
         for rank in sorted(needers, key=self._order.__getitem__):
             at_node[self._nodes[rank]].append(rank)
@@ -193,5 +193,4 @@ class Routes:
             if node in self._at_node
         ]
         away = [tuple(ranks) for node, ranks in at_node.items() if node not in self._at_node]
-        between = _Deal.of(self.holders, away, self._idle) if away else None
-        return _Fan(needers, within, between, all(deal.fixed for deal in (*within, *([between] if between else []))))
+        return Fan(needers, within, [_Deal.of(self.holders, away, self._idle)] if away else [])
