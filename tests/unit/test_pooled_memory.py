@@ -60,14 +60,32 @@ def test_the_names_that_came_back_have_to_go_again():
 
 def test_offloaded_weights_come_back_once():
     pool = Pool()
-    pool.memory.release(["a"])
-    pool.memory.offload()
-    pool.memory.release(["another's"])
-    assert pool.memory.acquire(["b"]) == set()
-    assert [pool.weights[name].tolist() for name in "abc"] == [[i, i + 1, i + 2, i + 3] for i in range(3)]
+    pool.memory.offload(["a", "b"])
+    pool.memory.release(["c", "another's"])  # the last: now the memory goes
+    assert pool.asked == ["unmap"]
+    assert pool.memory.acquire(["b"]) == {"c"}
+    assert [pool.weights[name].tolist() for name in "ab"] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert pool.weights["c"].isnan().all()
     pool.memory.acquire()
+    pool.memory.release()
+    assert pool.memory.acquire() == {"a", "b", "c"}
+    assert pool.buffers["rope"].tolist() == [0, 1, 2]
+
+
+def test_what_is_released_after_it_was_offloaded_is_lost():
+    pool = Pool()
     pool.memory.offload()
     pool.memory.release(["a"])
-    assert pool.memory.acquire() == {"a", "b", "c"}
-    assert all(tensor.isnan().all() for tensor in pool.weights.values())
-    assert pool.buffers["rope"].tolist() == [0, 1, 2]
+    assert pool.memory.acquire() == {"a"}
+    assert pool.weights["a"].isnan().all()
+    assert pool.weights["b"].tolist() == [1, 2, 3, 4]
+
+
+def test_names_offloaded_one_by_one_stay_whole():
+    pool = Pool()
+    for name in "abc":
+        pool.memory.offload([name])
+    assert pool.asked == ["unmap"]
+    for name in "abc":
+        assert pool.memory.acquire([name]) == set()
+    assert [pool.weights[name].tolist() for name in "abc"] == [[i, i + 1, i + 2, i + 3] for i in range(3)]

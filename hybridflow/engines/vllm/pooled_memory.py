@@ -35,7 +35,8 @@ class PooledMemory(Residency):
         self._tensors, self._buffers = dict(tensors), dict(buffers)
         self._unmap, self._map_back = unmap, map_back
         self._users = set(tensors)  # the names that are not released
-        self._copies: dict[str, Tensor] = {}  # what `offload` kept
+        self._away: set[str] = set()  # the names that were offloaded
+        self._host_tensors: dict[str, Tensor] = {}
         self._host_buffers: dict[str, Tensor] = {}
 
     @property
@@ -55,38 +56,44 @@ class PooledMemory(Residency):
     def release(self, names: Iterable[str] | None = None) -> None:
         """Give `names` (default: all) up; with the last of them the memory goes, and what it held is lost, also what
         `offload` moved to the host."""
-        if names is None or not self._tensors.keys().isdisjoint(names := list(names)):
-            self._copies = {}
-            self._give_up(names, keep=False)
+        gone = self._found(names)
+        self._away -= gone
+        self._drop(gone)
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """As `release`, but everything is copied to pinned host memory before the memory goes."""
-        self._give_up(names, keep=True)
+        """Move what `names` hold to pinned host memory, when the memory goes with the last name."""
+        gone = self._found(names) & self._users
+        self._away |= gone
+        self._drop(gone)
 
-    def _give_up(self, names: Iterable[str] | None, keep: bool) -> None:
-        before, self._users = self._users, self._users - set(self._tensors if names is None else names)
-        if not before or self._users:
-            return
-        self._host_buffers = {name: _on_host(tensor) for name, tensor in self._buffers.items()}
-        self._copies = {name: _on_host(tensor) for name, tensor in self._tensors.items()} if keep else {}
-        self._unmap()
+    def _found(self, names: Iterable[str] | None) -> set[str]:
+        return set(self._tensors) if names is None else self._tensors.keys() & set(names)
+
+    def _drop(self, gone: set[str]) -> None:
+        before, self._users = self._users, self._users - gone
+        if before and not self._users:
+            self._host_buffers = {name: _on_host(tensor) for name, tensor in self._buffers.items()}
+            self._host_tensors = {name: _on_host(self._tensors[name]) for name in self._away}
+            self._unmap()
+        elif not self._users:
+            self._host_tensors = {name: host for name, host in self._host_tensors.items() if name in self._away}
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
         """Give `names` (default: all) memory: with what `offload` kept, or of undefined content.
 
-        Returns the names whose content is undefined now: all of them, or none.
+        Returns the names whose content is undefined now, among them all that share the memory of one of `names`.
         """
-        wanted = set(self._tensors) if names is None else self._tensors.keys() & set(names)
-        fresh: set[str] = set()
+        wanted, fresh = self._found(names), set[str]()
         if wanted and not self._users:
             self._map_back()
             for name, host in self._host_buffers.items():
                 self._buffers[name].copy_(host)
-            for name, host in self._copies.items():
+            for name, host in self._host_tensors.items():
                 self._tensors[name].copy_(host)
-            fresh = self._tensors.keys() - self._copies.keys()
-            self._copies, self._host_buffers = {}, {}
+            fresh = self._tensors.keys() - self._host_tensors.keys()
+            self._host_tensors, self._host_buffers = {}, {}
         self._users |= wanted
+        self._away -= wanted
         return fresh
 
 
