@@ -66,7 +66,10 @@ class Message:
 
 
 def messages(pieces: Iterable[tuple[int, bool, Piece]], device: torch.device) -> list[Message]:
-    """The messages of one round on one rank for its pieces (peer, whether sent, piece) in plan order."""
+    """The messages of one round on one rank for its pieces (peer, whether sent, piece) in plan order.
+
+    Receives come first: gloo sends at once to whoever is known to be waiting.
+    """
     small: dict[tuple[int, bool], list[Piece]] = {}
     out = []
     for peer, sent, piece in pieces:
@@ -74,4 +77,5 @@ def messages(pieces: Iterable[tuple[int, bool, Piece]], device: torch.device) ->
             out.append(Message.of(peer, sent, [piece], device))
         else:
             small.setdefault((peer, sent), []).append(piece)
-    return out + [Message.of(peer, sent, parts, device) for (peer, sent), parts in small.items()]
+    out += [Message.of(peer, sent, parts, device) for (peer, sent), parts in small.items()]
+    return sorted(out, key=lambda message: message.sent)
