@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-import pickle
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -27,10 +25,11 @@ import torch.distributed as dist
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.exchange import Exchange, News, exchange
+from hybridflow.cluster.failure import failure_of
 from hybridflow.cluster.store import Failure, Manifest, Reader, Status, write
 from hybridflow.cluster.weight_link import LinkSpec, WeightLink, agreed_failure
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError, WorkerError
+from hybridflow.errors import BatchError, MissingColumnError, PlacementError
 from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
@@ -259,31 +258,8 @@ class Host:
     def _failure(
         self, member: _Member, method: str, call: Call | None, error: Exception, upstream: bool = False
     ) -> Failure:
-        """Keep the original error of a worker; wrap anything else with role, rank, method and traceback."""
-        if isinstance(error, WorkerError):
-            return Failure(error, upstream)
         rows = call.span if call is not None else None
-        span = f", rows {rows[0]}..{rows[1] - 1}" if rows and rows[0] < rows[1] else ""
-        text = "".join(traceback.format_exception(error))
-        message = f"{member.spec.role}.{method} failed on rank {member.rank}{span}: {type(error).__name__}: {error}"
-        try:
-            pickle.loads(pickle.dumps(error))
-            cause: Exception | None = error
-        except Exception:  # an exception that cannot be pickled still has its text
-            logger.debug("the exception of %s cannot be pickled", method, exc_info=True)
-            cause = None
-        if not isinstance(error, HybridFlowError):
-            logger.debug("%s", text)
-        worker_error = WorkerError(
-            message,
-            role=member.spec.role,
-            rank=member.rank,
-            method=method,
-            rows=rows,
-            cause=cause,
-            remote_traceback=text,
-        )
-        return Failure(worker_error, upstream)
+        return failure_of(error, member.spec.role, member.rank, method, rows, upstream)
 
     @ray.method(num_returns=2)
     def exchange(self, task: Exchange, news: News | None) -> tuple[Any, Status]:
