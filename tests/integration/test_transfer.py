@@ -21,7 +21,7 @@ from transfer_pairs import MHA, RANKS, Pair, empty, fill, filled, flat, missing,
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.messages import DIRECT_BYTES
-from hybridflow.engine3d.plan import WeightPlan, plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.residency import Residency
 from hybridflow.engine3d.transfer import Transfer, execute
 from hybridflow.engines.checkpoint import Checkpoint
@@ -142,7 +142,9 @@ def large_pieces(group: dist.ProcessGroup, rank: int) -> list[int]:
         [Box("rows", (rows, 0), (2 * rows, 256)), Box("columns", (0, 256), (rows, 512))],
     ]
     source = Layout(shapes, 2, lambda r: [Region(box, box.tensor, (0, 0)) for box in boxes[r]])
-    pair = Pair(source.placed([0, 1], RANKS), whole_of(shapes).placed([2], RANKS), (torch.float32,) * 2, None, 8 << 20)
+    pair = Pair(
+        source.placed([0, 1], RANKS), whole_of(shapes).placed([2], RANKS), (torch.float32, torch.float32), None, 8 << 20
+    )
     _, got, _, transfer = tensors(group, pair, rank)
     transfer.run()
     return [int(arrived(pair, rank, got, 0)), transfer.buffer_bytes]
@@ -157,7 +159,7 @@ def relays(group: dist.ProcessGroup, rank: int) -> dict[str, object]:
     """One rank's model to seven that hold nothing: they pass it on, so that nobody sends seven copies."""
     source, destination = whole(SPEC).placed([3], RANKS), whole(SPEC).placed([3], RANKS)
     seven = Layout(SPEC.tensors(), RANKS, lambda r: whole(SPEC).regions(0) if r != 3 else ())
-    out = {"equal": True, "hops": 0, "sent": 0}
+    equal, hops, sent = True, 0, 0
     for target, dtypes in (
         (seven, (torch.float32, torch.float32)),
         (seven, (torch.bfloat16, torch.float32)),
@@ -167,10 +169,10 @@ def relays(group: dist.ProcessGroup, rank: int) -> dict[str, object]:
             pair = Pair(source, target, dtypes, None, limit)
             _, got, _, transfer = tensors(group, pair, rank, part=limit == 3000)
             transfer.run()
-            out["equal"] &= arrived(pair, rank, got, 0)
-            out["hops"] = max(out["hops"], *(move.hop for move in transfer.plan.moves), 0)
-            out["sent"] = max(out["sent"], transfer.sent_bytes)
-    return out
+            equal &= arrived(pair, rank, got, 0)
+            hops = max(hops, *(move.hop for move in transfer.plan.moves), 0)
+            sent = max(sent, transfer.sent_bytes)
+    return {"equal": equal, "hops": hops, "sent": sent}
 
 
 def half_group(groups: ProcessGroups, rank: int) -> bool:
@@ -204,34 +206,34 @@ def mixed_dtypes(group: dist.ProcessGroup, rank: int) -> dict[str, bool]:
 
 
 def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
-    """What is wrong on one or two ranks: nobody may be left waiting, and no byte may have moved."""
+    """What is wrong on one rank: nobody may be left waiting, and no byte may have moved."""
     source, destination = whole(SPEC).placed([0], RANKS), whole(SPEC, RANKS)
     values = filled(source, rank, values_of(source, 0), torch.float32)
-    norm = "model.norm.weight"
-    part: dict[str, WeightPlan] = {"other plan": plan(whole(SPEC).placed([1], RANKS), destination, rank=2)}
-    held: dict[str, dict] = {"complex": {n: t.cfloat() for n, t in values.items()}}
-    got = {}
+    norm, told = "model.norm.weight", {}
     for case in CASES:
-        got = empty(destination, rank, torch.float32)
+        held = {name: tensor.to(torch.complex64) for name, tensor in values.items()} if case == "complex" else values
+        got, made, limit = empty(destination, rank, torch.float32), plan(source, destination, rank=rank), 1 << 20
         if rank == 2:
             dtype = {"integer": torch.int32, "narrow": torch.bfloat16}.get(case, torch.float32)
             got[norm] = torch.zeros(7 if case == "small" else 8, dtype=dtype)
             if case == "missing":
                 del got[norm]
-            if case == "no memory":
+            elif case == "no memory":
                 Residency({norm: got[norm]}).release()
-        made = part.get(case) if rank == 2 and case in part else plan(source, destination, rank=rank)
-        if case == "other rank" and rank == 2:
-            made = plan(source, destination, rank=3)
-        limit = 1 << (21 if case == "other bucket" and rank == 2 else 20)
+            elif case == "other plan":
+                made = plan(whole(SPEC).placed([1], RANKS), destination, rank=2)
+            elif case == "other bucket":
+                limit = 1 << 21
+            elif case == "other rank":
+                made = plan(source, destination, rank=3)
         try:
-            Transfer(made, held.get(case, values), got, group, rank, limit)
-            part[case] = "built"
+            Transfer(made, held, got, group, rank, limit)
+            told[case] = "built"
         except LayoutError as error:
-            part[case] = str(error)
+            told[case] = str(error)
         if any(bool((tensor != 9).any()) for name, tensor in got.items() if name != norm):
-            part[case] = "moved"
-    return part
+            told[case] = "moved"
+    return told
 
 
 def absent_peer(groups: ProcessGroups, rank: int) -> str:

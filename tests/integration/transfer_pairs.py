@@ -93,10 +93,13 @@ def flat(layout: Layout) -> Layout:
 
 def empty(layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The smallest storages that hold a rank's regions, filled with nines."""
-    regions = layout.regions(rank) if rank < layout.ranks else ()
-    if any(region.strides is not None for region in regions):
-        size = max(r.offset[0] + sum((n - 1) * s for n, s in zip(r.box.shape, r.strides, strict=True)) for r in regions)
-        return {"flat": torch.full((size + 1,), 9.0, dtype=dtype)}
+    ends = [
+        region.offset[0] + sum((n - 1) * step for n, step in zip(region.box.shape, region.strides, strict=True)) + 1
+        for region in (layout.regions(rank) if rank < layout.ranks else ())
+        if region.strides is not None
+    ]
+    if ends:
+        return {"flat": torch.full((max(ends),), 9.0, dtype=dtype)}
     return {name: torch.full(shape, 9.0, dtype=dtype) for name, shape in storage_shapes(layout, rank).items()}
 
 
