@@ -18,7 +18,7 @@ from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_link import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy
 from hybridflow.errors import BatchError, ConfigError, PlacementError
-from hybridflow.workers.worker import planned
+from hybridflow.workers.worker import Worker, planned
 
 
 def init(
@@ -151,7 +151,7 @@ def _check_group(what: str, group: WorkerGroup) -> None:
     if not isinstance(group, WorkerGroup):
         raise ConfigError(f"{what} takes a group such as hf.ActorWorker.on(...) returns, got {group!r}.")
     group.check_open()
-    if not hasattr(group.worker_class, "weights_layout"):
+    if not issubclass(group.worker_class, Worker):
         raise ConfigError(f"{what}({group.name}): {group.worker_class.__name__} has no weights that could be moved.")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,20 +59,52 @@ def exchange(
     failed: Callable[[Exception], Failure],
 ) -> dict[str, float] | Failure:
     """Collective over the link: `bytes` that went over the wire and `seconds` of the slowest rank, or the Failure."""
+    with ExitStack() as at_work:
+        try:
+            mine, storages = None, _ready(link, task, news, sender, receiver, at_work)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            mine, storages = failed(error), ({}, {})
+        try:
+            if (failure := link.agree(mine)) is not None:
+                return failure
+            link.build(task.cargo, *storages)
+        except Exception as error:
+            return failed(error)
+        return _moved(link, task.cargo, receiver, failed)
+
+
+def _ready(
+    link: WeightLink,
+    task: Exchange,
+    news: News | None,
+    sender: Side | None,
+    receiver: Side | None,
+    at_work: ExitStack,
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """What this process holds of both sides. Errors: those of a rank that cannot take part."""
+    for failure in (
+        *(side.failure for side in (sender, receiver) if side is not None),
+        sender.incomplete if sender is not None else None,
+    ):
+        if failure is not None:
+            raise failure.error
+    if news is not None:
+        link.load(news.cargo)
+    for side in (sender, receiver):
+        if side is not None:
+            at_work.enter_context(side.worker.at_work())
+    source, destination = ({} if side is None else _storage(side.worker, task.cargo) for side in (sender, receiver))
+    return source, destination
+
+
+def _moved(
+    link: WeightLink, cargo: str, receiver: Side | None, failed: Callable[[Exception], Failure]
+) -> dict[str, float] | Failure:
+    """Move, and agree that everything has arrived; the receiver's weights are complete only then."""
+    mine, start, received = None, time.monotonic(), 0
     try:
-        mine, storages = None, _ready(link, task, news, sender, receiver)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        mine, storages = failed(error), ({}, {})
-    try:
-        if (failure := link.agree(mine)) is not None:
-            return failure
-        link.build(task.cargo, *storages)
-    except Exception as error:
-        return failed(error)
-    start, received = time.monotonic(), 0
-    try:
-        received = link.run(task.cargo)
-        if receiver is not None and task.cargo == WEIGHTS:
+        received = link.run(cargo)
+        if receiver is not None and cargo == WEIGHTS:
             receiver.worker.weights_arrived()
     except Exception as error:
         mine = failed(error)
@@ -85,22 +118,6 @@ def exchange(
     if failure is not None:
         return failure
     return {"bytes": sum(row["bytes"] for row in rows), "seconds": max(row["seconds"] for row in rows)}
-
-
-def _ready(
-    link: WeightLink, task: Exchange, news: News | None, sender: Side | None, receiver: Side | None
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """What this process holds of both sides. Errors: those of a rank that cannot take part."""
-    for failure in (
-        *(side.failure for side in (sender, receiver) if side is not None),
-        sender.incomplete if sender is not None else None,
-    ):
-        if failure is not None:
-            raise failure.error
-    if news is not None:
-        link.load(news.cargo)
-    source, destination = ({} if side is None else _storage(side.worker, task.cargo) for side in (sender, receiver))
-    return source, destination
 
 
 def _storage(worker: Any, cargo: str) -> Mapping[str, Tensor]:

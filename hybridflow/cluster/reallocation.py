@@ -114,15 +114,17 @@ def _sizes(placed: Placed) -> str:
 
 def optimizer_state(worker: Any) -> OptimizerState | None:
     """None without an optimizer."""
-    worker.weights_storage()  # everything is where training needs it
-    engine = worker.optimizing_engine()
-    if engine is None:
-        return None
-    return OptimizerState(engine.optimizer_layout(), tuple(engine.optimizer_storage()), engine.optimizer_counters())
+    with worker.at_work():
+        engine = worker.optimizing_engine()
+        if engine is None:
+            return None
+        return OptimizerState(engine.optimizer_layout(), tuple(engine.optimizer_storage()), engine.optimizer_counters())
 
 
 def optimizer_arrived(worker: Any, counters: dict[str, Any]) -> None:
-    worker.optimizing_engine().optimizer_moved(counters)
+    """The state was written: take the counters over, and the weights from it."""
+    with worker.at_work():
+        worker.optimizing_engine().optimizer_moved(counters)
 
 
 def step_aside(worker: Any) -> None:

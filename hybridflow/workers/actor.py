@@ -24,7 +24,7 @@ from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 from hybridflow.topology import RankGrid
-from hybridflow.workers.generation import Generation, generates
+from hybridflow.workers.generation import Generation, check_alone, generates
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update import UpdateCall
 
@@ -89,16 +89,8 @@ class ActorWorker(ModelWorker):
 
     @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
-        """One process holds one vLLM engine, which keeps its groups in globals."""
-        if settings["generate"] is None:
-            return
-        for group in neighbours:
-            if isinstance(group.settings.get("generate"), VLLM):
-                raise PlacementError(
-                    f"ActorWorker(generate=...) asks for a vLLM engine in hosts where {group.name} has one already, "
-                    f"and a process can hold one. Close that group first ({group.name}.close()), place this one on "
-                    f"other devices, or leave generate= out."
-                )
+        if settings["generate"] is not None:
+            check_alone(cls.__name__, neighbours)
 
     def __init__(
         self,

@@ -132,6 +132,8 @@ class ModelWorker(Worker):
 
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
+        if settings.get("model") is None:
+            raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
         return train_layout(settings["train"], cls.model_spec(settings), grid)
 
     def weights_storage(self) -> Mapping[str, Tensor]:

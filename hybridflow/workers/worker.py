@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -51,6 +52,11 @@ class Worker:
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
         """Check against the groups that live in the same hosts already. Errors: PlacementError."""
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Whatever a call needs of the model is in device memory within. Collectives of the group are allowed."""
+        yield
+
     # Weights that move to other ranks (hf.sync_weights, hf.reallocate)
 
     @classmethod
@@ -59,9 +65,9 @@ class Worker:
         raise ConfigError(f"{cls.__name__} has no weights that could be moved.")
 
     def weights_storage(self) -> Mapping[str, Tensor]:
-        """This rank's weights by the names of `weights_layout`, resident: the same tensors every time.
+        """This rank's weights by the names of `weights_layout`: the same tensors every time.
 
-        Called on every rank of the group before weights are read or written. Collectives of the group are allowed.
+        Called within `at_work`, on every rank of the group, before weights are read or written.
         """
         raise ConfigError(f"{type(self).__name__} has no weights that could be moved.")
 

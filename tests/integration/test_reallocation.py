@@ -166,7 +166,7 @@ def test_an_actor_generates_before_and_after(pool, policy):
 
 
 def test_a_model_that_does_not_train_moves_too(pool, policy, settle):
-    reference = hf.ReferenceWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2))
+    reference = hf.ReferenceWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), offload=True)
     batch = hf.BatchRef.from_batch(make_rows(5), reference.session)
     try:
         before = reference.compute_ref_log_prob(batch)

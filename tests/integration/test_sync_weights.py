@@ -77,6 +77,10 @@ class Plain:
     def nothing(self) -> None: ...
 
 
+def count_words(prompts, completions):
+    return [float(len(text.split())) for text in completions]
+
+
 def whole(group: hf.WorkerGroup) -> torch.Tensor:
     return torch.cat(group.read().get(), dim=0 if group.settings["by"] == "rows" else 1)
 
@@ -218,6 +222,10 @@ def test_what_cannot_be_is_refused_on_the_driver(pool, cluster, place):
         hf.sync_weights(source, source)
     with pytest.raises(ConfigError, match="Plain has no weights"):
         hf.sync_weights(source, place(Plain, pool[0:1]))
+    judge = hf.RewardWorker.on(pool[0:1], function=count_words, name="judge")
+    with pytest.raises(ConfigError, match="is a function"):
+        hf.sync_weights(source, judge)
+    judge.close()
     with pytest.raises(ConfigError, match="takes a group"):
         hf.sync_weights(source, pool)  # type: ignore[arg-type]
     destination.close()
@@ -236,7 +244,7 @@ def saved(group: hf.WorkerGroup, folder: Path) -> dict[str, torch.Tensor]:
 def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
     groups = [
         hf.ActorWorker.on(pool[0:4], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5)),
-        hf.ReferenceWorker.on(pool[1:3], model=policy, train=hf.Megatron(pp=2)),
+        hf.ReferenceWorker.on(pool[1:3], model=policy, train=hf.Megatron(pp=2), offload=True),
         hf.ActorWorker.on(pool[0:3], model=policy, train=hf.Megatron(), optim=hf.Adam(lr=1e-2), name="second"),
     ]
     actor, reference, second = groups
@@ -247,6 +255,7 @@ def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
         actor.update_actor(batch)
         hf.sync_weights(actor, reference)
         hf.sync_weights(actor, second)
+        assert [rank["memory/parameters"] for rank in reference.memory()] == [0.0, 0.0]  # it waits on the host again
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
         found = batch.get(["old_log_probs", "ref_log_probs"])
