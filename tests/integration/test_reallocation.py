@@ -42,10 +42,10 @@ class Watched(hf.ActorWorker):
         layout = engine.optimizer_layout()
         group = self.context.groups.everyone() if self.context.grid.size > 1 else None
         kinds = {}
-        for kind, storage in engine.optimizer_storage().items():
-            buffers = {name: torch.empty(shape) for name, shape in layout.tensors.items()} if rank == 0 else {}
-            execute(plan(layout, gathered(layout)), storage, buffers, group, rank)
-            kinds[kind] = buffers
+        with self.at_work():
+            for kind, storage in engine.optimizer_storage().items():
+                kinds[kind] = {name: torch.empty(shape) for name, shape in layout.tensors.items()} if rank == 0 else {}
+                execute(plan(layout, gathered(layout)), storage, kinds[kind], group, rank)
         return (kinds, engine.optimizer_counters()) if rank == 0 else None
 
     @hf.register(hf.ONE_TO_ALL)
