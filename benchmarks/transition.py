@@ -116,7 +116,8 @@ class Transitions:
         self.generator.memory().acquire()
         received = [0]
         start = time.perf_counter()
-        self.generator.load_weights(self._full_tensors(received))
+        with torch.no_grad():
+            self.generator._runner().model.load_weights(self._full_tensors(received))  # vLLM's own loader
         seconds = time.perf_counter() - start
         self.generator.memory().release()
         return {"seconds": seconds, "received_mb": received[0] / 1e6}
