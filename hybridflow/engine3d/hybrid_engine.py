@@ -224,8 +224,9 @@ class HybridEngine:
 def check_offload(offload: Collection[str]) -> None:
     """Errors: ConfigError for something that cannot be offloaded, or a single text in place of several."""
     known = get_args(Offloaded)
-    if isinstance(offload, str):
-        raise ConfigError(f"offload={offload!r}: give several, such as offload=({offload!r},).")
+    if isinstance(offload, str) or not isinstance(offload, Collection):
+        one = offload if offload in known else known[0]
+        raise ConfigError(f"offload={offload!r}: give several, such as offload=({one!r},).")
     for what in offload:
         if what not in known:
             raise ConfigError(f"offload={what!r} is unknown.{nearest(str(what), known)}")

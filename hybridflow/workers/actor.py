@@ -83,9 +83,12 @@ class ActorWorker(ModelWorker):
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         super().check(grid, settings, device_type)
-        _check_transition(cls.__name__, settings)
         if settings["generate"] is not None:
             check_vllm(cls.model_spec(settings), settings["generate"], device_type)
+
+    @classmethod
+    def check_offload(cls, settings: Mapping[str, Any]) -> None:
+        _check_transition(cls.__name__, settings)
 
     @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:

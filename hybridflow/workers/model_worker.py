@@ -125,6 +125,15 @@ class ModelWorker(Worker):
         optimizer = settings.get("optim")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
+        cls.check_offload(settings)
+
+    @classmethod
+    def check_offload(cls, settings: Mapping[str, Any]) -> None:
+        """A model that waits between calls does so as a whole. Errors: ConfigError."""
+        if type(offload := settings.get("offload", False)) is not bool:
+            raise ConfigError(
+                f"{cls.__name__}(offload={offload!r}): the {cls.role} waits as a whole, give True or False."
+            )
 
     @classmethod
     def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:

@@ -54,6 +54,8 @@ class RewardWorker(ModelWorker):
             raise ConfigError(f"{cls.__name__}: give either model= (a checkpoint) or function= (a Python function).")
         if settings["function"] is not None:
             _ = FunctionReward(settings["function"])
+            if settings["offload"]:
+                raise ConfigError(f"{cls.__name__}(offload=True): a function has nothing to move to host memory.")
             return
         super().check(grid, settings, device_type)
         checkpoint = Checkpoint(settings["model"])

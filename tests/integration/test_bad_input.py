@@ -105,11 +105,41 @@ def test_models_that_do_not_divide(pool, tmp_path):
         hf.ReferenceWorker.on(pool, model=layers, train=hf.Megatron(pp=2))
 
 
-def test_generation_sizes_that_are_no_parts_of_training_sizes(pool, bare):
-    with refused(pool, errors.PlacementError, "VLLM(tp=4, pp=1) must divide the training sizes t=2, p=1"):
-        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tp=2), generate=hf.VLLM(tp=4))
+def test_generation_sizes_that_the_group_cannot_form(pool, bare):
+    with refused(pool, errors.PlacementError, "actor: VLLM(tp=8, pp=1): generation sizes p_g=1, t_g=8", "p*t*d = 4"):
+        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tp=2), generate=hf.VLLM(tp=8))
+    with refused(pool, errors.PlacementError, "actor: VLLM(tp=4, pp=1): generation size t_g=4 must divide"):
+        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tp=2), generate=hf.VLLM(tp=4), transition="vanilla")
     with refused(pool, errors.ConfigError, "VLLM(max_length=65): the model's context is 64 tokens"):
         hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_length=65))
+
+
+ADAM = hf.Adam(lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"transition": "hybrid"}, ["transition='hybrid' is unknown. Did you mean 'hybridflow'?"]),
+        ({"offload": ("optimiser",)}, ["offload='optimiser' is unknown. Did you mean 'optimizer'?"]),
+        ({"offload": "optimizer"}, ["offload='optimizer': give several, such as offload=('optimizer',)"]),
+        ({"offload": True}, ["offload=True: give several"]),
+        ({"offload": ("optimizer",)}, ["without optim= there are no optimizer"]),
+        ({"overlap": True}, ["overlap=True", "it needs optim="]),
+        ({"overlap": True, "optim": ADAM, "transition": "vanilla"}, ["found", "transition='vanilla'"]),
+        ({"overlap": True, "optim": ADAM, "generate": None}, ["this actor does not generate: give generate="]),
+    ],
+)
+def test_transitions_that_cannot_be(pool, bare, settings, parts):
+    with refused(pool, errors.ConfigError, *parts):
+        hf.ActorWorker.on(pool, **({"model": bare, "generate": hf.VLLM()} | settings))
+
+
+def test_only_models_wait_in_host_memory(pool, bare):
+    with refused(pool, errors.ConfigError, "CriticWorker(offload=('optimizer',)): the critic waits as a whole"):
+        hf.CriticWorker.on(pool, model=bare, offload=("optimizer",))
+    with refused(pool, errors.ConfigError, "RewardWorker(offload=True): a function has nothing to move"):
+        hf.RewardWorker.on(pool, function=lambda prompts, completions: [], offload=True)
 
 
 # Checkpoints

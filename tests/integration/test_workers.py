@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import hybridflow as hf
+from hybridflow.engine3d.hybrid_engine import TransitionReport
 from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
@@ -22,7 +24,7 @@ TOLERANCE = 1e-3  # nats per token, between vLLM and Megatron in float32
 UPDATES = 3
 # name: (p, t), (p_g, t_g); data parallel over what is left of four hosts
 PLACEMENTS = {"d2": ((1, 2), (1, 1)), "p2t2": ((2, 2), (1, 1)), "t4": ((1, 4), (1, 2))}
-SAMPLING = {"max_tokens": 8, "seed": 5}
+SAMPLING: dict[str, Any] = {"max_tokens": 8, "seed": 5}
 
 
 @dataclass
@@ -225,6 +227,85 @@ def test_the_pretraining_loss_is_that_of_transformers(observe, policy, name):
     assert seen.pretrain_loss == pytest.approx(expected, abs=1e-4)
 
 
+# The transition between training and generation
+
+TRANSITIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "moved aside": {"offload": ("optimizer", "gradients", "generation"), "overlap": True},
+    "vanilla": {"transition": "vanilla"},
+    "gather all": {"transition": "gather_all"},
+    "wider": {"generate": hf.VLLM(tp=4, **SAMPLING)},  # than training: any sizes will do
+}
+
+
+@dataclass
+class Moved:
+    """What an actor at (1, 2, 2) drew before and after an update, and what each rank reported and held."""
+
+    drawn: list[list[list[int]]]
+    update: dict[str, float]
+    reports: list[list[TransitionReport]]
+    generating: list[dict[str, float]]
+    training: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def moved(pool, policy) -> dict[str, Moved]:
+    found = {}
+    for name, settings in TRANSITIONS.items():
+        chosen = {"generate": hf.VLLM(tp=1, **SAMPLING), "train": hf.Megatron(tp=2), "optim": hf.Adam(lr=1e-2)}
+        actor = hf.ActorWorker.on(pool, name=f"mover-{name}", model=policy, **(chosen | settings))
+        try:
+            found[name] = _moved(actor)
+        finally:
+            actor.close()
+    return found
+
+
+def _moved(actor: hf.WorkerGroup) -> Moved:
+    drawn, reports, prompts = [], [], make_prompts()
+    update, training = {}, []
+    for last in (False, True):
+        drawn.append(actor.generate_sequences(prompts, greedy=True).get()["response_ids"].tolist())
+        reports.append(actor.transition_report())
+        generating = actor.memory()
+        _ = actor.compute_log_prob(make_rows()).get()
+        training = actor.memory()
+        if not last:
+            update = actor.update_actor(make_rows(), minibatches=2).get()
+    drawn.append(actor.generate_sequences(prompts, greedy=True).get()["response_ids"].tolist())  # nothing changed
+    reports.append(actor.transition_report())
+    return Moved(drawn, update, reports, generating, training)
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_every_way_to_generation_gives_the_same(moved, name):
+    seen, plain = moved[name], moved["plain"]
+    assert seen.drawn == plain.drawn
+    assert seen.drawn[0] != seen.drawn[1] == seen.drawn[2]
+    assert seen.update == plain.update  # bit by bit
+
+
+def test_transitions_report_what_they_cost(moved):
+    received = {name: [rank.received_bytes for rank in seen.reports[1]] for name, seen in moved.items()}
+    assert [rank.design for rank in moved["vanilla"].reports[0]] == ["vanilla"] * 4
+    assert received["moved aside"] == received["plain"] == received["vanilla"]  # (d_g - 1) = (t p - 1) with t_g p_g = 1
+    assert min(received["gather all"]) > max(received["vanilla"])
+    for rank in moved["moved aside"].reports[1]:
+        assert 0 <= rank.hidden_seconds <= rank.moved_seconds != 0
+    for name, seen in moved.items():
+        again = [rank.received_bytes for rank in seen.reports[2]]
+        assert again == ([0] * 4 if name == "moved aside" else received[name])  # it came back from host memory
+
+
+def test_memory_is_held_by_one_side_at_a_time(moved):
+    for name in ("plain", "moved aside"):
+        for generating, training in zip(moved[name].generating, moved[name].training, strict=True):
+            assert generating["memory/kv_cache"] > 0
+            assert generating["memory/generation"] > training["memory/parameters"] > generating["memory/parameters"]
+            assert training["memory/kv_cache"] == training["memory/generation"] == 0
+
+
 # Critic, reference, reward model
 
 
@@ -252,6 +333,27 @@ def test_a_critic_learns_the_same_at_any_data_parallel_size(pool, classifier, po
     assert difference(*values) < 1e-4
     assert difference(values[0], tiny_models.response_values(classifier, rows)) > 100 * 1e-4
     assert found[0][1]["critic/squared_error"] < found[0][0]["critic/squared_error"]
+
+
+def test_idle_models_wait_in_host_memory(pool, classifier, policy):
+    """Nothing of them has device memory between calls, and their results are those of models that stay."""
+    rows, results = make_rows(), []
+    for offload in (False, True):
+        settings = {"train": hf.Megatron(tp=2), "offload": offload}
+        critic = hf.CriticWorker.on(pool[:2], model=classifier, optim=hf.Adam(lr=0.05), **settings)
+        reference = hf.ReferenceWorker.on(pool[2:], model=policy, **settings)
+        reward = hf.RewardWorker.on(pool[:2], model=classifier, **settings)
+        groups = (critic, reference, reward)
+        metrics = [critic.update_critic(rows, minibatches=2).get() for _ in range(2)]
+        out = [critic.compute_values(rows).get()["values"].values, reward.compute_reward(rows).get()["rewards"]]
+        out.append(reference.compute_ref_log_prob(rows).get()["ref_log_probs"].values)
+        held = [rank["memory/parameters"] for group in groups for rank in group.memory()]
+        assert [size == 0 for size in held] == [offload] * 6
+        results.append((metrics, out))
+        for group in groups:
+            group.close()
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
 
 
 def test_a_critic_from_a_language_model_starts_at_zero(pool, policy):
