@@ -175,13 +175,15 @@ class Megatron:
 
     def __post_init__(self) -> None:
         _whole(self, 1, "tp", "pp", "dp", "micro_tokens")
-        if self.stage_layers is not None:
-            _as_tuple(self, "stage_layers")
+        if (given := self.stage_layers) is not None:
             _require(
-                len(self.stage_layers) == self.pp and all(type(n) is int and n >= 1 for n in self.stage_layers),
+                isinstance(given, list | tuple)
+                and len(given) == self.pp
+                and all(type(n) is int and n >= 1 for n in given),
                 f"Megatron(stage_layers={self.stage_layers}): give one whole number of at least 1 for each of the "
                 f"pp={self.pp} stages.",
             )
+            _as_tuple(self, "stage_layers")
         if self.dtype is not None:
             _one_of(self, "dtype", DType)
 

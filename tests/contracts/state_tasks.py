@@ -142,6 +142,28 @@ def skipped_in_parts(world: World, name: str, strategy: Any, size: int, path: Pa
     return same and steps == 1
 
 
+def counters_follow(world: World, name: str, strategy: Any, path: Path, optimizer: Any) -> tuple[dict, dict, dict]:
+    """Counters of a float16 engine before and after it lowered its loss scale, and of one that they were moved to."""
+    first = build(world, f"{name}-first", strategy, 1, path, "lm", optimizer)
+    fresh = first.optimizer_counters()
+
+    def broken(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return found["log_probs"].values.sum() * torch.inf, {}
+
+    update(first, world, 0)
+    for _ in range(2):
+        first.forward_backward(make_batch(), broken, ("log_probs",))
+        first.step()
+    second = build(world, f"{name}-second", strategy, 1, UNSET, "lm", optimizer, spec=first.spec)
+    move(first, second, None, 0)
+    assert second._optimizer.scale_loss(1.0).item() == first._optimizer.scale_loss(1.0).item()
+    assert update(second, world, 1)["skipped"] == 0.0
+    moved = second.optimizer_counters()
+    first.context.groups.close()
+    second.context.groups.close()
+    return fresh, first.optimizer_counters(), moved
+
+
 def released_and_restored(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> None:
     """Layers free their memory one by one; what comes back from main parameters, or from a copy, is what was there."""
     engine = build(world, name, strategy, size, path, "lm", optimizer)

@@ -132,6 +132,14 @@ def test_training_goes_on_in_another_layout(processes, path, optimizer, dtype):
             assert moved[key] == pytest.approx(straight[key], rel=tolerance, abs=tolerance * 0.1), (key, seed)
 
 
+def test_step_counts_and_loss_scales_move_too(processes, path):
+    strategy = megatron((1, 1, 1), dtype="float16")
+    fresh, before, after = processes.run(1, tasks.counters_follow, processes.name(), strategy, path, ADAM)[0]
+    assert (fresh["steps"], before["steps"], after["steps"]) == (0, 1, 2)
+    assert before["loss_scale"]["scale"] < fresh["loss_scale"]["scale"]
+    assert after["loss_scale"]["scale"] == before["loss_scale"]["scale"]
+
+
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
 @pytest.mark.parametrize(
     ("sizes", "dtype"), [((1, 1, 2), "float32"), ((2, 1, 2), "bfloat16"), ((3, 1, 1), "float32")], ids=str

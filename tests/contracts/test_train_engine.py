@@ -284,7 +284,7 @@ def test_several_passes_before_a_step_add_up(processes, models, sizes):
     assert relative(halves, once) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_resuming_from_a_state_changes_nothing(processes, models, kind, dtype):
     strategy = megatron((1, 1, 2), dtype=dtype)

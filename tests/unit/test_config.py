@@ -38,6 +38,9 @@ def test_a_wrong_name_gets_the_nearest_setting():
         (lambda: Megatron(tp=0), "tp=0"),
         (lambda: Megatron(pp=True), "pp=True"),
         (lambda: Megatron(micro_tokens=0), "micro_tokens=0"),
+        (lambda: Megatron(pp=2, stage_layers=(3,)), r"stage_layers=\(3,\).* each of the pp=2 stages"),
+        (lambda: Megatron(pp=2, stage_layers=[3, 0]), r"stage_layers=\[3, 0\].* at least 1"),
+        (lambda: Megatron(stage_layers=4), "stage_layers=4"),
         (lambda: Megatron(dtype="bfloat"), "'bfloat'.* Did you mean 'bfloat16'"),
         (lambda: Sampling(max_tokens=0), "max_tokens=0"),
         (lambda: Sampling(max_tokens=2.5), "max_tokens=2.5"),
@@ -134,7 +137,14 @@ def test_engine_defaults_and_changes_of_sampling():
 
 
 @pytest.mark.parametrize(
-    "value", [Adam(lr=1, betas=[0.9, 0.95]), SGD(lr=1), Megatron(tp=2), Sampling(stop="a"), VLLM(stop=["a", "b"])]
+    "value",
+    [
+        Adam(lr=1, betas=[0.9, 0.95]),
+        SGD(lr=1),
+        Megatron(pp=2, stage_layers=[2, 1]),
+        Sampling(stop="a"),
+        VLLM(stop=["a", "b"]),
+    ],
 )
 def test_strategies_are_plain_values(value):
     assert pickle.loads(pickle.dumps(value)) == value

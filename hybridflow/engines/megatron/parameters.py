@@ -21,7 +21,7 @@ class Parameters:
     def __init__(self, model: nn.Module, units: Iterable[Unit], spec: ModelSpec, t: int, at: int) -> None:
         expected = {name: shape for unit in units for name, shape in unit.parameters.items()}
         found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        assert list(expected.items()) == list(found.items()), "units.py does not describe Megatron's model"
+        assert expected == found, "units.py does not describe Megatron's model"
         self.storage = {name: parameter.detach() for name, parameter in model.named_parameters()}
         start, stop = vocabulary_rows(spec.vocab, t, at)
         names = (EMBEDDING,) if spec.head == "value" else (EMBEDDING, OUTPUT)
@@ -38,9 +38,8 @@ class _PaddedMemory(Residency):
         super().__init__(tensors)
         self._padding = padding
 
-    def acquire(self, names: Iterable[str] | None = None) -> None:
-        wanted = None if names is None else list(names)
-        super().acquire(wanted)
-        for name, rows in self._padding.items():
-            if (wanted is None or name in wanted) and len(rows):
-                rows.zero_()
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        fresh = super().acquire(names)
+        for name in fresh & self._padding.keys():
+            self._padding[name].zero_()
+        return fresh

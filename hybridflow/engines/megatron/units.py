@@ -1,8 +1,10 @@
 """What a pipeline stage consists of: units, and the parts in which an optimizer step runs through them. Pure.
 
-A *unit* (the embedding, one decoder layer, the final norm, the output layer) has flat buffers of its own for its
-parameters and gradients. So its memory can be released alone, and an optimizer step can update and gather it alone.
-With Megatron's distributed optimizer every data parallel rank owns one contiguous range of each unit's buffer.
+A *unit* (the embedding, a decoder layer without its fused query, key and value, those of one layer, the final norm,
+the output layer) has flat buffers of its own for its parameters and gradients. So its memory can be released alone, or
+shared with generation, which stores the rest of a layer alike but seldom the fused rows; and an optimizer step can
+update and gather it alone. With Megatron's distributed optimizer every data parallel rank owns one contiguous range of
+each unit's buffer.
 """
 
 from __future__ import annotations
@@ -39,9 +41,8 @@ def vocabulary_rows(vocab: int, t: int, at: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Unit:
-    """Module `module` of the GPTModel, stepped in part `part`; its parameters' names and shapes as registered."""
+    """Names and local shapes of the parameters that share a buffer, stepped in part `part`."""
 
-    module: str
     part: int
     parameters: dict[str, tuple[int, ...]]
 
@@ -71,17 +72,16 @@ def units(spec: ModelSpec, grid: RankGrid, at: Coords, stage_layers: Sequence[in
     vocabulary = (padded_vocab(spec.vocab, grid.t) // grid.t, hidden)
     first, last = at.p == 0, at.p == grid.p - 1
     ends = _end_parts(spec)
-    found = [Unit("embedding", ends["embedding"], {EMBEDDING: vocabulary})] if first else []
+    found = [Unit(ends["embedding"], {EMBEDDING: vocabulary})] if first else []
     parts = max(ends.values()) + 1
-    found += [_layer(spec, grid.t, local, parts + local) for local in range(len(here))]
+    found += [unit for local in range(len(here)) for unit in _layer(spec, grid.t, local, parts + local)]
     if last:
-        norm = "decoder.final_layernorm"
-        found.append(Unit(norm, ends["norm"], {f"{norm}.weight": (hidden,)}))
+        found.append(Unit(ends["norm"], {"decoder.final_layernorm.weight": (hidden,)}))
     if last and spec.head == "value":
-        found.append(Unit("output_layer", ends["output"], {OUTPUT: (1, hidden)}))
+        found.append(Unit(ends["output"], {OUTPUT: (1, hidden)}))
     elif last and not (spec.tied and first):
         # a copy of tied embeddings steps with the original, and is cut over data parallel ranks like it
-        found.append(Unit("output_layer", ends["embedding" if spec.tied else "output"], {OUTPUT: vocabulary}))
+        found.append(Unit(ends["embedding" if spec.tied else "output"], {OUTPUT: vocabulary}))
     return found
 
 
@@ -111,22 +111,21 @@ def _end_parts(spec: ModelSpec) -> dict[str, int]:
     return {"embedding": 0, "norm": int(own_output), "output": int(own_output)}
 
 
-def _layer(spec: ModelSpec, t: int, local: int, part: int) -> Unit:
-    """Names in the order in which Megatron's TransformerLayer registers them."""
-    module, hidden = f"decoder.layers.{local}", spec.hidden
-    query = spec.heads * spec.head_dim
-    fused = query + 2 * spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
+def _layer(spec: ModelSpec, t: int, local: int, part: int) -> list[Unit]:
+    """The fused query, key and value of a decoder layer, and the rest of it."""
+    at, hidden, query = f"decoder.layers.{local}.", spec.hidden, spec.heads * spec.head_dim
+    rows = (query + 2 * spec.kv_heads * spec.head_dim) // t
+    fused: dict[str, tuple[int, ...]] = {"self_attention.linear_qkv.weight": (rows, hidden)}
+    if spec.qkv_bias:
+        fused["self_attention.linear_qkv.bias"] = (rows,)
+    rest: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "self_attention.linear_proj.weight": (hidden, query // t),
-        "self_attention.linear_qkv.weight": (fused // t, hidden),
+        "pre_mlp_layernorm.weight": (hidden,),
+        "mlp.linear_fc1.weight": (2 * spec.intermediate // t, hidden),
+        "mlp.linear_fc2.weight": (hidden, spec.intermediate // t),
     }
-    if spec.qkv_bias:
-        shapes["self_attention.linear_qkv.bias"] = (fused // t,)
     if spec.qk_norm:
-        shapes["self_attention.q_layernorm.weight"] = (spec.head_dim,)
-        shapes["self_attention.k_layernorm.weight"] = (spec.head_dim,)
-    shapes["pre_mlp_layernorm.weight"] = (hidden,)
-    shapes["mlp.linear_fc1.weight"] = (2 * spec.intermediate // t, hidden)
-    shapes["mlp.linear_fc2.weight"] = (hidden, spec.intermediate // t)
-    return Unit(module, part, {f"{module}.{name}": shape for name, shape in shapes.items()})
+        rest["self_attention.q_layernorm.weight"] = (spec.head_dim,)
+        rest["self_attention.k_layernorm.weight"] = (spec.head_dim,)
+    return [Unit(part, {at + name: shape for name, shape in names.items()}) for names in (fused, rest)]
