@@ -218,7 +218,7 @@ def test_bytes_on_the_wire(seen):
 def test_equal_layouts_share_memory(seen):
     """With one kv-head per rank Megatron's layers are vLLM's: all memory is shared, and nothing moves at all."""
     for rank in seen("equal"):
-        assert rank.shared == 5  # embedding, two layers, norm, output
+        assert rank.shared == 7  # embedding, two layers and the fused query, key and value of each, norm, output
         assert rank.report.received_bytes == rank.report.sent_bytes == 0
         assert rank.report.peak_bytes == rank.held[0] == rank.held[1]
 
