@@ -28,6 +28,7 @@ from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
 from hybridflow.engines.vllm.sampling import derived_seed, request_parameters
 from hybridflow.engines.vllm.stopping import StopStrings, stop_token_ids
+from hybridflow.engines.vllm.zero_pages import zero_pages
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import GenerationGrid
@@ -220,7 +221,7 @@ class VLLMEngine:
         if not self._cache.resident_bytes:
             self._cache.acquire()
             for cache in self._runner().kv_caches:
-                cache.zero_()  # a masked NaN is still a NaN
+                zero_pages(cache.untyped_storage())  # a masked NaN is still a NaN
 
     def close(self) -> None:
         """Shut vLLM down and remove its shared memory. May be called twice.
