@@ -95,7 +95,9 @@ def test_sizes_that_do_not_fit_the_pool(pool, bare, train, says):
 
 def test_models_that_do_not_divide(pool, tmp_path):
     heads = tiny_models.make_policy(tmp_path / "heads", hidden_size=96, num_attention_heads=6, num_key_value_heads=2)
-    kv_heads = tiny_models.make_policy(tmp_path / "kv_heads", num_attention_heads=12, num_key_value_heads=3)
+    kv_heads = tiny_models.make_policy(
+        tmp_path / "kv_heads", hidden_size=96, num_attention_heads=12, num_key_value_heads=3
+    )
     layers = tiny_models.make_policy(tmp_path / "layers", num_hidden_layers=1)
     with refused(pool, errors.ModelError, "actor has 6 heads, not divisible by t=4", "Use tp in [1, 2]"):
         hf.ActorWorker.on(pool, model=heads, train=hf.Megatron(tp=4))
