@@ -17,7 +17,7 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_link import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy
-from hybridflow.errors import BatchError, ConfigError, PlacementError
+from hybridflow.errors import BatchError, ConfigError, LayoutError, PlacementError
 from hybridflow.workers.worker import Worker, planned
 
 
@@ -92,6 +92,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         raise PlacementError(f"{source.name} and {destination.name} belong to different sessions.")
     here, there = reallocation.weights_layout(source.placed), reallocation.weights_layout(destination.placed)
     reallocation.check_same_model(here, there, source.name, destination.name)
+    _check_same_use(source, destination)
     return source.session.links.send(source.placed, destination.placed, WEIGHTS, lambda: (here, there))
 
 
@@ -153,6 +154,24 @@ def _check_group(what: str, group: WorkerGroup) -> None:
     group.check_open()
     if not issubclass(group.worker_class, Worker):
         raise ConfigError(f"{what}({group.name}): {group.worker_class.__name__} has no weights that could be moved.")
+
+
+def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
+    """Errors: LayoutError for models of equal tensors that compute with them differently, such as in their rotation."""
+    specs = [
+        group.worker_class.model_spec(group.settings)  # type: ignore[attr-defined]
+        for group in (source, destination)
+        if hasattr(group.worker_class, "model_spec")
+    ]
+    if len(specs) < 2:
+        return
+    for name in ("norm_eps", "rope_theta", "rope_scaling", "sliding_window"):
+        here, there = (getattr(spec, name) for spec in specs)
+        if here != there:
+            raise LayoutError(
+                f"{source.name} and {destination.name} are different models: {name} is {here} in {source.name} and "
+                f"{there} in {destination.name}. Weights move between groups of one model only."
+            )
 
 
 def _identity(controller: AdaptiveKL) -> str:

@@ -72,6 +72,23 @@ class Matrix(hf.Worker):
         return len(c10d._world.pg_map)
 
 
+class Rotated(Matrix):
+    """A matrix of a model with a rotary embedding."""
+
+    def __init__(self, theta: float) -> None:
+        super().__init__()
+        self.theta = theta
+
+    @classmethod
+    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
+        return Matrix.weights_layout({"by": "rows", "rows": ROWS, "tensor": "matrix"}, grid)
+
+    @classmethod
+    def model_spec(cls, settings: Mapping[str, Any]) -> hf.ModelSpec:
+        sizes = {"hidden": 8, "intermediate": 8, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "vocab": 8}
+        return hf.ModelSpec(family="llama", rope_theta=settings["theta"], **sizes)
+
+
 class Plain:
     @hf.register(hf.ONE_TO_ALL)
     def nothing(self) -> None: ...
@@ -218,6 +235,9 @@ def test_what_cannot_be_is_refused_on_the_driver(pool, cluster, place):
             hf.sync_weights(source, other)
         with pytest.raises(LayoutError, match="different models"):
             hf.sync_weights(other, source)
+    rotated, plain = place(Rotated, pool[0:1], theta=5e5), place(Rotated, pool[1:2], theta=1e4)
+    with pytest.raises(LayoutError, match=r"different models: rope_theta is 500000\.0 in .* and 10000\.0 in"):
+        hf.sync_weights(rotated, plain)
     with pytest.raises(ConfigError, match="has its own weights already"):
         hf.sync_weights(source, source)
     with pytest.raises(ConfigError, match="Plain has no weights"):
