@@ -50,7 +50,7 @@ class Transition:
         source, self.shared = train.storage(), share_equal(design, train, generate, rank)
         destination = generate.storage()
         self.plan: WeightPlan = plan(design.source, design.staging or design.destination, rank=rank)
-        self.bucket_bytes = bucket_bytes or _bucket_bytes(destination)
+        self.bucket_bytes = bucket_bytes or _bucket_bytes(design.destination, destination)
         self._back = _WayBack(design, self.plan, source, destination, rank)
         released = self._released(design, group)
         own = storage_regions(design.destination, rank)
@@ -238,10 +238,11 @@ def _lossless(dtype: torch.dtype, through: torch.dtype) -> bool:
     return torch.promote_types(dtype, through) == through
 
 
-def _bucket_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Buckets small against the shard, so that what is in memory twice at a time is small as well."""
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    return min(BUCKET_BYTES, max(SMALLEST_BUCKET, total // ROUNDS))
+def _bucket_bytes(layout: Layout, tensors: Mapping[str, Tensor]) -> int:
+    """Buckets small against the shard of rank 0, by which all ranks go, so that little is in memory twice at a time."""
+    elements = sum(region.box.numel for region in layout.regions(0))
+    width = max(tensor.itemsize for tensor in tensors.values())
+    return min(BUCKET_BYTES, max(SMALLEST_BUCKET, elements * width // ROUNDS))
 
 
 def _any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:

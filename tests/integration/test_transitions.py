@@ -91,7 +91,7 @@ def build(
     group = groups.everyone() if case.ranks > 1 else None
     if options.get("overlap") and "overlap_group" not in options:
         options["overlap_group"] = groups.new("overlap", range(case.ranks))
-    options["bucket_bytes"] = BUCKET
+    options.setdefault("bucket_bytes", BUCKET)
     engine = HybridEngine(train, generate, group, world.rank, transition=case.design, **options)
     return engine, train, generate
 
@@ -249,6 +249,20 @@ def test_what_generation_does_not_hold_stays_in_training(others):
     for i, rank in enumerate(others["shifted"]):
         assert rank.report.received_bytes == (0 if i % 2 else 29 * size)
         assert rank.held == rank.generation_bytes + (35 * size if i % 2 else 0)
+
+
+def own_buckets(world: World, name: str) -> list[Any]:
+    """Stages of unequal size, and buckets as the engine chooses them."""
+    case = Case((3, 1, 1), (3, 1), spec=replace(SPEC, vocab=48_000))
+    engine, train, generate = build(world, case, world.context(name, case.grid).groups, bucket_bytes=None)
+    engine.to_generation()
+    wrong = train.canon.wrong(generate.layout(), world.rank, generate.storage())
+    engine.to_training()
+    return [wrong, train.canon.wrong(train.layout(), world.rank, train.storage())]
+
+
+def test_ranks_of_unequal_shards_agree_on_buckets(ranks):
+    assert ranks.run(3, own_buckets, ranks.name()) == [[[], []]] * 3
 
 
 def offloading(world: World, name: str) -> list[Any]:
