@@ -10,13 +10,14 @@ from torch import Tensor
 
 from hybridflow.engine3d.copies import Copies
 from hybridflow.engine3d.layout import Box, Region
-from hybridflow.engine3d.messages import Piece
+from hybridflow.engine3d.messages import Parcel
 from hybridflow.engine3d.plan import Move, WeightPlan
 from hybridflow.engine3d.terms import Terms
 from hybridflow.engine3d.wire import check_dtype, converts
 from hybridflow.errors import LayoutError
 
 Storage = Mapping[str, Tensor]
+"""A rank's tensors by the names that its regions use."""
 
 
 @dataclass
@@ -31,21 +32,21 @@ class LocalCopies:
 class Binding:
     """The moves of `plan` that touch `rank` over its storages, of which `sources` and `destinations` are used.
 
-    `failure` says what does not fit; a misfit is not raised here, because the other ranks have to hear of it.
+    `failure` is what went wrong: a misfit, or any error of a storage that is read from a file when it is looked at. It
+    is not raised here, because the other ranks have to hear of it.
     Storages must have memory now; views that were made stay valid when it goes and comes.
     """
 
     def __init__(self, plan: WeightPlan, source: Storage, destination: Storage, rank: int) -> None:
         self.sources: dict[str, Tensor] = {}
         self.destinations: dict[str, Tensor] = {}
-        self.failure: LayoutError | None = None
+        self.failure: Exception | None = None
         self._plan, self._rank, self._given = plan, rank, (source, destination)
         self._written: dict[str, int] = {}
         try:
-            if plan.rank not in (None, rank):
-                raise LayoutError(f"rank {rank} was given the part of the plan that is rank {plan.rank}'s.")
+            self._plan = plan.part(rank)
             self._check()
-        except LayoutError as error:
+        except Exception as error:  # whatever it is, the others must not wait for this rank
             self.failure = error
 
     def dtypes(self) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
@@ -69,19 +70,19 @@ class Binding:
                     group.writes.add(region.storage)
         return {tensor: group for tensor, group in out.items() if group.writes}
 
-    def pieces(self, moves: Sequence[Move], terms: Terms) -> Iterator[tuple[int, bool, Piece]]:
-        """What this rank sends and receives for `moves`: peer, whether it is sent, and the piece."""
+    def parcels(self, moves: Sequence[Move], terms: Terms) -> Iterator[tuple[int, bool, Parcel]]:
+        """What this rank sends and receives for `moves`: peer, whether it is sent, and the parcel."""
         for move in moves:
             if move.source == self._rank:
                 side = self.destinations if move.hop else self.sources
                 views = (move.origin.view(side[move.origin.storage], move.box),)
                 read = () if move.hop else (move.origin.storage,)
-                yield move.destination, True, Piece(move.box.tensor, terms.wire(move), views, read)
+                yield move.destination, True, Parcel(move.box.tensor, terms.wire(move), views, read)
             else:
                 regions = [(region, self.destinations[region.storage]) for region in move.into]
                 views = tuple(region.view(tensor, move.box) for region, tensor in regions)
                 written = tuple(region.storage for region, _ in regions)
-                yield move.source, False, Piece(move.box.tensor, terms.wire(move), views, written)
+                yield move.source, False, Parcel(move.box.tensor, terms.wire(move), views, written)
 
     def _check(self) -> None:
         for move in self._plan.local(self._rank):

@@ -17,7 +17,8 @@ class Move:
     element `at` of the `of` elements in it, which fixes the round in which it travels.
 
     With `hop` 0 it comes from the source layout. With `hop` h > 0 it is relayed: `origin` is then a region of the
-    *destination* layout on rank `source`, which a move of hop h - 1 has filled in an earlier round.
+    *destination* layout on rank `source`, which a move of hop h - 1 has filled in an earlier round, and `root` is the
+    rank that gave it at hop 0, with the name of the source storage that it has it in.
     """
 
     box: Box
@@ -28,6 +29,7 @@ class Move:
     at: int = 0
     of: int = 0
     hop: int = 0
+    root: tuple[int, str] | None = None
 
     @property
     def local(self) -> bool:

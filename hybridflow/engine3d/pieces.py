@@ -106,10 +106,20 @@ def _check(region: Region, rank: int, layout: Layout) -> None:
     box, shape = region.box, layout.tensors.get(region.box.tensor)
     if (
         shape is None
-        or len(shape) != len(box.stop)
+        or not len(shape) == len(box.start) == len(box.stop)
         or any(a < 0 or b > n for a, b, n in zip(box.start, box.stop, shape, strict=True))
     ):
         raise LayoutError(
             f"rank {rank} stores {box} in {region.storage!r}, but the layout's tensor is {shape}. "
             "The adapter that made this layout is wrong."
+        )
+    if region.strides is None:
+        fits, wanted = len(region.offset) == len(shape), "one number per dimension"
+    else:
+        fits = len(region.offset) == 1 and len(region.strides) == len(shape)
+        wanted = "one number, and a stride for each dimension"
+    if not fits:
+        raise LayoutError(
+            f"rank {rank} stores {box} in {region.storage!r} at offset {region.offset} with strides {region.strides}. "
+            f"The offset has to be {wanted}: the adapter that made this layout is wrong."
         )

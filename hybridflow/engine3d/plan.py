@@ -8,6 +8,7 @@ that the same ranks hold, so each rank can compute its own part of a plan for th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,9 @@ from dataclasses import dataclass, field, replace
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.move import Move
 from hybridflow.engine3d.pieces import Parts, Piece, pieces
-from hybridflow.engine3d.rounds import Pace, cut
+from hybridflow.engine3d.rounds import Pace, cut, round_of
 from hybridflow.engine3d.routes import Fan, Routes
-from hybridflow.engine3d.routing_table import Broadcast, tabulate
-from hybridflow.engine3d.traffic import Traffic, count_traffic
+from hybridflow.engine3d.traffic import Broadcast, Traffic, count_traffic, tabulate
 from hybridflow.errors import LayoutError
 
 __all__ = ["BUCKET_BYTES", "Broadcast", "Move", "Traffic", "WeightPlan", "plan"]
@@ -51,13 +51,14 @@ class WeightPlan:
         return [move for move in self.moves if move.destination == rank and not move.local]
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, itemsize: int = 4) -> list[list[Move]]:
-        """Pieces that travel, in rounds in each of which no rank sends plus receives more than `max_bytes`.
+        """Pieces that travel, in the rounds in which a transfer moves them, two of which are under way at a time: no
+        rank sends plus receives more than half of `max_bytes` in one.
 
         Pieces are cut where a round is full (to one element at least, and one per copy: `pace.copies + 1` elements
-        are the smallest bound). Both ends of a message and everyone who passes a piece on cut it alike, whether they
+        are the smallest half). Both ends of a message and everyone who passes a piece on cut it alike, whether they
         have the whole plan or their own part, and count rounds alike: a round in which a rank has nothing to do is
-        empty. Ranks that walk the rounds in order, each as one batch, cannot deadlock. A relay comes at least one
-        round after the one that brings what it passes on.
+        empty. Ranks that walk the rounds in order, each as one batch, cannot deadlock. A relay comes at least two
+        rounds after the one that brings what it passes on, because the next one is posted while that is under way.
         """
         windows, grain = self.pace.windows(max_bytes, itemsize)
         rounds: dict[int, list[Move]] = {}
@@ -65,13 +66,22 @@ class WeightPlan:
             if not move.local:
                 for window, box in cut(move.box, move.at, move.of, windows, grain):
                     part = move if box is move.box else replace(move, box=box)
-                    rounds.setdefault(window + move.hop, []).append(part)
+                    rounds.setdefault(round_of(window, move.hop), []).append(part)
         return [rounds.get(i, []) for i in range(max(rounds, default=-1) + 1)]
 
     def traffic(self, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[Traffic]:
-        """The cost for every rank, or for the one whose part this is, at `itemsize` bytes per element on the wire."""
+        """The cost for every rank, or for the one whose part this is, at `itemsize` bytes per element on the wire, of
+        a transfer with the same `bucket_bytes`."""
         ranks = range(self.ranks) if self.rank is None else (self.rank,)
         return count_traffic(ranks, self.moves, self.buckets(bucket_bytes, itemsize), self.nodes, itemsize)
+
+    def part(self, rank: int) -> WeightPlan:
+        """The moves of `rank`. Errors: LayoutError when this is the part of another rank."""
+        if self.rank == rank:
+            return self
+        if self.rank is not None:
+            raise LayoutError(f"rank {rank} was given the part of the plan that is rank {self.rank}'s.")
+        return replace(self, rank=rank, moves=tuple(m for m in self.moves if rank in (m.source, m.destination)))
 
     def only(self, tensors: Collection[str]) -> WeightPlan:
         """The part of the plan that moves these tensors. Rounds stay those of the whole: every rank names the same."""
@@ -109,17 +119,22 @@ def plan(
     given), and among several from the one that has sent least of what they hold together. So a rank receives exactly
     the elements that it needs and does not hold, and an element enters a node at most once. A layout with fewer ranks
     than the other leaves the rest out. With `rank` the plan is that rank's part, equal to its moves in the whole one.
-    `exact` asks for the same tensors on both sides; else the source may have more (the head that a critic lacks).
+    `exact` asks for the same tensors on both sides, wholly; else the source may have more (the head that a critic
+    lacks), and the destination may ask for parts of tensors.
 
     Errors: LayoutError when a destination tensor is not in the source or has another shape there, when nobody holds
-    some of its elements, or for a rank outside the group.
+    some of its elements, for a box or an offset that does not fit its tensor, and for a rank outside the group; with
+    `exact` also when the source has another tensor, or the destination has no place for some elements.
     """
     ranks = max(source.ranks, destination.ranks)
     if rank is not None and not 0 <= rank < ranks:
         raise LayoutError(f"rank {rank} is not among the {ranks} ranks of these layouts.")
     _check_tensors(source, destination, exact)
     nodes = tuple(node_of(i) if node_of else 0 for i in range(ranks))
-    draft = _Draft(Parts.of(source, ranks), Parts.of(destination, ranks), nodes, tuple(destination.tensors))
+    wanted = Parts.of(destination, ranks)
+    if exact:
+        _check_whole(destination, wanted)
+    draft = _Draft(Parts.of(source, ranks), wanted, nodes, tuple(destination.tensors))
     return WeightPlan(ranks, tuple(draft.moves(rank)), rank, nodes, draft.pace())
 
 
@@ -160,9 +175,10 @@ class _Draft:
             for keeper in self._keepers(piece, rank):
                 yield Move(box, keeper, keeper, have[held[keeper]][0], need[wanted[keeper]])
             if fan and mine[id(routes)]:
-                for sender, receiver, hop in routes.sends(fan, box.numel, rank):
+                for sender, receiver, hop, root in routes.sends(fan, box.numel, rank):
                     origin = need[wanted[sender]][0] if hop else have[held[sender]][0]
-                    yield Move(box, sender, receiver, origin, need[wanted[receiver]], at, fan.length, hop)
+                    first = (root, have[held[root]][0].storage) if hop else None
+                    yield Move(box, sender, receiver, origin, need[wanted[receiver]], at, fan.length, hop, first)
 
     def _keepers(self, piece: Piece, rank: int | None) -> list[int]:
         """Ranks that need the piece and hold it."""
@@ -188,3 +204,13 @@ def _check_tensors(source: Layout, destination: Layout, exact: bool) -> None:
             f"these layouts are not of the same model: {'; '.join(wrong[:5])}{more}. Build both layouts from the same "
             "model spec."
         )
+
+
+def _check_whole(destination: Layout, parts: Parts) -> None:
+    for name, shape in destination.tensors.items():
+        stored, numel = sum(box.numel for box, _ in parts.atoms.get(name, ())), math.prod(shape)
+        if stored != numel:
+            raise LayoutError(
+                f"the destination's layout names {name} {tuple(shape)}, but its ranks have a place for {stored} of the "
+                f"{numel} elements only. The adapter that made this layout is wrong, or cannot split the model so."
+            )

@@ -14,13 +14,36 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    """Memory of named tensors that can be given and taken; `Residency` is one, a sleeping vLLM engine has another."""
+    """Memory of named tensors that can be given and taken; `Residency` is one, `PooledMemory` of vLLM another.
 
-    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
-        """Give memory; returns the names whose content is undefined now."""
+    `names` default to all of its tensors; names that it does not know are left alone.
+    """
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of everything that can be released."""
         ...
 
-    def release(self, names: Iterable[str] | None = None) -> None: ...
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that have memory now."""
+        ...
+
+    def resident(self, name: str) -> bool:
+        """Whether `name` has memory; true for names that it does not know."""
+        ...
+
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        """Give memory, with what `offload` kept; returns the names whose content is undefined now."""
+        ...
+
+    def release(self, names: Iterable[str] | None = None) -> None:
+        """Take the memory; its content is lost, also what `offload` kept."""
+        ...
+
+    def offload(self, names: Iterable[str] | None = None) -> None:
+        """Take the memory and keep its content on the host."""
+        ...
 
 
 class Residency:

@@ -22,11 +22,15 @@ Station = tuple[int, ...]  # ranks of one node that need the same: one of them g
 
 
 class Send(NamedTuple):
-    """Rank `source` sends to `destination`: at `hop` 0 what it holds, later what it has received."""
+    """Rank `source` sends to `destination`: at `hop` 0 what it holds, later what it has received.
+
+    `root` is the holder at the beginning: `source` itself at `hop` 0.
+    """
 
     source: int
     destination: int
     hop: int
+    root: int
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,13 @@ class _Deal:
             count = each + (holder in favoured)
             load[holder] += size * count
             for _ in range(count):
-                yield from _serve(holder, next(stations), 0, size, load)[1]
+                yield from _serve(holder, next(stations), 0, size, load, holder)[1]
         for holder, chain in zip(self.holders, self.chains, strict=False):
             load[holder] += size
             heads: list[int] = []
             for i, station in enumerate(chain):
-                head, sends = _serve(heads[_parent(i, chain)] if i else holder, station, _hop(i, chain), size, load)
+                sender = heads[_parent(i, chain)] if i else holder
+                head, sends = _serve(sender, station, _hop(i, chain), size, load, holder)
                 heads.append(head)
                 yield from sends
 
@@ -85,11 +90,11 @@ class _Deal:
         return out
 
 
-def _serve(sender: int, station: Station, hop: int, size: int, load: Counter[int]) -> tuple[int, list[Send]]:
+def _serve(sender: int, station: Station, hop: int, size: int, load: Counter[int], root: int) -> tuple[int, list[Send]]:
     """The station's rank that has relayed least gets the piece and passes it on."""
     head = station[0] if len(station) == 1 else min(station, key=lambda rank: (load[rank], rank))
     load[head] += size if len(station) > 1 else 0
-    return head, [Send(sender, head, hop), *(Send(head, rank, hop + 1) for rank in station if rank != head)]
+    return head, [Send(sender, head, hop, root), *(Send(head, r, hop + 1, root) for r in station if r != head)]
 
 
 def _count(copies: Counter[tuple[int, int]], station: Station, hop: int, children: int) -> None:

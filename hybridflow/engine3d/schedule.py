@@ -13,7 +13,7 @@ from typing import Literal
 
 from hybridflow.engine3d.binding import LocalCopies
 from hybridflow.engine3d.messages import Message
-from hybridflow.engine3d.plan import Move, WeightPlan
+from hybridflow.engine3d.plan import Move
 
 Kind = Literal["post", "copy", "finish"]
 
@@ -34,29 +34,14 @@ class Step:
     release: list[str] = field(default_factory=list)
 
 
-def rounds(plan: WeightPlan, rank: int, bucket_bytes: int, itemsize: int) -> list[list[Move]]:
-    """The pieces of each round that `rank` sends or receives; two rounds in flight fit into `bucket_bytes`.
-
-    A relay waits one round more than planned: the round that follows the one that brings its piece is posted while
-    that is still in flight. All ranks count rounds alike, also those in which they have nothing to do.
-    """
-    out: list[list[Move]] = []
-    for at, bucket in enumerate(plan.buckets(max(1, bucket_bytes // 2), itemsize)):
-        for move in bucket:
-            if rank in (move.source, move.destination):
-                out += ([] for _ in range(at + move.hop + 1 - len(out)))
-                out[at + move.hop].append(move)
-    return out
-
-
 def make_steps(
-    turns: Sequence[Sequence[Move]], messages: Sequence[Iterable[Message]], local: Mapping[str, LocalCopies]
+    rounds: Sequence[Sequence[Move]], messages: Sequence[Iterable[Message]], local: Mapping[str, LocalCopies]
 ) -> list[Step]:
     """All steps of a run for the rounds (their moves and messages) and the local copies by canonical tensor."""
     copies: dict[int, list[Step]] = {}
-    for i, (at, group) in enumerate(zip(_copy_rounds(local, turns), local.values(), strict=True)):
+    for i, (at, group) in enumerate(zip(_copy_rounds(local, rounds), local.values(), strict=True)):
         copies.setdefault(at, []).append(Step("copy", i, group.reads, group.writes))
-    out = [] if turns else copies.get(0, [])
+    out = [] if rounds else copies.get(0, [])
     posted = [_message_steps(i, parts) for i, parts in enumerate(messages)]
     for i, (post, finish) in enumerate(posted):
         out += ([post] if i == 0 else []) + [step for step, _ in posted[i + 1 : i + 2]]
@@ -65,10 +50,10 @@ def make_steps(
     return out
 
 
-def _copy_rounds(local: Iterable[str], turns: Sequence[Sequence[Move]]) -> Iterator[int]:
+def _copy_rounds(local: Iterable[str], rounds: Sequence[Sequence[Move]]) -> Iterator[int]:
     """The round beside which each tensor is copied: the first in which it travels, or where its predecessor is."""
     first: dict[str, int] = {}
-    for at, moves in enumerate(turns):
+    for at, moves in enumerate(rounds):
         for move in moves:
             first.setdefault(move.box.tensor, at)
     at = 0
@@ -81,7 +66,7 @@ def _message_steps(index: int, messages: Iterable[Message]) -> tuple[Step, Step]
     """Posting and finishing a round. A message without a buffer uses the storage while it is under way."""
     post, finish = Step("post", index), Step("finish", index)
     for message in messages:
-        names = {name for piece in message.pieces for name in piece.storages}
+        names = {name for parcel in message.parcels for name in parcel.storages}
         if message.sent:
             (finish if message.flat is not None else post).reads.update(names)
         else:

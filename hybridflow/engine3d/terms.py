@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybridflow.engine3d.plan import Move, WeightPlan
 from hybridflow.engine3d.wire import DTYPES, converts, holds, wire_device, wire_dtype
-from hybridflow.errors import LayoutError, WaitTimeoutError
+from hybridflow.errors import HybridFlowError, LayoutError, WaitTimeoutError
 
 Dtypes = Mapping[str, torch.dtype]
 
@@ -57,8 +57,9 @@ class Terms:
     `dtypes` are those of this rank's source and destination storages that its moves use, all of which can travel;
     `failure` says why they cannot be used.
 
-    Errors: LayoutError on every rank when one comes with a `failure`, when a dtype has no conversion, and when the
-    ranks come with plans that do not belong together. WaitTimeoutError when one does not come at all.
+    Errors: the `failure` itself on the rank that comes with it, and LayoutError on all others. LayoutError on every
+    rank when a dtype has no conversion, and when the ranks come with plans that do not belong together.
+    WaitTimeoutError when one does not come at all.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class Terms:
         dtypes: tuple[Dtypes, Dtypes],
         bucket_bytes: int,
         group: dist.ProcessGroup | None,
-        failure: LayoutError | None = None,
+        failure: Exception | None = None,
     ) -> None:
-        reason = str(failure) if failure else None
+        known = failure is None or isinstance(failure, HybridFlowError)
+        reason = (str(failure) if known else f"{type(failure).__name__}: {failure}") if failure else None
         told = _Told(reason, (plan.ranks, bucket_bytes), _pairs(plan, rank), *map(_Names.of, dtypes))
         self._told = _tell(told, rank, group)
         if failure:
@@ -87,18 +89,17 @@ class Terms:
         return min(max((dtype.itemsize for dtype in side), default=1) for side in sides)
 
     def wire(self, move: Move) -> torch.dtype:
-        """The dtype in which a piece travels; both of its ranks find the same."""
-        origin, into = self._ends(move)
-        if move.hop:  # what was received may have been widened; the wire need not be wider than any source
-            widest = max(self._sources, key=lambda dtype: (dtype.itemsize, dtype == origin))
-            origin = wire_dtype(widest, origin) if holds(origin, widest) else origin
-        return wire_dtype(origin, into)
+        """The dtype in which a piece travels; both of its ranks find the same.
 
-    def _ends(self, move: Move) -> tuple[torch.dtype, torch.dtype]:
-        told = self._told[move.source]
-        origin = (told.destination if move.hop else told.source).dtype(move.origin.storage)
+        A relayed piece may have been widened on the way: it need not travel wider than what it was at its root.
+        """
         ends = [self._told[move.destination].destination.dtype(region.storage) for region in move.into]
-        return origin, max(ends, key=lambda dtype: dtype.itemsize)
+        return wire_dtype(self._root(move), max(ends, key=lambda dtype: dtype.itemsize))
+
+    def _root(self, move: Move) -> torch.dtype:
+        """The dtype of the source storage that the piece comes from in the end."""
+        rank, storage = move.root or (move.source, move.origin.storage)
+        return self._told[rank].source.dtype(storage)
 
     def _check_conversions(self, plan: WeightPlan, rank: int, group: dist.ProcessGroup | None) -> None:
         """A second collective, of all ranks or none, only where the dtypes that were told leave a doubt."""
@@ -116,15 +117,15 @@ class Terms:
             raise LayoutError(f"rank {who - 1} cannot take part in moving these weights; its error says why.")
 
     def _doubt(self, move: Move) -> str | None:
-        told = self._told[move.destination].destination
-        origin, _ = self._ends(move)
+        told, root = self._told[move.destination].destination, self._root(move)
+        origin = self._told[move.source].destination.dtype(move.origin.storage) if move.hop else root
         for into in {told.dtype(region.storage) for region in move.into}:
             if not converts(origin, into):
                 return (
                     f"{move.box} is {origin} on rank {move.source} and {into} on rank {move.destination}, and there is "
                     "no conversion between them. Use one dtype on both sides, or convert in the engine."
                 )
-            if move.hop and origin != into and not all(holds(origin, dtype) for dtype in self._sources):
+            if move.hop and origin != into and not holds(origin, root):
                 return (
                     f"rank {move.destination} wants {move.box} as {into} and gets it through rank {move.source}, which "
                     f"keeps it as {origin}: values would be rounded twice. Use one dtype on all destination ranks."
@@ -159,7 +160,7 @@ def _tell(mine: _Told, rank: int, group: dist.ProcessGroup | None) -> Sequence[_
 def _check_alike(told: Sequence[_Told]) -> None:
     """Every rank checks all pairs, so that every rank finds what is wrong."""
     for rank, other in enumerate(told):
-        if other.failure:
+        if other.failure is not None:
             raise LayoutError(f"rank {rank}, another rank, cannot take part in moving these weights: {other.failure}")
     ranks = told[0].plan[0]
     if ranks > len(told):

@@ -1,11 +1,14 @@
-"""Traffic: what executing a weight plan costs each rank, computed before a single byte moves. Pure."""
+"""What executing a weight plan costs each rank, and who gives what to whom, before a single byte moves. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.move import Move
+from hybridflow.engine3d.rounds import IN_FLIGHT, staged, travels_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,10 @@ class Traffic:
     """The cost for one rank: bytes over the wire, bytes copied locally, messages sent and received.
 
     The last two are the part of what it sends and receives that crosses nodes. `peak_bytes` bounds the extra memory
-    of the transfer: what the fullest round sends and receives.
+    of the transfer from above: two buffers take turns, and here every message is in one. A message of one piece whose
+    storage is contiguous and of the dtype that travels needs none: that the storages decide.
+
+    Everything else is exact where all elements travel at the `itemsize` that was asked for.
     """
 
     rank: int
@@ -43,18 +49,28 @@ def count_traffic(
         if nodes[move.source] != nodes[move.destination]:
             sender.sent_far += size
             receiver.received_far += size
-    for turn in rounds:
-        held: dict[int, int] = {}
-        for move in turn:
-            for rank in (move.source, move.destination):
-                held[rank] = held.get(rank, 0) + move.box.numel * itemsize
-        for pair in {(move.source, move.destination) for move in turn}:
-            for rank in pair:
+    for i, pieces in enumerate(rounds):
+        held: Counter[int] = Counter()
+        for source, destination, size in _messages(pieces, itemsize):
+            for rank in (source, destination):
                 meters.get(rank, idle).messages += 1
+                held[rank] += staged(size)
         for rank, size in held.items():
-            meter = meters.get(rank, idle)
-            meter.peak = max(meter.peak, size)
+            buffers = meters.get(rank, idle).buffers
+            buffers[i % IN_FLIGHT] = max(buffers[i % IN_FLIGHT], size)
     return [meter.read(rank) for rank, meter in meters.items()]
+
+
+def _messages(pieces: Iterable[Move], itemsize: int) -> list[tuple[int, int, int]]:
+    """Source, destination and bytes of each message of a round."""
+    alone, shared = [], Counter[tuple[int, int]]()
+    for move in pieces:
+        size = move.box.numel * itemsize
+        if travels_alone(size):
+            alone.append((move.source, move.destination, size))
+        else:
+            shared[move.source, move.destination] += size
+    return alone + [(*pair, size) for pair, size in shared.items()]
 
 
 @dataclass(slots=True)
@@ -63,10 +79,37 @@ class _Meter:
     received: int = 0
     local: int = 0
     messages: int = 0
-    peak: int = 0
     sent_far: int = 0
     received_far: int = 0
+    buffers: list[int] = field(default_factory=lambda: [0] * IN_FLIGHT)
 
     def read(self, rank: int) -> Traffic:
-        wire = (self.sent, self.received, self.local, self.messages, self.peak)
+        wire = (self.sent, self.received, self.local, self.messages, sum(self.buffers))
         return Traffic(rank, *wire, self.sent_far, self.received_far)
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Rank `root` gives its pieces of `tensors`, `elements` in all, to `receivers`, whom it sends them or has them
+    passed on to. A rank that keeps its own pieces is no receiver of them.
+    """
+
+    root: int
+    receivers: tuple[int, ...]
+    tensors: tuple[str, ...]
+    elements: int
+
+
+def tabulate(moves: Iterable[Move]) -> tuple[Broadcast, ...]:
+    """One line for each root and set of receivers, by root, from all moves of a plan."""
+    receivers: dict[tuple[Box, int], list[int]] = {}
+    for move in moves:
+        if not move.local:
+            root = move.root[0] if move.root else move.source
+            receivers.setdefault((move.box, root), []).append(move.destination)
+    lines: dict[tuple[int, tuple[int, ...]], tuple[dict[str, None], int]] = {}
+    for (box, root), ranks in receivers.items():
+        key = (root, tuple(sorted(ranks)))
+        tensors, elements = lines.get(key, ({}, 0))
+        lines[key] = (tensors | {box.tensor: None}, elements + box.numel)
+    return tuple(Broadcast(*key, tuple(tensors), elements) for key, (tensors, elements) in sorted(lines.items()))

@@ -8,25 +8,24 @@ source and destination are the same memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engine3d.binding import Binding
+from hybridflow.engine3d.binding import Binding, Storage
 from hybridflow.engine3d.copies import Lane
-from hybridflow.engine3d.messages import messages
+from hybridflow.engine3d.holders import Memory
+from hybridflow.engine3d.messages import Round, messages
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan
 from hybridflow.engine3d.residency import Memory
-from hybridflow.engine3d.schedule import Step, make_steps, rounds
+from hybridflow.engine3d.rounds import IN_FLIGHT
+from hybridflow.engine3d.schedule import Step, make_steps
 from hybridflow.engine3d.terms import Terms
-from hybridflow.engine3d.turn import Turn
 from hybridflow.engine3d.wire import wire_device
 from hybridflow.errors import LayoutError, WaitTimeoutError
-
-Storage = Mapping[str, Tensor]
 
 
 def execute(
@@ -57,7 +56,9 @@ class Transfer:
     Building is collective over `group` (ranks tell each other their dtypes), and so is `run()`.
 
     Errors: LayoutError on every rank when on one of them a storage is missing or too small or has a dtype without
-    a conversion, and when the ranks' plans differ. WaitTimeoutError when a rank does not come.
+    a conversion, and when the ranks' plans differ. Any other error that looking at a storage raises on one rank (a
+    file that cannot be read) is raised there, and LayoutError on the others. WaitTimeoutError when a rank does not
+    come.
 
     Attributes: `sent_bytes` and `received_bytes`, what went over the wire in all runs so far; `peak_bytes`, the most
     buffer memory in use in a run.
@@ -82,11 +83,11 @@ class Transfer:
         bound = Binding(plan, source, destination, rank)
         self._sources, self._destinations, self._gaps = bound.sources, bound.destinations, bound.gaps()
         terms = Terms(plan, rank, bound.dtypes(), bucket_bytes, group, bound.failure)
-        moves = rounds(plan, rank, bucket_bytes, terms.itemsize)
-        self._turns = [Turn(messages(bound.pieces(pieces, terms), self._device)) for pieces in moves]
+        rounds = plan.part(rank).buckets(bucket_bytes, terms.itemsize)
+        self._rounds = [Round(messages(bound.parcels(moves, terms), self._device)) for moves in rounds]
         local = bound.local()
         self._copies = [group.copies for group in local.values()]
-        self._steps = make_steps(moves, [turn.messages for turn in self._turns], local)
+        self._steps = make_steps(rounds, [one.messages for one in self._rounds], local)
         tensors = (*bound.sources.values(), *bound.destinations.values())
         self._lane = Lane(next((tensor.device for tensor in tensors if tensor.is_cuda), self._device))
         self._arenas: list[Tensor] = []
@@ -97,12 +98,17 @@ class Transfer:
         return sum(self._arena_sizes())
 
     @property
+    def messages(self) -> int:
+        """Messages that a run sends and receives."""
+        return sum(len(one.messages) for one in self._rounds)
+
+    @property
     def received(self) -> dict[str, int]:
         """Bytes received from other ranks in all runs so far, by canonical tensor."""
         out: dict[str, int] = {}
-        for turn in self._turns:
-            for piece in (piece for message in turn.messages if not message.sent for piece in message.pieces):
-                out[piece.tensor] = out.get(piece.tensor, 0) + piece.nbytes * turn.runs
+        for one in self._rounds:
+            for parcel in (parcel for message in one.messages if not message.sent for parcel in message.parcels):
+                out[parcel.tensor] = out.get(parcel.tensor, 0) + parcel.nbytes * one.runs
         return {tensor: size for tensor, size in out.items() if size}
 
     @torch.no_grad()
@@ -135,26 +141,26 @@ class Transfer:
     def release(self) -> None:
         """Give the buffers back; the next run allocates them again."""
         self._arenas = []
-        for turn in self._turns:
-            turn.unbind()
+        for one in self._rounds:
+            one.unbind()
 
     def _do(self, step: Step, timeout: float | None) -> None:
         if step.kind == "copy":
             self._copies[step.index].run()
             return
-        turn = self._turns[step.index]
-        with self._explained(turn):
-            turn.post() if step.kind == "post" else turn.finish(timeout)
+        one = self._rounds[step.index]
+        with self._explained(one):
+            one.post() if step.kind == "post" else one.finish(timeout)
         if step.kind == "finish":
-            self.sent_bytes += turn.nbytes(sent=True)
-            self.received_bytes += turn.nbytes(sent=False)
+            self.sent_bytes += one.nbytes(sent=True)
+            self.received_bytes += one.nbytes(sent=False)
 
     @contextmanager
-    def _explained(self, turn: Turn) -> Iterator[None]:
+    def _explained(self, one: Round) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            peers = sorted({message.peer for message in turn.messages})
+            peers = sorted({message.peer for message in one.messages})
             raise WaitTimeoutError(
                 f"rank {self.rank} exchanges weights with ranks {peers} and did not get through: {error}. All ranks "
                 "of the group have to run the transfer together; look for an earlier error on the others."
@@ -163,12 +169,14 @@ class Transfer:
     def _bind(self) -> None:
         if not self._arenas:
             self._arenas = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._arena_sizes()]
-            for i, turn in enumerate(self._turns):
-                turn.bind(self._arenas[i % 2], self.group)
+            for i, one in enumerate(self._rounds):
+                one.bind(self._arenas[i % IN_FLIGHT], self.group)
         self.peak_bytes = max(self.peak_bytes, sum(arena.nbytes for arena in self._arenas))
 
     def _arena_sizes(self) -> list[int]:
-        return [max((turn.staged_bytes for turn in self._turns[first::2]), default=0) for first in range(2)]
+        return [
+            max((one.staged_bytes for one in self._rounds[first::IN_FLIGHT]), default=0) for first in range(IN_FLIGHT)
+        ]
 
     def _give_memory(self, names: list[str]) -> None:
         if self._acquire and names:

@@ -34,7 +34,7 @@ def test_rounds_are_bounded_complete_and_in_order(spec, a, b, node, elements_eac
             assert not move.local
             for rank in (move.source, move.destination):
                 extra[rank] += move.box.numel * itemsize
-        assert max(extra.values(), default=0) <= max(limit, (made.pace.copies + 1) * itemsize)
+        assert max(extra.values(), default=0) <= max(limit // 2, (made.pace.copies + 1) * itemsize)
         moved.update(extra)
     traffic = made.traffic(itemsize, limit)
     assert [moved[t.rank] for t in traffic] == [t.sent_bytes + t.received_bytes for t in traffic]
@@ -59,7 +59,7 @@ def test_a_relay_comes_after_the_round_that_brings_its_piece(spec, holders, need
     for i, moves in enumerate(made.buckets(limit, 1)):
         for move in moves:
             if move.hop:
-                assert arrived[move.box, move.source] < i
+                assert arrived[move.box, move.source] < i - 1  # the round before is under way when this is posted
             else:
                 assert move.source < holders
         arrived |= {(move.box, move.destination): i for move in moves}
@@ -86,7 +86,7 @@ def test_cutting_covers_a_box_once_and_fills_windows_evenly(shape, before, after
         assert part.intersect(box) == part
         last = at + part.numel - 1
         assert window == last * windows // of
-        assert part.numel <= grain or at * windows // of == window or len(parts) > 1
+        assert -(-window * of // windows) - at < max(grain, 1)  # what it has of earlier windows
         held[window] += part.numel
         at += part.numel
     assert at == before + box.numel  # in index order, each element once
@@ -103,7 +103,7 @@ def test_pieces_that_fit_are_left_whole():
 def test_disjoint_pairs_fill_rounds_side_by_side():
     """Pipeline stages in turn: without it the second stage would wait until the first is done."""
     made = plan(fused(SIX, 2, 1, 1).placed([0, 1], 4), fused(SIX, 2, 1, 1).placed([2, 3], 4))
-    rounds = made.buckets(400, 1)
+    rounds = made.buckets(800, 1)
     total = max(t.sent_bytes for t in made.traffic(itemsize=1))
     assert len(rounds) <= 2 * -(-total // 400)
     assert all({move.destination for move in moves} == {2, 3} for moves in rounds)

@@ -89,7 +89,7 @@ def check_sends(sends: list[Send], have: set[int], need: frozenset[int], nodes: 
 
 def test_a_few_idle_ranks_are_served_by_the_holder_itself():
     routes = Routes([0], [0] * 4, {1, 2, 3}, [0] * 4)
-    assert routes.sends(routes.fan(frozenset({1, 2})), 1) == [Send(0, 1, 0), Send(0, 2, 0)]
+    assert routes.sends(routes.fan(frozenset({1, 2})), 1) == [Send(0, 1, 0, 0), Send(0, 2, 0, 0)]
     assert WIDE == 2
 
 
