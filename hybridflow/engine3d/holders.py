@@ -5,28 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.residency import Memory
 from hybridflow.topology import RankGrid
-
-
-class Memory(Protocol):
-    """The memory of named tensors, as `Residency` manages it."""
-
-    @property
-    def resident_bytes(self) -> int: ...
-
-    def resident(self, name: str) -> bool: ...
-
-    def acquire(self, names: Iterable[str] | None = None) -> object: ...
-
-    def release(self, names: Iterable[str] | None = None) -> None: ...
-
-    def offload(self, names: Iterable[str] | None = None) -> None: ...
 
 
 class Holder(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.engine3d.holders import Memory
+from hybridflow.engine3d.residency import Memory
 
 
 class Ledger:
@@ -66,8 +66,15 @@ class Watched:
         self._keys = ledger.add(memory, tensors)
 
     @property
+    def total_bytes(self) -> int:
+        return self._memory.total_bytes
+
+    @property
     def resident_bytes(self) -> int:
         return self._memory.resident_bytes
+
+    def resident(self, name: str) -> bool:
+        return self._memory.resident(name)
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
         """Give `names` (default: all) memory; those that come from `release`, whose content is undefined."""
@@ -91,11 +98,12 @@ class Watched:
         self.gone.update(chosen)
         self._ledger.count(self._keys[name] for name in chosen)
 
-    def offload(self) -> None:
-        """Move everything to host memory until `recall`."""
-        self._memory.offload(self.released)
-        self._held.clear()
-        self._ledger.count(self._keys.values())
+    def offload(self, names: Iterable[str] | None = None) -> None:
+        """Move `names` (default: all) to host memory until `recall`."""
+        chosen = self._mine(names)
+        self._memory.offload(chosen)
+        self._held.difference_update(chosen)
+        self._ledger.count(self._keys[name] for name in chosen)
 
     def _mine(self, names: Iterable[str] | None) -> Sequence[str]:
         return self.released if names is None else [name for name in names if name in self._may_go]

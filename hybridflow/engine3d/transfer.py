@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hybridflow.engine3d.binding import Binding, Storage
 from hybridflow.engine3d.copies import Lane
-from hybridflow.engine3d.holders import Memory
 from hybridflow.engine3d.messages import Round, messages
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan
 from hybridflow.engine3d.residency import Memory
