@@ -71,13 +71,20 @@ class RankGrid:
         return Coords(p_i, t_i, d_i)
 
     def rank(self, p: int = 0, t: int = 0, d: int = 0) -> int:
-        """Rank at these coordinates; negative indices count from the end, as in Python."""
-        p, t, d = p % self.p, t % self.t, d % self.d
+        """Rank at these coordinates; negative indices count from the end, as in Python.
+
+        Errors: IndexError beyond the ends.
+        """
+        p, t, d = (_index(axis, at, getattr(self, axis)) for axis, at in (("p", p), ("t", t), ("d", d)))
         return (d * self.p + p) * self.t + t
 
     def ranks(self, p: int | None = None, t: int | None = None, d: int | None = None) -> list[int]:
-        """All ranks whose given coordinates match, ascending; an omitted coordinate runs over its whole axis."""
-        pick = [range(size) if at is None else (at % size,) for at, size in ((p, self.p), (t, self.t), (d, self.d))]
+        """All ranks whose given coordinates match, ascending; an omitted coordinate runs over its whole axis.
+
+        Errors: IndexError for a coordinate beyond the ends of its axis.
+        """
+        axes = (("p", p, self.p), ("t", t, self.t), ("d", d, self.d))
+        pick = [range(size) if at is None else (_index(axis, at, size),) for axis, at, size in axes]
         return [self.rank(p_i, t_i, d_i) for d_i in pick[2] for p_i in pick[0] for t_i in pick[1]]
 
     def group(self, rank: int, *axes: Axis) -> list[int]:
@@ -211,6 +218,12 @@ class GenerationGrid:
     def _sizes(self) -> dict[GenerationAxis, int]:
         """Axes from slowest to fastest, as rows are handed out."""
         return {"d": self.d, "micro": self.micro, "p": self.p, "t": self.t}
+
+
+def _index(axis: str, at: int, size: int) -> int:
+    if not -size <= at < size:
+        raise IndexError(f"{axis}={at} is not in a grid with {axis} of size {size}")
+    return at % size
 
 
 def _divisors(number: int) -> list[int]:

@@ -58,12 +58,13 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A model group as its members see it: `members[i]` is the pool rank of group rank i."""
+    """A model group as its members see it: `members[i]` is the pool rank of group rank i, on the node `nodes[i]`."""
 
     name: str
     role: str
     grid: RankGrid
     members: tuple[int, ...]
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,9 @@ class Host:
                 raise PlacementError("this host could not join the others of its pool; its log says why.")
             worker = object.__new__(worker_class)
             if groups is not None:
-                worker.context = RankContext(spec.role, rank, spec.grid, self.device, groups, unset=unset)
+                worker.context = RankContext(
+                    spec.role, rank, spec.grid, self.device, groups, unset=unset, nodes=spec.nodes
+                )
             worker.__init__(**settings)
             member.worker = worker
         except Exception as error:

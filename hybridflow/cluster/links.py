@@ -11,7 +11,7 @@ import ray
 from hybridflow.cluster.columns import Issued, Origin, Part
 from hybridflow.cluster.exchange import Exchange, News
 from hybridflow.cluster.future import Future
-from hybridflow.cluster.placed import Placed
+from hybridflow.cluster.placed import Placed, numbered
 from hybridflow.cluster.store import Status
 from hybridflow.cluster.weight_link import Cargo, LinkSpec, Process
 from hybridflow.engine3d.layout import Layout
@@ -96,11 +96,10 @@ class Links:
                     origins.append((placed.name, rank))
         pools = {pool.name: pool for pool in self._session.pools}
         machines = [pools[name].part([member]).machines[0] for name, member in at]
-        numbers = {machine: i for i, machine in enumerate(dict.fromkeys(machines))}
         spec = LinkSpec(
             name=f"link/{source.key}/{destination.key}/{self._session.sequence()}",
             processes=tuple(at),
-            nodes=tuple(numbers[machine] for machine in machines),
+            nodes=numbered(machines),
             senders=tuple(at[source.pool_name, member] for member in source.members),
             receivers=tuple(at[destination.pool_name, member] for member in destination.members),
             store_pool=source.pool_name,

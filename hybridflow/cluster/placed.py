@@ -47,12 +47,18 @@ class Placed:
             )
         object.__setattr__(self, "key", f"{self.pool_name}/{self.name}/{self.session.sequence()}")
 
+    @property
+    def machines(self) -> list[str]:
+        """The cluster's own name of the node of each rank; none for processes outside of pools."""
+        pool = next((pool for pool in self.session.pools if pool.name == self.pool_name), None)
+        return pool.part(self.members).machines if pool else []
+
     def build(self, unset: bool = False) -> None:
         """Build the worker on every rank and wait for it; with `unset`, its weights will be written from outside.
 
         Errors: WorkerError when a rank cannot be built, ConfigError for a setting that cannot be sent.
         """
-        spec = GroupSpec(self.key, self.name, self.grid, self.members)
+        spec = GroupSpec(self.key, self.name, self.grid, self.members, numbered(self.machines))
         seq, settings = self.session.sequence(), dict(self.settings)
         with arguments_sent(self.name, settings | {"worker_class": self.worker_class}):
             built = [host.create.remote(seq, spec, self.worker_class, settings, unset) for host in self.hosts]
@@ -73,6 +79,12 @@ class Placed:
         self.session.links.close(self.key)
         dropping = [host.drop.remote(self.key) for host in self.hosts]
         ray.wait(dropping, num_returns=len(dropping), timeout=wait)
+
+
+def numbered(machines: Sequence[str]) -> tuple[int, ...]:
+    """A number for each machine, counted from 0 in order of appearance."""
+    numbers = {machine: i for i, machine in enumerate(dict.fromkeys(machines))}
+    return tuple(numbers[machine] for machine in machines)
 
 
 @contextlib.contextmanager

@@ -137,7 +137,10 @@ class Region:
     strides: tuple[int, ...] | None = None
 
     def index(self, part: Box | None = None) -> tuple[slice, ...]:
-        """Slices into the storage for `part` of this region's box (the whole box when omitted); not of a flat one."""
+        """Slices into the storage for `part` of this region's box (the whole box when omitted); not of a flat one.
+
+        Errors: ValueError when the offset has not one number per dimension, which planning refuses.
+        """
         part = part or self.box
         starts = [o + p - b for o, p, b in zip(self.offset, part.start, self.box.start, strict=True)]
         return tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))
@@ -181,8 +184,16 @@ class Layout:
     part: Callable[[int], Hashable] | None = None
 
     def placed(self, members: Sequence[int], ranks: int) -> Layout:
-        """This layout in a larger group of `ranks` ranks: its rank i is `members[i]`, the others hold nothing."""
+        """This layout in a larger group of `ranks` ranks: its rank i is `members[i]`, the others hold nothing.
+
+        Errors: LayoutError when `members` are not as many different ranks of the group as the layout has.
+        """
         at = {member: i for i, member in enumerate(members)}
+        if len(members) != self.ranks or len(at) != self.ranks or not all(0 <= member < ranks for member in at):
+            raise LayoutError(
+                f"a layout of {self.ranks} ranks cannot be placed on ranks {list(members)[:16]} of a group of {ranks}. "
+                f"Give {self.ranks} different ranks from 0 to {ranks - 1}."
+            )
         part = self.part or (lambda rank: rank)
         return Layout(
             self.tensors,

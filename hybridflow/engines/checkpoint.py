@@ -250,7 +250,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             for name, t in fields.items()
         }
         extents = {name: tensor["data_offsets"][1] - tensor["data_offsets"][0] for name, tensor in fields.items()}
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: its header is unreadable ({error!r}).") from None
     if end != size:
         what = "truncated" if end > size else "damaged (bytes after the last tensor)"

@@ -16,7 +16,7 @@ from hybridflow.algorithms.totals import LossFunction
 from hybridflow.algorithms.totals import Totals as Totals
 from hybridflow.config import Sampling
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.residency import Residency
+from hybridflow.engine3d.residency import Memory, Residency
 from hybridflow.ragged import Ragged
 from hybridflow.topology import GenerationGrid, RankGrid
 
@@ -199,7 +199,7 @@ class GenerateEngine(Protocol):
         """This rank's weights by the names that `layout().regions(rank)` uses: written in place from outside."""
         ...
 
-    def memory(self) -> Residency:
+    def memory(self) -> Memory:
         """Memory of the weights in `storage()`; without it `generate` refuses."""
         ...
 

@@ -77,8 +77,9 @@ class ProcessGroups:
 class RankContext:
     """Who a worker is: its role, its rank in the group's grid, its device and its process groups.
 
-    `method` is the operation that runs, for messages. With `unset` the weights will be written from outside: engines
-    neither read nor draw any.
+    `nodes[i]` numbers the machine on which rank i of the group runs (empty where nobody says): ranks of equal numbers
+    are close to each other. `method` is the operation that runs, for messages. With `unset` the weights will be written
+    from outside: engines neither read nor draw any.
     """
 
     role: str
@@ -89,6 +90,7 @@ class RankContext:
     stages: list[tuple[str, float, float]] = field(default_factory=list)
     method: str = ""
     unset: bool = False
+    nodes: tuple[int, ...] = ()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

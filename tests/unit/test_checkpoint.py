@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -251,6 +252,9 @@ def test_other_damage_is_named(copy):
     file.write_bytes(content + b"x")
     refuses(directory, spec, "damaged")
     file.write_bytes(content[:8] + b"!" + content[9:])
+    refuses(directory, spec, "header is unreadable")
+    start = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [0]}}).encode()
+    file.write_bytes(struct.pack("<Q", len(start)) + start)
     refuses(directory, spec, "header is unreadable")
     file.write_bytes(content.replace(b"[60,64]", b"[60,99]"))
     refuses(directory, spec, "damaged", "(60, 99)")

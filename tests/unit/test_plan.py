@@ -213,6 +213,37 @@ def test_a_box_outside_its_tensor_is_refused():
         plan(wrong, wrong)
 
 
+@pytest.mark.parametrize(
+    ("offset", "strides"), [((0,), None), ((0, 0, 0), None), ((0, 0), (8, 1)), ((0,), (1,)), ((0,), ())]
+)
+def test_an_offset_that_does_not_fit_its_tensor_is_refused(offset, strides):
+    wrong = Layout({"w": (4, 8)}, 1, lambda rank: [Region(Box.whole("w", (4, 8)), "s", offset, strides)])
+    with pytest.raises(LayoutError, match=r"stores w\[0:4, 0:8\] in 's' at offset .* The offset has to be one number"):
+        plan(wrong, wrong)
+
+
+def test_a_destination_without_a_place_for_some_elements_is_refused_where_all_are_asked_for():
+    half = Layout({"w": (4, 8)}, 1, lambda rank: [Region(Box("w", (0, 0), (2, 8)), "w", (0, 0))])
+    full = Layout({"w": (4, 8)}, 1, lambda rank: [Region(Box.whole("w", (4, 8)), "w", (0, 0))])
+    assert sum(move.box.numel for move in plan(full, half).moves) == 16
+    assert sum(move.box.numel for move in plan(full, full, exact=True).moves) == 32
+    with pytest.raises(LayoutError, match=r"names w \(4, 8\), but its ranks have a place for 16 of the 32"):
+        plan(full, half, exact=True)
+
+
+@pytest.mark.parametrize("members", [(0, 5), (1, 1), (-1, 0), (0,), (0, 1, 2)])
+def test_a_layout_is_placed_on_as_many_different_ranks_of_the_group(members):
+    with pytest.raises(LayoutError, match="2 ranks cannot be placed on ranks"):
+        whole(SPEC, 2).placed(members, 3)
+
+
+def test_a_relay_knows_who_gave_the_piece_first():
+    made = plan(whole(SPEC), placed(whole(SPEC, 7), range(1, 8)))
+    relays = [move for move in made.moves if move.hop]
+    assert {move.root for move in relays} == {(0, name) for name in SPEC.tensors()}
+    assert all(move.root is None for move in made.moves if not move.hop)
+
+
 def test_scalars_and_empty_plans():
     one = Layout({"scale": ()}, 1, lambda rank: [Region(Box("scale", (), ()), "scale", ())])
     made = plan(one, placed(one, [1]))

@@ -311,6 +311,14 @@ def test_bad_rule_and_rank():
             RankGrid(t=4, d=2).coords(rank)
 
 
+@pytest.mark.parametrize(("axis", "at"), [("t", 4), ("t", -5), ("p", 1), ("d", 2)])
+def test_coordinates_beyond_the_ends_are_refused(axis, at):
+    grid = RankGrid(t=4, d=2)
+    for ask in (grid.rank, grid.ranks):
+        with pytest.raises(IndexError, match=f"{axis}={at} is not in a grid with {axis} of size"):
+            ask(**{axis: at})
+
+
 def test_grids_are_plain_values():
     grid = RankGrid(p=2, t=4, d=2).generation(1, 2)
     assert pickle.loads(pickle.dumps(grid)) == grid

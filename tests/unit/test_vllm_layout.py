@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from math import prod
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,3 +129,18 @@ def test_stages_cover_all_layers_in_order(layers, stages) -> None:
 def test_the_vocabulary_is_padded_to_64_rows(vocab) -> None:
     assert 0 <= padded_vocab(vocab) - vocab < 64
     assert padded_vocab(vocab) % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "p", "t", "message"),
+    [
+        ({}, 1, 16, "24 heads must divide by t_g"),
+        ({"kv_heads": 8}, 1, 12, "8 kv-heads must divide by t_g or t_g by them"),
+        ({"intermediate": 100}, 1, 8, "100 MLP columns are not divisible"),
+        ({"kv_heads": 24}, 1, 3, "320 padded vocabulary rows are not divisible"),
+        ({"layers": 2}, 3, 1, "the model has 2 layers"),
+    ],
+)
+def test_sizes_by_which_the_model_cannot_be_split_are_refused(changed, p, t, message) -> None:
+    with pytest.raises(ModelError, match=f"generation sizes p_g={p}, t_g={t}: .*{message}"):
+        vllm_layout(replace(SPEC, **changed), RankGrid(p=p, t=t).generation())

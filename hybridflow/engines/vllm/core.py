@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.config import VLLM
-from hybridflow.engine3d.residency import Residency
+from hybridflow.engine3d.residency import Memory, Residency
 from hybridflow.engines.vllm import environment
 from hybridflow.engines.vllm.groups import ReplicaGroups
 from hybridflow.engines.vllm.pooled_memory import PooledMemory
@@ -62,7 +62,7 @@ def model_runner(core: EngineCore) -> Any:
 
 def memory(
     core: EngineCore, tag: str, tensors: Mapping[str, Tensor], *, eager: bool, shared: Collection[str] = ()
-) -> Residency:
+) -> Memory:
     """The memory of `tensors`, all that vLLM's allocator knows as `tag`; `shared` ones belong to somebody else too.
 
     Running eagerly vLLM reads addresses from its tensors at every step, so their storages may come and go one by one.

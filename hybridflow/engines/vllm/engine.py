@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridflow.config import VLLM, Sampling
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.residency import Residency
+from hybridflow.engine3d.residency import Memory
 from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import environment
@@ -83,7 +83,7 @@ class VLLMEngine:
         caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
         self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
         self._shared: set[str] = set()
-        self._weights: Residency | None = None  # made when it is asked for
+        self._weights: Memory | None = None  # made when it is asked for
 
     def _alive(self) -> EngineCore:
         if self._core is None:
@@ -174,7 +174,7 @@ class VLLMEngine:
         """vLLM's own parameters of this rank, by its names, detached: write in place, then `weights_changed()`."""
         return {name: parameter.data for name, parameter in self._runner().model.named_parameters()}
 
-    def memory(self) -> Residency:
+    def memory(self) -> Memory:
         """Memory of the weights in `storage()`. Buffers (rotary caches) are nobody's weights and always stay.
 
         Released weights are lost: after `acquire` they have to be written again before the next `generate`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.errors import ModelError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.topology import GenerationGrid
 
@@ -20,13 +21,42 @@ def vllm_layout(spec: ModelSpec, grid: GenerationGrid) -> Layout:
     """Regions of every rank of the group in vLLM's own parameter tensors; `storage` names are vLLM's.
 
     vLLM's padding rows of the vocabulary belong to no region: they are never read.
+
+    Errors: ModelError when vLLM cannot split the model so, see `check_sizes`.
     """
+    check_sizes(spec, grid.p, grid.t, f"generation sizes p_g={grid.p}, t_g={grid.t}", "t_g")
 
     def regions(rank: int) -> Sequence[Region]:
         at = grid.coords(rank)
         return _Shard(spec, at.t, grid.t).stage(at.p, grid.p)
 
     return Layout(spec.tensors(), grid.size, regions, part=lambda rank: grid.coords(rank)[:2])
+
+
+def check_sizes(spec: ModelSpec, p: int, t: int, asked: str, name: str) -> None:
+    """Errors: ModelError when vLLM cannot split the model into p stages by t shards; `asked` and `name` say in the
+    words of whoever chose them what they are, and what t is called."""
+    if spec.heads % t or (spec.kv_heads % t and t % spec.kv_heads):
+        raise ModelError(
+            f"{asked}: {spec.heads} heads must divide by {name}, and {spec.kv_heads} kv-heads must divide by {name} or "
+            f"{name} by them. Use {name} in {_tensor_sizes(spec)}."
+        )
+    for what, count in (("MLP columns", spec.intermediate), ("padded vocabulary rows", padded_vocab(spec.vocab))):
+        if count % t:
+            raise ModelError(
+                f"{asked}: {count} {what} are not divisible by {name}. Use {name} in {_tensor_sizes(spec)}."
+            )
+    if p > spec.layers:
+        raise ModelError(f"{asked}: the model has {spec.layers} layers. Use at most as many stages.")
+
+
+def _tensor_sizes(spec: ModelSpec) -> list[int]:
+    return [
+        t
+        for t in range(1, spec.heads + 1)
+        if not (spec.heads % t or spec.intermediate % t or padded_vocab(spec.vocab) % t)
+        and not (spec.kv_heads % t and t % spec.kv_heads)
+    ]
 
 
 def padded_vocab(vocab: int) -> int:

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from hybridflow.engine3d.residency import Residency
 
-
-class PooledMemory(Residency):
+class PooledMemory:
     """The memory of `tensors` under one tag of the allocator: all of them, or none.
 
-    It is released with the last name and acquired with the first, like a storage that all names share. `buffers` lie
-    under the same tag and belong to nobody else: they are kept on the host while the memory is away. `unmap` gives
-    the physical memory back once the device is idle, `map_back` takes some again, of undefined content.
+    A `Memory` as `Residency` is one. It is released with the last name and acquired with the first, like a storage that
+    all names share. `buffers` lie under the same tag and belong to nobody else: they are kept on the host while the
+    memory is away. `unmap` gives the physical memory back once the device is idle, `map_back` takes some again, of
+    undefined content.
     """
 
     def __init__(
@@ -31,7 +30,6 @@ class PooledMemory(Residency):
         unmap: Callable[[], None],
         map_back: Callable[[], None],
     ) -> None:
-        super().__init__({})
         self._tensors, self._buffers = dict(tensors), dict(buffers)
         self._unmap, self._map_back = unmap, map_back
         self._users = set(tensors)  # the names that are not released

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridflow.config import VLLM, DType
-from hybridflow.engines.vllm.layout import padded_vocab
+from hybridflow.engines.vllm.layout import check_sizes
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.model_spec import ModelSpec
 
@@ -35,30 +35,12 @@ def check(spec: ModelSpec, strategy: VLLM, device_type: str) -> None:
             f"vLLM on CPU runs heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions, this model has "
             f"head_dim={spec.head_dim}. Use a model with another head_dim, or CUDA."
         )
-    if spec.heads % t or (spec.kv_heads % t and t % spec.kv_heads):
-        raise ModelError(
-            f"VLLM(tp={t}): {spec.heads} heads must divide by tp, and {spec.kv_heads} kv-heads must divide by tp or "
-            f"tp by them. Use tp in {_tensor_sizes(spec)}."
-        )
-    for what, count in (("MLP columns", spec.intermediate), ("padded vocabulary rows", padded_vocab(spec.vocab))):
-        if count % t:
-            raise ModelError(f"VLLM(tp={t}): {count} {what} are not divisible by tp. Use tp in {_tensor_sizes(spec)}.")
-    if p > spec.layers:
-        raise ModelError(f"VLLM(pp={p}): the model has {spec.layers} layers. Use pp of at most that.")
+    check_sizes(spec, p, t, f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})", "tp")
     length = max_length(spec, strategy)
     if length > spec.context:
         raise ConfigError(f"VLLM(max_length={length}): the model's context is {spec.context} tokens.")
     if device_type == "cpu":
         _check_cache(spec, strategy, length)
-
-
-def _tensor_sizes(spec: ModelSpec) -> list[int]:
-    return [
-        t
-        for t in range(1, spec.heads + 1)
-        if not (spec.heads % t or spec.intermediate % t or padded_vocab(spec.vocab) % t)
-        and not (spec.kv_heads % t and t % spec.kv_heads)
-    ]
 
 
 def _check_cache(spec: ModelSpec, strategy: VLLM, length: int) -> None:
