@@ -42,6 +42,10 @@ class Base:
     def where(self):
         return self.context.rank, os.getpid()
 
+    @register(ONE_TO_ALL)
+    def nodes(self):
+        return self.context.nodes
+
 
 class Open(Base):
     """Takes one setting by name and any others."""
@@ -140,6 +144,7 @@ def test_slices_share_hosts(pool, place):
     part = pool[1:3]
     assert len(part) == 2
     assert [pid for _, pid in place(Base, part, name="part").where().get()] == [whole[1], whole[2]]
+    assert place(Base, part, name="near").nodes().get() == [(0, 0)] * 2  # one machine
     assert [pid for _, pid in place(Base, part[1], name="one").where().get()] == [whole[2]]
     assert repr(part) == "ResourcePool([2])"
     with pytest.raises(PlacementError, match="is empty"):
