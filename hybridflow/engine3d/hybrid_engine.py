@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridflow.engine3d.designs import Design, TransitionDesign
 from hybridflow.engine3d.holders import Generator, Trainer
 from hybridflow.engine3d.overlap import Overlap, OverlappedMove
-from hybridflow.engine3d.transition import Transition
+from hybridflow.engine3d.transition import Transition, any_rank
 from hybridflow.errors import ConfigError, nearest
 
 Offloaded = Literal["optimizer", "gradients", "generation"]
@@ -63,9 +63,22 @@ class HybridEngine:
     `offload`: "optimizer" and "gradients" wait in host memory while generating, "generation" (its weights) while
     training: as long as nothing was trained in between they come back from there instead of over the wire.
     `overlap` prepares `step`; `overlap_group` is a second process group over the same ranks, for it alone.
+    `nodes[rank]` is the node of each rank, so that what several ranks of a node need enters it once.
 
-    After a failure half-way nothing is lost: call `to_training` or `to_generation` again.
-    Errors: ConfigError for an unknown design or thing to offload; those of plan and Transfer.
+    Both holders have memory for all their weights when this is built, and give the same tensors at every call of
+    `storage()`: build it after whatever replaces them. FSDP's first forward pass may (`engines.fsdp.dtensors`), so
+    run one, take `dtensor_storage`, then build.
+
+    After a failure half-way no training weights are lost: each is in its training tensor or in its generation tensor.
+    Call `to_training` on all ranks. It brings them back and frees what generation had, without communication (where
+    weights are restored from main parameters it needs the trainer's groups). Whether weights can move again depends
+    on the process group: after an error that was not WaitTimeoutError on any rank it works as before, and
+    `to_generation` may be called again, directly too. After WaitTimeoutError the group in which it happened is of no
+    use: build a new HybridEngine with a new group once `to_training` is done. If that was `overlap_group`,
+    `to_generation` still works and `step` does not.
+
+    Errors: ConfigError for an unknown design or thing to offload; LayoutError when trainer and generator do not have
+    the same tensors, wholly, or `nodes` do not fit; those of `OverlappedMove` and `Transfer`.
     """
 
     def __init__(
@@ -80,18 +93,20 @@ class HybridEngine:
         overlap: bool = False,
         overlap_group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
+        nodes: Sequence[int] = (),
     ) -> None:
         check_offload(offload)
         self._train, self._generate = train, generate
         self._waits = [what for what in get_args(Offloaded) if what in offload and what != "generation"]
         self._parks = "generation" in offload
         design = Design.of(transition, train.layout(), generate.layout(), train.grid)
-        self._move = Transition(design, train, generate, group, rank, bucket_bytes)
+        self._move = Transition(design, train, generate, group, rank, bucket_bytes, nodes)
+        self._group = group
         self._overlap = self._prepared(design, overlap_group, rank) if overlap else None
         self.phase: Phase = "training"
+        self._settled = True  # what began has also ended: nothing is left over from a failure
         self._parked = False  # generation weights are in host memory, and current
         self._arrived = False  # generation weights are in memory, and current
-        self._waiting = False  # what training keeps beside its weights is in host memory
         self._hidden = Overlap(0.0, 0.0)  # of steps since the latest transition
         self.report = TransitionReport(transition)
         self._told = self._counted()  # what was received and sent until the latest report
@@ -116,75 +131,86 @@ class HybridEngine:
     def to_generation(self) -> None:
         """Make generation see the current training weights, and wake its KV cache.
 
-        Errors: WaitTimeoutError when a peer does not take part. Generation is stale then, and nothing is lost.
+        Errors: WaitTimeoutError when a peer does not take part; LayoutError when a holder's tensors were replaced.
+        The phase is training then and generation stale; see the class for what can be done.
         """
         if self.phase == "generation":
             return
-        if self._move.train.gone:  # an earlier call failed half-way
+        if not self._settled:  # an earlier call failed half-way
             self.to_training()
+        self._move.check()
+        self._settled = False
         if self._waits:
-            self._waiting = True
             self._train.offload(self._waits)
         start = time.perf_counter()
         self._move.ledger.restart()
-        if self.stale:
+        if self._stale_anywhere():
+            self._arrived = self._parked = False
             self._move.run()
         else:
-            if self._parked:
-                self._move.generate.recall()
-            self._move.train.release()
+            self._move.recall()
         self._synchronize()
         seconds = time.perf_counter() - start
         self._generate.wake()
         self._generate.weights_changed()
-        self.phase, self._arrived, self._parked = "generation", True, False
+        self.phase, self._arrived, self._parked, self._settled = "generation", True, False, True
         self._report(seconds)
 
     def to_training(self) -> None:
         """Give the training weights their memory and contents back; generation weights and KV cache go.
 
         No communication, unless generation holds the weights in a dtype that loses something: then the main
-        parameters are gathered from the data parallel ranks.
+        parameters are gathered from the data parallel ranks. After an error the phase is training; call it again.
         """
-        if self.phase == "training" and not self._move.train.gone and not self._waiting:
+        if self.phase == "training" and self._settled:
             return
-        if self.phase == "generation":
-            self._generate.sleep()
         start, parks = time.perf_counter(), self._parks and self._arrived
+        self.phase, self._settled, self._arrived, self._parked = "training", False, False, False
+        self._generate.sleep()
         self._move.back(keep=parks)
         if parks:
             self._move.generate.offload()
         self._synchronize()
-        self._arrived, self._parked = False, parks
         if self._waits:
             self._train.reload(self._waits)
-            self._waiting = False
-        self.phase = "training"
+        self._parked, self._settled = parks, True
         self.report = replace(self.report, back_seconds=time.perf_counter() - start)
 
     def trained(self) -> None:
-        """Say that the training weights changed, or are about to. Errors: ConfigError while generating."""
+        """Say that the training weights changed, or are about to: generation gives up what it has of them.
+
+        Errors: ConfigError while generating, and when a call failed half-way and `to_training` is still due.
+        """
         if self.phase == "generation":
             raise ConfigError("the weights are in their generation layout: call to_training() before training them.")
-        if self._arrived or self._parked:
-            self._move.generate.release()
+        if not self._settled:
+            raise ConfigError("an earlier call failed half-way: call to_training() on all ranks before training.")
         self._arrived = self._parked = False
+        self._move.drop()
 
     def step(self) -> dict[str, float]:
         """An optimizer step during which every part that is final moves to the generation layout (PUZZLE, 5.2).
 
         The generation weights are in memory from here on, beside those of training: that is its price. They are
-        current when all parts have arrived; after an error they are stale, as before, while the step is complete.
-        Bitwise equal to a step followed by `to_generation`. Errors: ConfigError without `overlap`, and while
-        generating; those of Transfer.
+        current when all parts have arrived. After an error of the optimizer its step is incomplete; after one of a
+        move it is complete; generation is stale either way, and `to_training` frees what it has.
+        Bitwise equal to a step followed by `to_generation`.
+        Errors: ConfigError without `overlap`, and as `trained`; LayoutError when a holder's tensors were replaced;
+        those of Transfer.
         """
         if self._overlap is None:
             raise ConfigError("this HybridEngine was built without overlap=True: it does not step the optimizer.")
         self.trained()
+        self._move.check()
+        self._settled = False
         self._move.generate.acquire()
         self._hidden = self._overlap.run(self._train.step_parts())
-        self._arrived = True
+        self._arrived = self._settled = True
         return self._train.step_result
+
+    def _stale_anywhere(self) -> bool:
+        """Whether weights move: on all ranks if on one, because after a failure ranks may differ."""
+        return any_rank(self.stale, self._group) if self._parks or self._overlap else self.stale
 
     @property
     def resident_bytes(self) -> int:

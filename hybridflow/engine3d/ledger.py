@@ -53,17 +53,29 @@ class Ledger:
 class Watched:
     """One side's memory, entered into a ledger. Only names in `released` may go; others stay whatever is asked.
 
-    `gone` are the names whose contents this memory no longer has.
+    Tensors in `gaps` have elements that nobody writes (padding): they come back as zeros. `gone` are the names whose
+    contents this memory no longer has. `tensors` are looked at for the memory that is theirs when this is built.
     """
 
     def __init__(
-        self, memory: Memory, tensors: Mapping[str, Tensor], ledger: Ledger, released: Collection[str]
+        self,
+        memory: Memory,
+        tensors: Mapping[str, Tensor],
+        ledger: Ledger,
+        released: Collection[str],
+        gaps: Collection[str] = (),
     ) -> None:
         self.tensors, self.released = tensors, tuple(name for name in tensors if name in released)
-        self._may_go, self._held = frozenset(self.released), set(self.released)
+        self._may_go, self._held, self._gaps = frozenset(self.released), set(self.released), frozenset(gaps)
         self.gone: set[str] = set()
         self._memory, self._ledger = memory, ledger
         self._keys = ledger.add(memory, tensors)
+        self._offsets = {name: tensor.storage_offset() for name, tensor in tensors.items()}
+
+    @property
+    def holds(self) -> bool:
+        """Whether some of `released` may have memory, also after an acquire that failed half-way."""
+        return bool(self._held)
 
     @property
     def total_bytes(self) -> int:
@@ -76,34 +88,44 @@ class Watched:
     def resident(self, name: str) -> bool:
         return self._memory.resident(name)
 
+    @torch.no_grad()
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
-        """Give `names` (default: all) memory; those that come from `release`, whose content is undefined."""
-        fresh = set(self._mine(names)) - self._held
-        self._memory.acquire(fresh)
-        self._held |= fresh
-        self._ledger.count(self._keys[name] for name in fresh)
-        return fresh
-
-    def recall(self) -> None:
-        """Bring back what was offloaded."""
-        self._memory.acquire(self.released)
-        self._held.update(self.released)
-        self._ledger.count(self._keys.values())
+        """Give `names` (default: all) memory; returns those whose content is undefined now. Tensors with gaps are
+        zero instead, and what was offloaded is back."""
+        chosen = self._mine(names)
+        self._held.update(chosen)  # first: of several the first may have been given memory when the next one fails
+        try:
+            fresh = self._memory.acquire(chosen)
+        finally:
+            self._ledger.count(self._keys[name] for name in chosen)
+        for name in (padded := fresh & self._gaps):
+            self.tensors[name].zero_()
+        return fresh - padded
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Free `names` (default: all); their contents are lost here."""
+        """Free `names` (default: all); their contents are lost, here and on the host."""
         chosen = self._mine(names)
+        self.gone.update(chosen)
         self._memory.release(chosen)
         self._held.difference_update(chosen)
-        self.gone.update(chosen)
         self._ledger.count(self._keys[name] for name in chosen)
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """Move `names` (default: all) to host memory until `recall`."""
+        """Move `names` (default: all) to host memory until they are acquired."""
         chosen = self._mine(names)
         self._memory.offload(chosen)
         self._held.difference_update(chosen)
         self._ledger.count(self._keys[name] for name in chosen)
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names for which `tensors` has another memory than the one that is watched here, or none."""
+        return [
+            name
+            for name, key in self._keys.items()
+            if (now := tensors.get(name)) is None
+            or now.untyped_storage()._cdata != key
+            or now.storage_offset() != self._offsets[name]
+        ]
 
     def _mine(self, names: Iterable[str] | None) -> Sequence[str]:
         return self.released if names is None else [name for name in names if name in self._may_go]

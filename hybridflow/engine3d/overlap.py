@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.engine3d.copies import Lane
 from hybridflow.engine3d.plan import WeightPlan
 from hybridflow.engine3d.transfer import Transfer
 from hybridflow.errors import LayoutError
@@ -32,11 +32,11 @@ class Overlap:
 
 
 class OverlappedMove:
-    """`plan` cut into parts by canonical tensors, moved one after the other by a helper thread (on CUDA, on a stream).
+    """`plan` cut into parts by canonical tensors, moved one after the other by a helper thread in a lane.
 
     `group` is for this alone: its messages travel while the optimizer uses the groups of training. Both storages have
     memory when it is built and while it runs. Building is collective over `group`.
-    Errors: LayoutError when the parts do not cover the plan's tensors.
+    Errors: LayoutError when the parts do not cover the plan's tensors; those of `Transfer`.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class OverlappedMove:
         self._transfers = [
             Transfer(plan.only(names), source, destination, group, rank, bucket_bytes) for names in parts
         ]
-        device = next(iter(destination.values())).device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = next(iter(destination.values())).device
+        self._lane = Lane(self._device)
 
     def run(self, steps: Iterable[int]) -> Overlap:
         """Move part k when `steps` has yielded k, and return when all that were yielded have arrived.
 
         `steps` is always exhausted; then the error of the first move that failed is raised, and later parts have not
-        been moved.
+        been moved. Errors: those of `steps` and of `Transfer.run`.
         """
         ready: SimpleQueue[tuple[int, torch.cuda.Event | None] | None] = SimpleQueue()
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
@@ -74,29 +74,27 @@ class OverlappedMove:
             start = time.perf_counter()
             moved = moving.result()
             waited = time.perf_counter() - start
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._lane.join()
         return Overlap(moved, max(0.0, moved - waited))
 
     def _event(self) -> torch.cuda.Event | None:
-        if self._stream is None:
+        """What the step has queued so far; the lane's own mark would say what the lane has."""
+        if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._stream.device))
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _move(self, ready: SimpleQueue[tuple[int, torch.cuda.Event | None] | None]) -> float:
         moved = 0.0
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._lane.queued():
             while (item := ready.get()) is not None:
-                part, event = item
-                if event is not None and self._stream is not None:
-                    self._stream.wait_event(event)
+                part, final = item
+                self._lane.reached(final)
                 start = time.perf_counter()
                 self._transfers[part].run()
                 self._transfers[part].release()
-                if self._stream is not None:
-                    self._stream.synchronize()
+                self._lane.reached(self._lane.mark())
                 moved += time.perf_counter() - start
         return moved
 

@@ -8,21 +8,23 @@ shard is part of the generation shard of its device (paper, section 5.3), so it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engine3d.designs import Design, equal_storages, storage_regions
+from hybridflow.engine3d.designs import Design, storage_regions
 from hybridflow.engine3d.holders import Generator, Trainer
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.ledger import Ledger, Watched
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.residency import Residency
+from hybridflow.engine3d.sharing import share_equal
 from hybridflow.engine3d.transfer import Transfer
+from hybridflow.engine3d.way_back import WayBack
 from hybridflow.engine3d.wire import wire_device
+from hybridflow.errors import LayoutError
 
 ROUNDS, SMALLEST_BUCKET = 16, 128 << 10  # a shard moves in about so many rounds, each of at least so many bytes
 KEPT_SHARE = 0.25  # of the training shard may stay while generating, rather than be gathered again over the wire
@@ -34,7 +36,10 @@ class Transition:
     Where the way back is not a local copy - generation has a dtype that loses something, or this rank does not
     generate with all that it trains (groupings other than the paper's, unequal vocabulary padding) - training tensors
     are kept, or, when they are many and the trainer has main parameters, released and restored from those.
-    Building is collective over `group`.
+    Building is collective over `group`. `nodes[rank]` is the node of each rank, empty where all are equally near.
+
+    Errors: LayoutError when trainer and generator do not have the same tensors, wholly, before anything moves or is
+    shared, and for `nodes` of another number of ranks; those of `share_equal` and `Transfer`.
     """
 
     def __init__(
@@ -45,34 +50,41 @@ class Transition:
         group: dist.ProcessGroup | None,
         rank: int,
         bucket_bytes: int | None = None,
+        nodes: Sequence[int] = (),
     ) -> None:
-        self._train, self.ledger = train, Ledger()
+        self._train, self._generate, self.ledger = train, generate, Ledger()
+        self._nodes, self._left = tuple(nodes), False
+        self.plan: WeightPlan = self._planned(design.source, design.staging or design.destination, rank)
+        cut = None if design.staging is None else self._planned(design.staging, design.destination, rank)
         source, self.shared = train.storage(), share_equal(design, train, generate, rank)
         destination = generate.storage()
-        self.plan: WeightPlan = plan(design.source, design.staging or design.destination, rank=rank)
         self.bucket_bytes = bucket_bytes or _bucket_bytes(design.destination, destination)
-        self._back = _WayBack(design, self.plan, source, destination, rank)
+        self._back = WayBack(design, self.plan, source, destination, rank)
         released = self._released(design, group)
         own = storage_regions(design.destination, rank)
         moved = [name for name in own if name not in self.shared]
+        gaps = [name for name in moved if sum(r.box.numel for r in own[name]) < destination[name].numel()]
         self.train = Watched(train.memory(), source, self.ledger, released)
-        self.generate = Watched(generate.memory(), destination, self.ledger, moved)
+        self.generate = Watched(generate.memory(), destination, self.ledger, moved, gaps)
         self._staging: Watched | None = None
-        if design.staging is None:
-            self._transfers = [
-                Transfer(
-                    *(self.plan, source, destination, group, rank, self.bucket_bytes),
-                    release=self.train,
-                    acquire=self.generate,
-                )
-            ]
+        if design.staging is None or cut is None:
+            settings = (group, rank, self.bucket_bytes)
+            transfer = Transfer(*(self.plan, source, destination, *settings), release=self.train, acquire=self.generate)
+            self._transfers = [transfer]
         else:
-            self._transfers = self._staged(design, design.staging, source, destination, group, rank)
+            self._transfers = self._staged(design.staging, cut, source, destination, group, rank)
+
+    def _planned(self, source: Layout, destination: Layout, rank: int) -> WeightPlan:
+        ranks = max(source.ranks, destination.ranks)
+        if self._nodes and len(self._nodes) != ranks:
+            raise LayoutError(f"nodes={self._nodes} are of {len(self._nodes)} ranks, the layouts of {ranks}.")
+        node_of = self._nodes.__getitem__ if self._nodes else None
+        return plan(source, destination, node_of, rank=rank, exact=True)
 
     def _staged(
         self,
-        design: Design,
         layout: Layout,
+        cut: WeightPlan,
         source: Mapping[str, Tensor],
         destination: Mapping[str, Tensor],
         group: dist.ProcessGroup | None,
@@ -82,7 +94,6 @@ class Transition:
         like = next(iter(destination.values()))
         whole = {name: like.new_empty(shape) for name, shape in layout.tensors.items()}
         staging = self._staging = Watched(Residency(whole), whole, self.ledger, whole)
-        cut = plan(layout, design.destination, rank=rank)
         transfers = [
             Transfer(self.plan, source, whole, group, rank, self.bucket_bytes, acquire=staging),
             Transfer(cut, whole, destination, group, rank, self.bucket_bytes, release=staging, acquire=self.generate),
@@ -98,31 +109,62 @@ class Transition:
         size = {name: tensor.nbytes for name, tensor in self._train.storage().items()}
         here = {name for name in self._back.names if name not in self.shared.values()}
         lost = sum(size[name] for name in here - self._back.recovered)
-        if self._train.restorable and _any_rank(lost > KEPT_SHARE * sum(size.values()), group):
+        if self._train.restorable and any_rank(lost > KEPT_SHARE * sum(size.values()), group):
             self._restored = True  # on all ranks: restoring is collective
             return here
         return here & self._back.recovered
 
+    def check(self) -> None:
+        """Errors: LayoutError when a holder has other tensors than those that are moved here."""
+        for what, side, watched in (
+            ("training", self._train, self.train),
+            ("generation", self._generate, self.generate),
+        ):
+            if replaced := watched.replaced(side.storage()):
+                raise LayoutError(
+                    f"{len(replaced)} {what} tensors were replaced since their weights were planned to move, "
+                    f"{replaced[:3]} among them: what would move is what they were. Build the HybridEngine anew, and "
+                    "after whatever replaces tensors (FSDP's first forward pass does)."
+                )
+
     def run(self) -> None:
-        """Bring the generation weights up to date. Collective. Errors: WaitTimeoutError, or out of memory; what has
-        not arrived is still in the training tensors, and what has can be brought back (`back`)."""
+        """Bring the generation weights up to date; training tensors go. Collective over the group.
+
+        Errors: WaitTimeoutError, or out of memory. What has not arrived is still in the training tensors then, and
+        what has can be brought back (`back`).
+        """
+        self._left = True
         for transfer in self._transfers:
             transfer.run()
         if self._staging is not None:
             self._staging.release()
         self.train.release()
 
+    def recall(self) -> None:
+        """Bring the generation weights back, which are current, and let those of training go. No communication."""
+        self._left = True
+        self.generate.acquire()
+        self.train.release()
+
+    def drop(self) -> None:
+        """Give up all memory that generation has, wherever a failure may have left some."""
+        self.generate.release()
+        if self._staging is not None:
+            self._staging.release()
+
     @torch.no_grad()
     def back(self, *, keep: bool) -> None:
-        """Fill the training tensors that went, layer by layer; the generation tensors go then, unless `keep`."""
+        """Fill the training tensors that went, layer by layer; the generation tensors go then, unless `keep`.
+
+        After an error call it again: it goes on where it was.
+        """
         gone = self.train.gone
-        if gone and self._restored:
+        if self._left and self._restored:  # on all ranks, also those from which nothing went yet
             if not keep:
-                self.generate.release()
+                self.drop()
             self.train.acquire()
             self._train.restore()
             gone.clear()
-            return
         if not keep:
             self.generate.release(self._back.unread(gone))
         for name in self._back.order(gone):
@@ -131,6 +173,9 @@ class Transition:
             gone.discard(name)
             if not keep:
                 self.generate.release(self._back.read_last(name, gone))
+        self._left = False
+        if not keep:
+            self.drop()
 
     @property
     def sent_bytes(self) -> int:
@@ -151,93 +196,6 @@ class Transition:
         return total
 
 
-@dataclass
-class _Pairs:
-    """Views of the generation tensors `read`, and of a training tensor that are filled from them."""
-
-    into: list[Tensor]
-    from_: list[Tensor]
-    read: set[str]
-
-
-class _WayBack:
-    """Copies from this rank's generation tensors to its training tensors: the local part of the plan, reversed."""
-
-    def __init__(
-        self,
-        design: Design,
-        forward: WeightPlan,
-        source: Mapping[str, Tensor],
-        destination: Mapping[str, Tensor],
-        rank: int,
-    ) -> None:
-        regions = storage_regions(design.source, rank)
-        self.names = list(regions)
-        self._pairs = {name: _Pairs([], [], set()) for name in regions}
-        self._readers: dict[str, set[str]] = {name: set() for name in storage_regions(design.destination, rank)}
-        self.recovered: set[str] = set()
-        if design.staging is not None:
-            return
-        missing = {name: sum(region.box.numel for region in own) for name, own in regions.items()}
-        for move in forward.local(rank):
-            name, at = move.origin.storage, move.into[0]
-            pairs = self._pairs[name]
-            missing[name] -= move.box.numel
-            if _lossless(source[name].dtype, destination[at.storage].dtype):
-                pairs.into.append(move.origin.view(source[name], move.box))
-                pairs.from_.append(at.view(destination[at.storage], move.box))
-                pairs.read.add(at.storage)
-                self._readers[at.storage].add(name)
-            else:
-                missing[name] += move.box.numel
-        self.recovered = {name for name, count in missing.items() if count == 0}
-
-    def order(self, names: Collection[str]) -> list[str]:
-        return [name for name in self.names if name in names]
-
-    def copy(self, name: str) -> None:
-        pairs = self._pairs[name]
-        torch._foreach_copy_(pairs.into, pairs.from_)  # pyright: ignore[reportPrivateImportUsage]
-
-    def unread(self, names: Collection[str]) -> list[str]:
-        """Generation tensors that none of `names` is filled from."""
-        return [name for name, readers in self._readers.items() if readers.isdisjoint(names)]
-
-    def read_last(self, name: str, names: Collection[str]) -> list[str]:
-        """Generation tensors that `name` is filled from and none of `names` is."""
-        return [read for read in self._pairs[name].read if self._readers[read].isdisjoint(names)]
-
-
-def share_equal(design: Design, train: Trainer, generate: Generator, rank: int) -> dict[str, str]:
-    """Let generation use the memory of training tensors that hold the same elements in the same places.
-
-    Returns generation name -> training name. A training storage that also holds tensors which cannot be shared is
-    left out: it would have to stay for the sake of a part of it, and zero redundancy comes first.
-    """
-    if design.staging is not None:
-        return {}
-    source, destination = train.storage(), generate.storage()
-    places: dict[int, set[str]] = {}
-    for name, tensor in source.items():
-        places.setdefault(tensor.untyped_storage()._cdata, set()).add(name)
-    pairs = {
-        a: b for a, b in equal_storages(design.source, design.destination, rank) if _alike(source[a], destination[b])
-    }
-    shared = {}
-    for names in places.values():
-        if names <= pairs.keys():
-            shared |= {pairs[name]: name for name in names if generate.share(pairs[name], source[name])}
-    return shared
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
-
-
-def _lossless(dtype: torch.dtype, through: torch.dtype) -> bool:
-    return torch.promote_types(dtype, through) == through
-
-
 def _bucket_bytes(layout: Layout, tensors: Mapping[str, Tensor]) -> int:
     """Buckets small against the shard of rank 0, by which all ranks go, so that little is in memory twice at a time."""
     elements = sum(region.box.numel for region in layout.regions(0))
@@ -245,7 +203,8 @@ def _bucket_bytes(layout: Layout, tensors: Mapping[str, Tensor]) -> int:
     return min(BUCKET_BYTES, max(SMALLEST_BUCKET, elements * width // ROUNDS))
 
 
-def _any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:
+def any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether `condition` holds on some rank. Collective over `group`."""
     if group is None:
         return condition
     told = torch.tensor([condition], dtype=torch.uint8, device=wire_device(group))

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridflow.config import VLLM, Sampling
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.residency import Memory
+from hybridflow.engine3d.sharing import alike
 from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import environment
@@ -194,10 +195,7 @@ class VLLMEngine:
         parameters = dict(self._runner().model.named_parameters())
         if (own := parameters.get(name)) is None:
             raise LayoutError(f"vLLM has no parameter {name!r} on this rank. It has {sorted(parameters)[:8]}, ...")
-        alike = (own.shape, own.dtype, own.device, own.stride()) == (
-            *(tensor.shape, tensor.dtype, tensor.device, tensor.stride()),
-        )
-        if not self._eager or not alike:
+        if not self._eager or not alike(own, tensor):
             return False
         if self._weights is not None and self._weights.resident_bytes < self._weights.total_bytes:
             raise PlacementError("memory is shared while all weights have some. Call memory().acquire() before.")
