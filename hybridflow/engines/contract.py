@@ -6,7 +6,7 @@ A `TrainEngine` holds one rank's part of one model. Its inputs are the rows of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from hybridflow.algorithms.totals import LossFunction
 from hybridflow.algorithms.totals import Totals as Totals
 from hybridflow.config import Sampling
+from hybridflow.engine3d.holders import Generator, Trainer
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.residency import Memory, Residency
 from hybridflow.ragged import Ragged
-from hybridflow.topology import GenerationGrid, RankGrid
+from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
     from hybridflow.batch import Batch
@@ -35,20 +36,8 @@ class Unset:
 UNSET = Unset()
 
 
-class TrainEngine(Protocol):
+class TrainEngine(Trainer, Protocol):
     """One rank of a sharded model that computes and trains."""
-
-    grid: RankGrid
-
-    @property
-    def restorable(self) -> bool:
-        """Whether the optimizer has float32 main parameters apart from the parameters, which `restore` reads."""
-        ...
-
-    @property
-    def step_result(self) -> dict[str, float]:
-        """What `step` returned last; set when `step_parts` is exhausted."""
-        ...
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Raise what can be said against these rows without any collective, so that ranks can agree to go on.
@@ -82,31 +71,6 @@ class TrainEngine(Protocol):
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`."""
         ...
 
-    def step_groups(self) -> Sequence[frozenset[str]]:
-        """Canonical tensors that each part of a step updates, disjoint, all of them, the same on every rank.
-
-        Every pipeline stage steps its k-th decoder layer in the same part, so that all stages are busy in all parts.
-        """
-        ...
-
-    def step_parts(self) -> Iterator[int]:
-        """An optimizer step part by part, bitwise equal to `step` (PUZZLE, section 5.2).
-
-        The gradient norm of all ranks and clipping come first. k is yielded when the parameters of `step_groups()[k]`
-        are final on this rank, gathered from its data parallel ranks; every rank must go on at the same pace. A
-        skipped step yields every part too. When exhausted, gradients are zero and `step_result` is set; an iterator
-        that is dropped half-way leaves the step unfinished.
-        """
-        ...
-
-    def layout(self) -> Layout:
-        """Boxes of every rank of the group."""
-        ...
-
-    def storage(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by the names that `layout().regions(rank)` uses; the same tensors on every call."""
-        ...
-
     def memory(self) -> Residency:
         """The memory behind `storage()`, at least every decoder layer on its own; made once.
 
@@ -117,13 +81,6 @@ class TrainEngine(Protocol):
 
     def weights_loaded(self) -> None:
         """Parameters were written from outside: refresh the optimizer's main parameters from them."""
-        ...
-
-    def restore(self) -> None:
-        """Parameters := main parameters, all of them resident again. Collective over the data parallel ranks.
-
-        Errors: ConfigError when the engine is not `restorable`.
-        """
         ...
 
     def optimizer_layout(self) -> Layout | None:
@@ -153,10 +110,6 @@ class TrainEngine(Protocol):
         """Move these to host memory. The engine does not compute until they are back."""
         ...
 
-    def reload(self, what: Collection[Held]) -> None:
-        """Bring back what was moved to host memory; what was not is left alone."""
-        ...
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -167,7 +120,7 @@ class Completion:
     finished: bool  # ended by a stop token or stop string rather than by max_tokens
 
 
-class GenerateEngine(Protocol):
+class GenerateEngine(Generator, Protocol):
     """One rank of a sharded model that generates."""
 
     grid: GenerationGrid
@@ -187,14 +140,6 @@ class GenerateEngine(Protocol):
         """
         ...
 
-    def weights_changed(self) -> None:
-        """Forget what was cached under the old weights (prefix cache)."""
-        ...
-
-    def layout(self) -> Layout:
-        """Boxes of every rank of the group."""
-        ...
-
     def storage(self) -> Mapping[str, Tensor]:
         """This rank's weights by the names that `layout().regions(rank)` uses: written in place from outside."""
         ...
@@ -203,24 +148,9 @@ class GenerateEngine(Protocol):
         """Memory of the weights in `storage()`; without it `generate` refuses."""
         ...
 
-    def share(self, name: str, tensor: Tensor) -> bool:
-        """Make weight `name` use the memory of `tensor` (of equal shape, dtype, device): False where it cannot be.
-
-        `memory()` has to be asked for again afterwards; it leaves `name` alone.
-        """
-        ...
-
     @property
     def cache_bytes(self) -> int:
         """Memory that the KV cache has now."""
-        ...
-
-    def sleep(self) -> None:
-        """Release the memory of the KV cache until `wake()`; without it `generate` refuses."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the KV cache again."""
         ...
 
     def close(self) -> None:
