@@ -130,6 +130,7 @@ class ActorWorker(ModelWorker):
             offload=self._offload,
             overlap=self._overlap,
             overlap_group=context.groups.new("overlap", everyone) if several and self._overlap else None,
+            nodes=context.nodes,
         )
 
     def close_generation(self) -> None:

@@ -120,7 +120,9 @@ class ModelWorker(Worker):
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
-        spec.check_parallel(grid.p, grid.t, cls.role)
+        strategy = settings["train"]
+        split = strategy.stage_layers if isinstance(strategy, Megatron) else None
+        spec.check_parallel(grid.p, grid.t, cls.role, split)
         Checkpoint(settings["model"]).check(spec)
         optimizer = settings.get("optim")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
