@@ -11,60 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
 
-from hybridflow.engine3d.designs import TransitionDesign, grouping_rule
 from hybridflow.engine3d.hybrid_engine import HybridEngine, TransitionReport
-from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.residency import Residency
-from hybridflow.engines.megatron.layout import megatron_layout
-from hybridflow.engines.process_groups import ProcessGroups
-from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.topology import RankGrid
 from tests.contracts.plain_holders import PlainGenerator, PlainTrainer, resident_bytes
 from tests.contracts.rank_processes import RankProcesses, World
+from tests.integration.transition_cases import BF16, FP16, FP32, SPEC, TIED, Case, build
 
-SPEC = ModelSpec(family="llama", hidden=32, intermediate=64, layers=8, heads=8, kv_heads=8, head_dim=8, vocab=128)
-TIED = ModelSpec(
-    family="qwen3", hidden=32, intermediate=48, layers=4, heads=8, kv_heads=4, head_dim=8, vocab=70, tied=True,
-    qk_norm=True,
-)  # fmt: skip
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-BUCKET = 1 << 14  # bytes
 SIZES = [(p, t, 8 // (p * t)) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) if p * t <= 8]
 
 
 def divisors(n: int) -> list[int]:
     return [m for m in range(1, n + 1) if n % m == 0]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A transition from training sizes (p, t, d) to generation sizes (p_g, t_g)."""
-
-    sizes: tuple[int, int, int]
-    generation: tuple[int, int]
-    design: TransitionDesign = "hybridflow"
-    spec: ModelSpec = SPEC
-    dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16)
-    restorable: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
-    def grid(self) -> RankGrid:
-        return RankGrid(*self.sizes)
-
-    def layouts(self) -> tuple[Layout, Layout]:
-        p_g, t_g = self.generation
-        divide = self.sizes[0] % p_g == 0 and self.sizes[1] % t_g == 0
-        rule = grouping_rule(self.design) if divide else "general"
-        grid = self.grid
-        return megatron_layout(self.spec, grid), vllm_layout(self.spec, grid.generation(p_g, t_g, rule))
 
 
 @dataclass
@@ -80,20 +39,6 @@ class Seen:
     training_bytes: int
     layer_bytes: int  # the largest layer of the generation shard
     restored: int
-
-
-def build(
-    world: World, case: Case, groups: ProcessGroups, **options: Any
-) -> tuple[HybridEngine, PlainTrainer, PlainGenerator]:
-    train_layout, generate_layout = case.layouts()
-    train = PlainTrainer(case.spec, train_layout, case.grid, world.rank, case.dtypes[0], case.restorable)
-    generate = PlainGenerator(generate_layout, world.rank, case.dtypes[1])
-    group = groups.everyone() if case.ranks > 1 else None
-    if options.get("overlap") and "overlap_group" not in options:
-        options["overlap_group"] = groups.new("overlap", range(case.ranks))
-    options.setdefault("bucket_bytes", BUCKET)
-    engine = HybridEngine(train, generate, group, world.rank, transition=case.design, **options)
-    return engine, train, generate
 
 
 def transitions(world: World, cases: list[Case], name: str) -> list[Seen]:
@@ -330,128 +275,21 @@ def test_a_step_in_parts_is_bitwise_a_step_and_a_move(ranks, observe):
             assert back == []
 
 
-def failing_step(world: World, name: str) -> list[Any]:
-    """Rank 1's optimizer fails at part 2, so part 2 never arrives; then both go on with a transition."""
-    case = Case((1, 2, 1), (1, 1), spec=TIED)
-    groups = world.context(name, case.grid).groups
-    short = groups.new("overlap", range(2), timeout=2.0)
-    engine, train, generate = build(world, case, groups, overlap=True, overlap_group=short)
-    engine.to_generation()
-    engine.to_training()
-    train.fails_in = 2 if world.rank == 1 else None
-    out: list[Any] = []
-    try:
-        engine.step()
-    except (HybridFlowError, ArithmeticError) as error:
-        out.append(type(error).__name__)
-    out += [engine.stale, engine.phase]
-    train.fails_in = None
-    train.train()
-    engine.to_generation()
-    out.append(train.canon.wrong(generate.layout(), world.rank, generate.storage()))
-    return out
+def nodes_of(world: World, name: str) -> Any:
+    """Elements that this rank has from another node."""
+    case = Case((1, 4, 1), (1, 1))
+    engine, _, _ = build(world, case, world.context(name, case.grid).groups, nodes=(0, 0, 1, 1))
+    with pytest.raises(LayoutError, match="2 ranks, the layouts of 4"):
+        build(world, case, world.context(f"{name}-short", case.grid).groups, nodes=(0, 1))
+    moves = engine._move.plan.receives(world.rank)
+    return sum(move.box.numel for move in moves if move.source // 2 != world.rank // 2)
 
 
-def test_a_step_that_fails_leaves_generation_stale(ranks):
-    first, second = ranks.run(2, failing_step, ranks.name())
-    assert first == ["WaitTimeoutError", True, "training", []]
-    assert second == ["ArithmeticError", True, "training", []]
-
-
-# Failures
-
-
-class Scarce(Residency):
-    """Memory that runs out at the `fails_at`-th request."""
-
-    fails_at = -1
-
-    def acquire(self, names=None):
-        self.fails_at -= 1
-        if self.fails_at == 0:
-            raise MemoryError("out of memory")
-        return super().acquire(names)
-
-
-def plain() -> tuple[HybridEngine, PlainTrainer, PlainGenerator]:
-    """One rank whose memory of either kind can run out."""
-    case = Case((1, 1, 1), (1, 1), spec=TIED)
-    layouts = case.layouts()
-    train = PlainTrainer(case.spec, layouts[0], case.grid, 0, BF16)
-    generate = PlainGenerator(layouts[1], 0, BF16, shares=False)
-    train.memory_, generate.memory_ = Scarce(train.storage()), Scarce(generate.storage())
-    return HybridEngine(train, generate, None, 0, bucket_bytes=BUCKET), train, generate
-
-
-def run_out(holder: PlainTrainer | PlainGenerator, fails_at: int) -> None:
-    assert isinstance(holder.memory_, Scarce)
-    holder.memory_.fails_at = fails_at
-
-
-@pytest.mark.parametrize("fails_at", [1, 7, 20])
-def test_running_out_of_memory_on_the_way_to_generation(fails_at):
-    """Half of the training weights are gone by then; they come back, and the transition can be made again."""
-    engine, train, generate = plain()
-    run_out(generate, fails_at)
-    with pytest.raises(MemoryError):
-        engine.to_generation()
-    assert engine.stale
-    assert engine.phase == "training"
-    engine.to_training()
-    assert train.canon.wrong(train.layout(), 0, train.storage()) == []
-    assert resident_bytes(generate.storage()) == 0
-    run_out(generate, fails_at)
-    with pytest.raises(MemoryError):
-        engine.to_generation()
-    engine.to_generation()  # brings them back by itself
-    assert train.canon.wrong(generate.layout(), 0, generate.storage()) == []
-    assert resident_bytes(train.storage()) == 0
-
-
-@pytest.mark.parametrize("fails_at", [1, 7, 20])
-def test_running_out_of_memory_on_the_way_back(fails_at):
-    engine, train, generate = plain()
-    engine.to_generation()
-    run_out(train, fails_at)
-    with pytest.raises(MemoryError):
-        engine.to_training()
-    engine.to_training()
-    assert train.canon.wrong(train.layout(), 0, train.storage()) == []
-    engine.to_generation()
-    assert train.canon.wrong(generate.layout(), 0, generate.storage()) == []
-
-
-def absent(world: World, name: str) -> list[Any]:
-    """Rank 1 does not come to the transition."""
-    case = Case((1, 2, 1), (1, 1))
-    context = world.context(name, case.grid)
-    layouts = case.layouts()
-    train = PlainTrainer(case.spec, layouts[0], case.grid, world.rank, BF16)
-    generate = PlainGenerator(layouts[1], world.rank, BF16)
-    engine = HybridEngine(train, generate, context.groups.new("short", range(2), timeout=2.0), world.rank)
-    out: list[Any] = []
-    if world.rank == 0:
-        try:
-            engine.to_generation()
-        except HybridFlowError as error:
-            out.append(str(error))
-    out += [engine.stale, engine.phase]
-    engine.to_training()
-    out.append(train.canon.wrong(train.layout(), world.rank, train.storage()))
-    return out
-
-
-def test_a_rank_that_does_not_come(ranks):
-    first, second = ranks.run(2, absent, ranks.name())
-    assert "exchanges weights with ranks [1] and did not get through" in first[0]
-    assert first[1:] == second == [True, "training", []]
-
-
-def test_training_while_generating_is_refused():
-    engine, _, _ = plain()
-    engine.to_generation()
-    with pytest.raises(ConfigError, match=r"call to_training\(\) before"):
-        engine.trained()
+def test_what_two_ranks_of_a_node_need_enters_it_once(ranks):
+    """Every rank lacks three quarters of what is cut, half of it on the other node, which both ranks need."""
+    cut = sum(math.prod(shape) for name, shape in SPEC.tensors().items() if "norm" not in name)
+    entered = ranks.run(4, nodes_of, ranks.name())
+    assert entered[0] + entered[1] == entered[2] + entered[3] == cut // 2
 
 
 def test_settings_are_checked():
