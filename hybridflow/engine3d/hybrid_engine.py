@@ -144,11 +144,8 @@ class HybridEngine:
             self._train.offload(self._waits)
         start = time.perf_counter()
         self._move.ledger.restart()
-        if self._stale_anywhere():
-            self._arrived = self._parked = False
-            self._move.run()
-        else:
-            self._move.recall()
+        stale, self._arrived, self._parked = self._stale_anywhere(), False, False
+        self._move.run() if stale else self._move.recall()
         self._synchronize()
         seconds = time.perf_counter() - start
         self._generate.wake()

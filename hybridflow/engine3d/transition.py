@@ -24,7 +24,7 @@ from hybridflow.engine3d.sharing import share_equal
 from hybridflow.engine3d.transfer import Transfer
 from hybridflow.engine3d.way_back import WayBack
 from hybridflow.engine3d.wire import wire_device
-from hybridflow.errors import LayoutError
+from hybridflow.errors import LayoutError, WaitTimeoutError
 
 ROUNDS, SMALLEST_BUCKET = 16, 128 << 10  # a shard moves in about so many rounds, each of at least so many bytes
 KEPT_SHARE = 0.25  # of the training shard may stay while generating, rather than be gathered again over the wire
@@ -204,9 +204,15 @@ def _bucket_bytes(layout: Layout, tensors: Mapping[str, Tensor]) -> int:
 
 
 def any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether `condition` holds on some rank. Collective over `group`."""
+    """Whether `condition` holds on some rank. Collective over `group`. Errors: WaitTimeoutError."""
     if group is None:
         return condition
     told = torch.tensor([condition], dtype=torch.uint8, device=wire_device(group))
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    try:
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise WaitTimeoutError(
+            f"ranks agree on how weights move, and one did not come: {error}. All ranks of the group have to make the "
+            "same calls of their HybridEngine; look for an earlier error on the others."
+        ) from error
     return bool(told.item())

@@ -197,29 +197,35 @@ def test_weights_move_on_all_ranks_when_one_has_lost_them(ranks):
     assert ranks.run(2, one_fails, ranks.name()) == [[False, []], [True, []]]
 
 
-def absent(world: World, name: str) -> list[Any]:
+def absent(world: World, name: str, offload: tuple[Any, ...]) -> list[Any]:
     """Rank 1 does not come to the transition."""
     case = Case((1, 2, 1), (1, 1))
     context = world.context(name, case.grid)
     layouts = case.layouts()
     train = PlainTrainer(case.spec, layouts[0], case.grid, world.rank, BF16)
     generate = PlainGenerator(layouts[1], world.rank, BF16)
-    engine = HybridEngine(train, generate, context.groups.new("short", range(2), timeout=2.0), world.rank)
+    short = context.groups.new("short", range(2), timeout=2.0)
+    engine = HybridEngine(train, generate, short, world.rank, offload=offload)
     out: list[Any] = []
     if world.rank == 0:
         try:
             engine.to_generation()
         except HybridFlowError as error:
-            out.append(str(error))
+            out.append(f"{type(error).__name__}: {error}")
     out += [engine.stale, engine.phase]
     engine.to_training()
     out.append(train.canon.wrong(train.layout(), world.rank, train.storage()))
     return out
 
 
-def test_a_rank_that_does_not_come(ranks):
-    first, second = ranks.run(2, absent, ranks.name())
-    assert "exchanges weights with ranks [1] and did not get through" in first[0]
+@pytest.mark.parametrize(
+    ("offload", "says"),
+    [((), "exchanges weights with ranks [1] and did not get through"), (("generation",), "and one did not come")],
+)
+def test_a_rank_that_does_not_come(ranks, offload, says):
+    first, second = ranks.run(2, absent, ranks.name(), offload)
+    assert first[0].startswith("WaitTimeoutError: ")
+    assert says in first[0]
     assert first[1:] == second == [True, "training", []]
 
 
