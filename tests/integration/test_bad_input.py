@@ -93,7 +93,7 @@ def test_sizes_that_do_not_fit_the_pool(pool, bare, train, says):
         hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(**train))
 
 
-def test_models_that_do_not_divide(pool, tmp_path):
+def test_models_that_do_not_divide(pool, bare, tmp_path):
     heads = tiny_models.make_policy(tmp_path / "heads", hidden_size=96, num_attention_heads=6, num_key_value_heads=2)
     kv_heads = tiny_models.make_policy(
         tmp_path / "kv_heads", hidden_size=96, num_attention_heads=12, num_key_value_heads=3
@@ -105,6 +105,8 @@ def test_models_that_do_not_divide(pool, tmp_path):
         hf.CriticWorker.on(pool, model=kv_heads, train=hf.Megatron(tp=4))
     with refused(pool, errors.ModelError, "reference has 1 layers, fewer than p=2 stages", "Use pp up to 1"):
         hf.ReferenceWorker.on(pool, model=layers, train=hf.Megatron(pp=2))
+    with refused(pool, errors.ModelError, "stage_layers=(1, 2) are 3 layers on 2 stages; critic has 2 layers"):
+        hf.CriticWorker.on(pool, model=bare, train=hf.Megatron(pp=2, stage_layers=(1, 2)))
 
 
 def test_generation_sizes_that_the_group_cannot_form(pool, bare):
