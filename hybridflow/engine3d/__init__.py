@@ -8,5 +8,5 @@ Read in this order:
 3. `transfer`: a plan bound to storages and run. `binding` finds the views, `terms` and `wire` agree on dtypes,
    `schedule` orders the steps, `messages` packs and sends a round, `copies` copies.
 4. `hybrid_engine`: an actor's two phases, over `holders` of weights, with `designs` to choose from; `transition`,
-   `overlap` and `ledger` are its parts.
+   `way_back`, `sharing`, `overlap` and `ledger` are its parts.
 """
