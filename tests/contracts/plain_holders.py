@@ -35,19 +35,20 @@ class Canon:
         return [
             str(region.box)
             for region in layout.regions(rank)
-            if not torch.equal(region.view(storage[region.storage]).float(), self._of(region.box))
+            if not torch.equal(region.view(storage[region.storage]).float().cpu(), self._of(region.box))
         ]
 
     def _of(self, box) -> Tensor:
         return self.tensors[box.tensor][tuple(map(slice, box.start, box.stop))]
 
 
-def tensors(layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def tensors(layout: Layout, rank: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
     """A tensor for every storage that the layout names, as large as its regions need; nothing is written yet."""
     out = {}
     for name, regions in storage_regions(layout, rank).items():
         ends = [[o + n for o, n in zip(r.offset, r.box.shape, strict=True)] for r in regions]
-        out[name] = torch.full([max(sizes) for sizes in zip(*ends, strict=True)], float("nan"), dtype=dtype)
+        shape = [max(sizes) for sizes in zip(*ends, strict=True)]
+        out[name] = torch.full(shape, float("nan"), dtype=dtype, device=device)
     return out
 
 
@@ -55,10 +56,17 @@ class PlainTrainer:
     """Training weights; `step_parts` writes the next version of `canon`, group by group."""
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, grid: RankGrid, rank: int, dtype: torch.dtype, restorable: bool = False
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        grid: RankGrid,
+        rank: int,
+        dtype: torch.dtype,
+        restorable: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.spec, self.grid, self.rank, self.restorable = spec, grid, rank, restorable
-        self._layout, self._tensors = layout, tensors(layout, rank, dtype)
+        self._layout, self._tensors = layout, tensors(layout, rank, dtype, device)
         self.memory_ = Residency(self._tensors)
         self.version, self.restored = 0, 0
         self.canon = Canon(spec)
@@ -111,8 +119,8 @@ class PlainTrainer:
 class PlainGenerator:
     """Generation weights, and a note of when the cache slept and weights were announced."""
 
-    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, shares: bool = True) -> None:
-        self._layout, self._tensors, self._shares = layout, tensors(layout, rank, dtype), shares
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, shares: bool = True, device: str = "cpu") -> None:
+        self._layout, self._tensors, self._shares = layout, tensors(layout, rank, dtype, device), shares
         self.memory_: Residency | None = None
         self.shared: set[str] = set()
         self.asleep, self.changes = False, 0
