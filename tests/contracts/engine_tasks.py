@@ -5,7 +5,9 @@ A backend is chosen by the type of its strategy, so the suite runs for every bac
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from hybridflow import config
 from hybridflow.batch import Batch
+from hybridflow.errors import CheckpointError
 from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
 
@@ -243,6 +246,50 @@ def _raises_for(replica: int) -> Any:
         return found["log_probs"].values.sum(), {"sum": found["log_probs"].values.sum()}
 
     return loss
+
+
+def closed(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any, away: Sequence[str]) -> int:
+    """Bytes behind tensors that a closed engine held; its model is gone though the collector never sees it again, as
+    in a process where vLLM froze it. `away` is in host memory when it closes."""
+    engine = build(world, name, strategy, size, path, "lm", optimizer)
+    held = [engine.storage()]
+    if optimizer:
+        loss, rows = loss_of("lm"), share(make_batch(), engine.grid, world.rank)
+        engine.forward_backward(rows, loss, loss.outputs)
+        engine.step()
+        engine.forward_backward(rows, loss, loss.outputs)
+        held += [engine.gradients(), *engine.optimizer_storage().values()]
+    tensors = [tensor.detach() for kind in held for tensor in kind.values()]
+    assert all(tensor.untyped_storage().nbytes() for tensor in tensors)
+    engine.offload(away)
+    left = [weakref.ref(part) for part in (engine._gpt, engine._schedule, engine._optimizer, engine._buckets) if part]
+    held.clear()
+    gc.freeze()
+    try:
+        engine.close()
+        assert not any(ref() for ref in left)
+    finally:
+        gc.unfreeze()
+    engine.close()
+    engine.context.groups.close()
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def left_by_a_failed_build(world: World, name: str, strategy: Any, nowhere: Path, spec: Any, optimizer: Any) -> int:
+    """Models in this process after an engine did not find its checkpoint, without the collector's help."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    gc.collect()
+    gc.disable()
+    before = {id(found) for found in gc.get_objects() if isinstance(found, GPTModel)}
+    try:
+        build(world, name, strategy, 1, nowhere, "lm", optimizer, spec=spec)
+        raise AssertionError("an engine was built from nothing")
+    except CheckpointError:
+        pass
+    finally:
+        gc.enable()
+    return len({id(found) for found in gc.get_objects() if isinstance(found, GPTModel)} - before)
 
 
 def fails(world: World, name: str, strategy: Any, size: int, path: Path, what: str) -> str:

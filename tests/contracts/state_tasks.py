@@ -164,9 +164,14 @@ def counters_follow(world: World, name: str, strategy: Any, path: Path, optimize
     return fresh, first.optimizer_counters(), moved
 
 
-def released_and_restored(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> None:
-    """Layers free their memory one by one; what comes back from main parameters, or from a copy, is what was there."""
-    engine = build(world, name, strategy, size, path, "lm", optimizer)
+def released_and_restored(
+    world: World, name: str, strategy: Any, size: int, path: Path | None, optimizer: Any, spec: Any = None
+) -> int:
+    """Layers free their memory one by one; what comes back from main parameters, or from a copy, is what was there.
+
+    Returns how many tensors this rank has optimizer state for.
+    """
+    engine = build(world, name, strategy, size, path, "lm", optimizer, spec=spec)
     update(engine, world, 0)
     memory, storage = engine.memory(), engine.storage()
     before = {key: value.clone() for key, value in storage.items()}
@@ -194,6 +199,7 @@ def released_and_restored(world: World, name: str, strategy: Any, size: int, pat
             region.view(storage[region.storage]).copy_(region.view(before[region.storage]))
     assert all(value.equal(before[key]) for key, value in storage.items())
     engine.context.groups.close()
+    return len(engine.optimizer_storage()["main"])
 
 
 def offloaded(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> None:

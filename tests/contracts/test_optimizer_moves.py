@@ -163,6 +163,16 @@ def test_memory_of_layers_is_released_and_comes_back(processes, path, dtype, opt
     processes.run(4, tasks.released_and_restored, *args)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_rank_that_owns_nothing_restores_with_its_peers(processes, dtype):
+    """Small units end before the share of the last of four data parallel ranks starts: it has padding alone."""
+    spec = ModelSpec(family="llama", hidden=1, intermediate=2, layers=2, heads=1, kv_heads=1, head_dim=2, vocab=61)
+    args = (processes.name(), megatron((1, 1, 4), dtype=dtype), 4, None, ADAM, spec)
+    *others, last = processes.run(4, tasks.released_and_restored, *args)
+    assert all(others)
+    assert last == 0
+
+
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_offloaded_comes_back_as_it_was(processes, path, dtype, optimizer):

@@ -357,6 +357,20 @@ def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothin
     assert all(same for _, _, same in found)
 
 
+@pytest.mark.parametrize("away", [(), ("parameters", "optimizer", "gradients")], ids=["here", "away"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adam"][0], OPTIMIZERS["sgd"][0], None], ids=["adam", "sgd", "none"])
+def test_close_gives_all_memory_back(processes, models, optimizer, dtype, away):
+    args = (processes.name(), megatron((1, 1, 2), dtype=dtype), 2, models["llama-tied", "lm"], optimizer, away)
+    assert processes.run(2, tasks.closed, *args) == [0, 0]
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing(processes, models, tmp_path):
+    spec = spec_of(models["llama", "lm"])
+    args = (processes.name(), megatron((1, 1, 1), dtype="float16"), tmp_path / "nowhere", spec, OPTIMIZERS["adam"][0])
+    assert processes.run(1, tasks.left_by_a_failed_build, *args) == [0]
+
+
 @pytest.mark.parametrize(
     ("sizes", "what", "error"),
     [

@@ -110,6 +110,15 @@ class Buckets:
         else:
             group.start_param_sync()
 
+    def close(self) -> None:
+        """Free the gradients, and undo the cycles that Megatron's wrappers are part of.
+
+        A wrapper keeps the autograd nodes whose hooks refer to it and to its flat buffers.
+        """
+        self.gradients.release()
+        for wrapped in self.wrapped:
+            wrapped.grad_accs.clear()
+
     @torch.no_grad()
     def _gather_packed(self, buckets: list) -> None:
         group = self._groups.dp_cp

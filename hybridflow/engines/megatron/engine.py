@@ -56,6 +56,14 @@ class MegatronEngine:
     Errors: ModelError when the model does not divide by p and t, CheckpointError for a bad checkpoint.
     """
 
+    _config: Any = None  # these are None before they are built and once they are closed
+    _gpt: Any = None
+    _schedule: Any = None
+    _parameters: Any = None
+    _held: Any = None
+    _buckets: Buckets | None = None
+    _optimizer: MegatronOptimizer | None = None
+
     def __init__(
         self,
         context: RankContext,
@@ -78,33 +86,36 @@ class MegatronEngine:
         self._replicas = Replicas(context)
         self._tokens = TokenOutputs(context, strategy, spec, self._groups.tp)
         self._config = transformer_config(spec, strategy, self.grid, self._dtype, self.device)
-        with devices.building(self.device):
-            self._build(optimizer)
-        if self._optimizer and self._dtype == torch.float16:
-            self._config.grad_scale_func = self._optimizer.scale_loss
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": not yet added up over ranks
-        if checkpoint is None:
-            initialise(self._layout, context.rank, self.storage())
-        elif not isinstance(checkpoint, Unset):
-            load(checkpoint, spec, self._layout, context.rank, self.storage())
-        self.weights_loaded()
+        try:
+            with devices.building(self.device):
+                self._build(optimizer)
+            if checkpoint is None:
+                initialise(self._layout, context.rank, self.storage())
+            elif not isinstance(checkpoint, Unset):
+                load(checkpoint, spec, self._layout, context.rank, self.storage())
+            self.weights_loaded()
+        except Exception:
+            self.close()
+            raise
 
     def _build(self, optimizer: config.Optimizer | None) -> None:
         spec, at, split = self.spec, self._at, self.strategy.stage_layers
         layers = len(stages(spec.layers, self.grid.p, split)[at.p])
         model, selection = build_model(spec, self._config, at, layers, self._groups, self.device)
-        self._gpt: Any = model.requires_grad_(optimizer is not None)
-        self._schedule: Any = Schedule(model, selection, self._groups, self.grid.p, self.device)
+        self._gpt = model.requires_grad_(optimizer is not None)
+        self._schedule = Schedule(model, selection, self._groups, self.grid.p, self.device)
         of_stage = units(spec, self.grid, at, split)
-        self._buckets = self._optimizer = None
         if optimizer:
             self._buckets = Buckets(self._config, model, of_stage, self._groups, is_distributed(optimizer))
-        self._parameters: Any = Parameters(model, of_stage, spec, self.grid.t, at.t)
+        self._parameters = Parameters(model, of_stage, spec, self.grid.t, at.t)
         if optimizer and self._buckets:
             parts = len(self._step_groups)
             self._optimizer = MegatronOptimizer(optimizer, self._buckets, self._groups, self._dtype, parts)
+            if self._dtype == torch.float16:
+                self._config.grad_scale_func = self._optimizer.scale_loss
         tensors = self._optimizer.tensors if self._optimizer else None
-        self._held: Any = HeldMemory(self.context.role, self._parameters.memory, self._buckets, tensors)
+        self._held = HeldMemory(self.context.role, self._parameters.memory, self._buckets, tensors)
 
     @property
     def is_last_stage(self) -> bool:
@@ -319,8 +330,21 @@ class MegatronEngine:
                 self._optimizer.load_state(state["optimizer"])
 
     def close(self) -> None:
-        """Let go of the model, gradients and optimizer; the process groups belong to the context."""
+        """Free the model, gradients and optimizer; the process groups belong to the context. May be called twice.
+
+        Memory is given back here and now, also of tensors of `storage()` that others still refer to: Megatron's objects
+        form cycles, and the collector never looks at what vLLM froze (`gc.freeze`).
+        """
+        if self._config:
+            self._config.grad_scale_func = None
+        if self._optimizer:
+            self._optimizer.close()
+        if self._buckets:
+            self._buckets.close()
+        if self._parameters:
+            self._parameters.memory.release()
         self._optimizer = self._buckets = self._gpt = self._schedule = self._parameters = self._held = None
+        self._config = None
 
 
 def _raise_first(failures: Sequence[Exception]) -> None:

@@ -57,7 +57,7 @@ class MegatronOptimizer:
         if isinstance(settings, config.Adam):
             for group in self.megatron.param_groups:
                 group["fused"] = True
-        self.tensors = OptimizerState(self.megatron, settings, buckets.module)
+        self.tensors = OptimizerState(self.megatron, settings, buckets.module, dtype)
         self._part_of = {name: unit.part for unit in buckets.units for name in unit.parameters}
 
     @property
@@ -197,6 +197,11 @@ class MegatronOptimizer:
         self.steps = state["steps"]
         if state["scaler"] is not None:
             self.megatron.grad_scaler.load_state_dict(state["scaler"])
+
+    def close(self) -> None:
+        """Free the state, and drop the gradients that the optimizer refers to."""
+        self.megatron.zero_grad()
+        self.tensors.close()
 
 
 def _optimizer_config(settings: config.Optimizer, dtype: torch.dtype) -> OptimizerConfig:

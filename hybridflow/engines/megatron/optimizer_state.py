@@ -16,11 +16,12 @@ class OptimizerState:
     """What a Megatron optimizer keeps on this rank. Adam's tensors are flat ranges of parameters, SGD's whole ones.
 
     `main` are the float32 tensors that are stepped. `separate`: they are copies that 16-bit parameters are made of;
-    otherwise they are views of the parameters, or the parameters.
+    otherwise (`dtype` is float32) they are views of the parameters, or the parameters. All ranks agree on it, also one
+    that owns nothing: of small units a data parallel rank may have the padding alone.
     """
 
-    def __init__(self, megatron: Any, settings: config.Optimizer, model: nn.Module) -> None:
-        self.settings, self._torch = settings, megatron.optimizer
+    def __init__(self, megatron: Any, settings: config.Optimizer, model: nn.Module, dtype: torch.dtype) -> None:
+        self.settings, self.separate, self._torch = settings, dtype != torch.float32, megatron.optimizer
         self.main: dict[str, Tensor] = {}
         self._copied: dict[str, Tensor] = {}  # the part of a 16-bit parameter that a main parameter is copied to
         flat = getattr(megatron, "model_param_group_index_map", None)
@@ -31,23 +32,19 @@ class OptimizerState:
             if flat is not None:
                 group, at = flat[parameter]
                 self.main[name] = megatron.param_groups[group]["params"][at]
-                if parameter.dtype != torch.float32:
+                if self.separate:
                     self._copied[name] = megatron.shard_float16_groups[group][at]
-            elif parameter.dtype != torch.float32:
+            elif self.separate:
                 self.main[name], self._copied[name] = parameter.main_param, parameter.detach()
             else:
                 self.main[name] = parameter
         self._views = {name: main.detach() for name, main in self.main.items()}
         self._offloaded: Residency | None = None
 
-    @property
-    def separate(self) -> bool:
-        return bool(self._copied)
-
     def copy_to_parameters(self, names: Iterable[str]) -> None:
         """Round the main parameters `names` to the parameters' dtype."""
-        if self.separate:
-            wanted = list(names)
+        wanted = list(names)
+        if self.separate and wanted:
             torch._foreach_copy_([self._copied[n] for n in wanted], [self._views[n] for n in wanted])
 
     def storage(self) -> dict[str, Mapping[str, Tensor]]:
@@ -94,3 +91,13 @@ class OptimizerState:
     @property
     def resident(self) -> bool:
         return self._offloaded is None
+
+    def close(self) -> None:
+        """Free the state, on the device and on the host, whoever still refers to it."""
+        if self._offloaded is not None:
+            self._offloaded.release()
+        tensors = [value for state in self._torch.state.values() for value in state.values()]
+        tensors += self._views.values() if self.separate else ()
+        Residency({str(i): tensor for i, tensor in enumerate(tensors) if isinstance(tensor, Tensor)}).release()
+        self._torch.state.clear()
+        self.main, self._copied, self._views = {}, {}, {}
