@@ -1,10 +1,12 @@
 """Exchange: one cargo of weights goes over a link, on the side of a host process.
 
     driver --Exchange(link, cargo)--> every host of the link, in the order of all other calls
-    host:  storages of both sides -> agree -> transfer -> weights_arrived -> agree
+    host:  plan -> agree -> at_work, storages -> agree -> transfer -> weights_arrived -> agree
 
-Until the ranks have agreed that all can take part, nothing is written. From then on the receiving group's weights count
-as incomplete, until all ranks have agreed that everything has arrived: no call ever computes with half of an update.
+The first agreement is there because `at_work` may be a collective of a group, which a rank that cannot take part would
+not join. Until the ranks have agreed that all have their storages, nothing is written. From then on the receiving
+group's weights count as incomplete, until all ranks have agreed that everything has arrived: no call ever computes with
+half of an update.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from hybridflow.cluster.columns import Part
 from hybridflow.cluster.store import Failure
-from hybridflow.cluster.weight_link import WEIGHTS, Cargo, LinkSpec, WeightLink
+from hybridflow.cluster.weight_link import WEIGHTS, Cargo, WeightLink
 from hybridflow.errors import WorkerError
 
 
@@ -36,10 +40,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class News:
-    """What hosts are told with its first use and keep: the link, and what a cargo is."""
+    """What hosts are told with its first use and keep: what a cargo is.
 
-    link: LinkSpec | None
+    With a link's first use comes also what its ranks answered when they were asked to open it.
+    """
+
     cargo: Cargo
+    opened: tuple[Part, ...] = ()
 
 
 class Side(Protocol):
@@ -61,39 +68,41 @@ def exchange(
     """Collective over the link: `bytes` that went over the wire and `seconds` of the slowest rank, or the Failure."""
     with ExitStack() as at_work:
         try:
-            mine, storages = None, _ready(link, task, news, sender, receiver, at_work)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            mine, storages = failed(error), ({}, {})
-        try:
-            if (failure := link.agree(mine)) is not None:
-                return failure
+            for prepare in (partial(_planned, link, task, news), partial(_storages, task.cargo, at_work)):
+                try:
+                    mine, storages = None, prepare(sender, receiver)
+                except Exception as error:  # whatever it is, the other ranks must hear of it
+                    mine, storages = failed(error), None
+                if (failure := link.agree(mine)) is not None:
+                    return failure
+            assert storages is not None
             link.build(task.cargo, *storages)
         except Exception as error:
             return failed(error)
         return _moved(link, task.cargo, receiver, failed)
 
 
-def _ready(
-    link: WeightLink,
-    task: Exchange,
-    news: News | None,
-    sender: Side | None,
-    receiver: Side | None,
-    at_work: ExitStack,
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """What this process holds of both sides. Errors: those of a rank that cannot take part."""
+def _planned(link: WeightLink, task: Exchange, news: News | None, sender: Side | None, receiver: Side | None) -> None:
+    """Plan what is new, whatever else is wrong: news come once. Errors: those of a rank that cannot take part."""
+    if news is not None:
+        link.load(news.cargo)
+    link.check(task.cargo)
     for failure in (
         *(side.failure for side in (sender, receiver) if side is not None),
         sender.incomplete if sender is not None else None,
     ):
         if failure is not None:
             raise failure.error
-    if news is not None:
-        link.load(news.cargo)
+
+
+def _storages(
+    cargo: str, at_work: ExitStack, sender: Side | None, receiver: Side | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """What this process holds of both sides, at work until the stack ends."""
     for side in (sender, receiver):
         if side is not None:
             at_work.enter_context(side.worker.at_work())
-    source, destination = ({} if side is None else _storage(side.worker, task.cargo) for side in (sender, receiver))
+    source, destination = ({} if side is None else _storage(side.worker, cargo) for side in (sender, receiver))
     return source, destination
 
 

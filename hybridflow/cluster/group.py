@@ -23,6 +23,7 @@ from hybridflow.cluster.host import Call
 from hybridflow.cluster.invocation import Invocation, Outputs
 from hybridflow.cluster.placed import Placed, arguments_sent
 from hybridflow.cluster.splitting import Splitting
+from hybridflow.cluster.store import Failure
 from hybridflow.errors import (
     ConfigError,
     EmptyBatchError,
@@ -233,14 +234,17 @@ class WorkerGroup:
             raise PlacementError(f"{self.name} is closed{self._closed}: place it again with .on(pool, ...).")
 
     def close(self) -> None:
-        """Free the models of this group; the pool stays. Can be called again."""
-        if not self._closed:
-            self._drop(wait=60.0)
+        """Free the models of this group; the pool stays. Can be called again.
 
-    def _drop(self, wait: float) -> None:
+        Errors: WorkerError of a rank that could not free all that it had; the group is closed nevertheless.
+        """
+        if not self._closed and (failure := self._drop(wait=60.0)) is not None:
+            raise failure.error.as_cause()
+
+    def _drop(self, wait: float) -> Failure | None:
         self._closed = " by close()"
         self.session.groups.pop(self.name, None)
-        self.placed.drop(wait)
+        return self.placed.drop(wait)
 
     def forget_hosts(self) -> None:
         """Called when the pool closes: there is nothing left to free."""

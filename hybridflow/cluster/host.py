@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.columns import Origin
 from hybridflow.cluster.exchange import Exchange, News, exchange
 from hybridflow.cluster.failure import failure_of
-from hybridflow.cluster.store import Failure, Manifest, Reader, Status, write
+from hybridflow.cluster.store import Failure, Manifest, Reader, Status, fetch, first_failure, write
 from hybridflow.cluster.weight_link import LinkSpec, WeightLink, agreed_failure
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.errors import BatchError, MissingColumnError, PlacementError
+from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError
 from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Host:
 
     spec: HostSpec
     _members: dict[str, _Member] = field(default_factory=dict)
-    _links: dict[str, WeightLink] = field(default_factory=dict)
+    _links: dict[str, WeightLink | Failure] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
     _joined: bool = False
@@ -174,13 +175,12 @@ class Host:
         try:
             if self.spec.size and not self._joined:
                 raise PlacementError("this host could not join the others of its pool; its log says why.")
-            worker = object.__new__(worker_class)
+            worker = member.worker = object.__new__(worker_class)  # known at once: `drop` closes half-built ones too
             if groups is not None:
                 worker.context = RankContext(
                     spec.role, rank, spec.grid, self.device, groups, unset=unset, nodes=spec.nodes
                 )
             worker.__init__(**settings)
-            member.worker = worker
         except Exception as error:
             member.failure = self._failure(member, "__init__", None, error)
         self._events.append(Event(seq, spec.role, "__init__", rank, start, start, time.time()))
@@ -273,26 +273,45 @@ class Host:
         assert mine is not None
         failed = partial(self._failure, mine, task.method, None)
         try:
-            if news is not None and news.link is not None:
-                self._links[task.link] = self._open_link(news.link)
-            result = exchange(self._links[task.link], task, news, sender, receiver, failed)
+            link = self._link(task, news, failed)
+            result = link if isinstance(link, Failure) else exchange(link, task, news, sender, receiver, failed)
         except Exception as error:
             result = failed(error)
         end = time.time()
         self._events.append(Event(task.seq, mine.spec.role, task.method, mine.rank, start, start, end))
         return result, Status(result if isinstance(result, Failure) else None, ((task.method, end - start),))
 
-    def _open_link(self, spec: LinkSpec) -> WeightLink:
-        store = self._store
-        if spec.store_pool != self.spec.pool:
-            store = dist.TCPStore(*spec.store, None, False, self._peers, wait_for_workers=False)
-        deadlines = self.spec.deadlines
-        process = (self.spec.pool, self.spec.rank)
-        return WeightLink(spec, process, store, self.device, deadlines.collective, deadlines.peers)
+    def open_link(self, spec: LinkSpec, origin: Origin) -> Failure | None:
+        """Make this host's end of a link, with the store that all its ranks share; `origin` is whom a failure names."""
+        store, deadlines = self._store, self.spec.deadlines
+        try:
+            if spec.store_pool != self.spec.pool:
+                store = dist.TCPStore(*spec.store, None, False, self._peers, wait_for_workers=False)
+            process = (self.spec.pool, self.spec.rank)
+            link = WeightLink(spec, process, store, self.device, deadlines.collective, deadlines.peers)
+        except Exception as error:
+            return failure_of(error, origin.role, origin.rank, origin.method)
+        self._links[spec.name] = link
+        return None
+
+    def _link(self, task: Exchange, news: News | None, failed: Callable[[Exception], Failure]) -> WeightLink | Failure:
+        """The link of an exchange, or why it does not exist. A rank without one cannot tell its peers by the link, so
+        every rank asks all of them at the first exchange, and remembers the answer."""
+        if news is not None and news.opened:
+            try:
+                failure = first_failure(
+                    fetch([part.ref for part in news.opened], news.opened, self.spec.deadlines.peers, follow=False)
+                )
+            except HybridFlowError as error:  # a host that is gone
+                failure = failed(error)
+            if failure is not None:
+                self.close_link(task.link)
+                self._links[task.link] = failure
+        return self._links[task.link]
 
     def close_link(self, name: str) -> None:
         """Forget a link and its process groups."""
-        if (link := self._links.pop(name, None)) is not None:
+        if isinstance(link := self._links.pop(name, None), WeightLink):
             link.close()
 
     def apply(self, group: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -306,24 +325,28 @@ class Host:
     def events(self) -> list[Event]:
         return list(self._events)
 
-    def drop(self, name: str) -> None:
-        """Forget a group and free its model."""
+    def drop(self, name: str) -> Failure | None:
+        """Forget a group and free its model; a failure of its `close` is a value, and logged."""
         member = self._members.pop(name, None)
         if member is None:
-            return
-        if (close := getattr(member.worker, "close", None)) is not None:
-            close()
-        if member.groups is not None:
-            member.groups.close()
+            return None
+        try:
+            try:
+                if (close := getattr(member.worker, "close", None)) is not None:
+                    close()
+            finally:
+                if member.groups is not None:
+                    member.groups.close()
+        except Exception as error:
+            logger.warning("%s could not be freed", name, exc_info=True)
+            return self._failure(member, "close", None, error)
+        return None
 
     def close(self) -> None:
         """Free all models and leave the torch world."""
         for name in list(self._links):
             self.close_link(name)
         for name in list(self._members):
-            try:
-                self.drop(name)
-            except Exception:  # the other groups still have to be freed
-                logger.warning("%s could not be freed", name, exc_info=True)
+            self.drop(name)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
+import ray.exceptions
 
 from hybridflow.cluster.columns import Issued, Origin, Part
 from hybridflow.cluster.exchange import Exchange, News
@@ -36,7 +37,16 @@ class _Link:
         """Whether the latest exchange is over and failed, after which its ranks may be out of step."""
         refs = [] if self.last is None else [status.ref for status in self.last.statuses]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
-        return any(isinstance(status, Status) and status.failure is not None for status in ray.get(ready))
+        try:
+            return any(isinstance(status, Status) and status.failure is not None for status in ray.get(ready))
+        except ray.exceptions.RayError:  # a host that is gone
+            return True
+
+    def open(self, method: str) -> tuple[Part, ...]:
+        """Ask every host for its end; what they answer."""
+        origins = [Origin(*origin, method) for origin in self.origins]
+        refs = [host.open_link.remote(self.spec, at) for host, at in zip(self.hosts, origins, strict=True)]
+        return tuple(Part(ref, None, at) for ref, at in zip(refs, origins, strict=True))
 
     def close(self) -> None:
         for host in self.hosts:
@@ -60,13 +70,18 @@ class Links:
     ) -> Future:
         """Issue an exchange to every host of both sides; returns at once with a future of its figures.
 
-        `layouts` are asked for those of both sides when this cargo travels here for the first time.
+        `layouts` are asked for those of both sides when this cargo travels here for the first time; what they raise
+        ends it before anything is issued.
         """
-        link = self._between(source, destination)
+        link, news = self._known(source, destination), None
+        if link is None or cargo not in link.known:
+            told = Cargo(cargo, *layouts())  # first: what it raises leaves nothing behind
+            opened = ()
+            if link is None:
+                link = self._links[source.key, destination.key] = self._make(source, destination)
+                opened = link.open(method)
+            news = ray.put(News(told, opened))  # one object for all hosts
         task = Exchange(self._session.sequence(), method, link.spec.name, source.key, destination.key, cargo)
-        news = None
-        if cargo not in link.known:  # one object for all hosts
-            news = ray.put(News(None if link.known else link.spec, Cargo(cargo, *layouts())))
         issued = Issued([], self._session.iterations.reported)
         parts = []
         for host, origin in zip(link.hosts, link.origins, strict=True):
@@ -78,13 +93,11 @@ class Links:
         link.last = issued
         return Future(tuple(parts[:1]), None, self._session.deadlines.peers)
 
-    def _between(self, source: Placed, destination: Placed) -> _Link:
+    def _known(self, source: Placed, destination: Placed) -> _Link | None:
         key = (source.key, destination.key)
         if (found := self._links.get(key)) is not None and found.failed():
             self._links.pop(key).close()
-        if key not in self._links:
-            self._links[key] = self._make(source, destination)
-        return self._links[key]
+        return self._links.get(key)
 
     def _make(self, source: Placed, destination: Placed) -> _Link:
         at: dict[Process, int] = {}

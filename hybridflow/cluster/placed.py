@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
+import ray.exceptions
 from ray import cloudpickle
 
 from hybridflow.cluster.columns import Issued, Origin, Part
 from hybridflow.cluster.host import GroupSpec
-from hybridflow.cluster.store import fetch
+from hybridflow.cluster.store import Failure, fetch, first_failure
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.topology import RankGrid
 
 if TYPE_CHECKING:
     from hybridflow.cluster.session import Session
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Placed:
     """Rank i of the group `name` runs in the process `hosts[i]`, which has rank `members[i]` in its pool.
 
-    `settings` are those of the worker class, all of them. Hosts know these ranks by `key`, which is never used again.
+    `settings` are those of the worker class, all of them; with `own_grid` the grid was given beside them.
+    Hosts know these ranks by `key`, which is never used again.
     Errors: PlacementError when the grid does not fit.
     """
 
@@ -37,6 +42,7 @@ class Placed:
     pool_name: str
     settings: Mapping[str, Any]
     grid: RankGrid
+    own_grid: bool = False
     key: str = ""
 
     def __post_init__(self) -> None:
@@ -74,11 +80,21 @@ class Placed:
         call.statuses += [Part(ref, 0, Origin(self.name, rank, method), call) for rank, ref in enumerate(refs)]
         return fetch(refs, call.statuses, self.session.deadlines.peers)
 
-    def drop(self, wait: float) -> None:
-        """Free the ranks, and the links over which their weights travelled; wait at most so many seconds."""
+    def drop(self, wait: float) -> Failure | None:
+        """Free the ranks, and the links over which their weights travelled; wait at most so many seconds.
+
+        The failure of a rank that could not free its model, which is logged too.
+        """
         self.session.links.close(self.key)
         dropping = [host.drop.remote(self.key) for host in self.hosts]
-        ray.wait(dropping, num_returns=len(dropping), timeout=wait)
+        done, _ = ray.wait(dropping, num_returns=len(dropping), timeout=wait)
+        answers = []
+        for ref in done:
+            with contextlib.suppress(ray.exceptions.RayError):  # a host that is gone holds nothing
+                answers.append(ray.get(ref))
+        if (failure := first_failure(answers)) is not None:
+            logger.warning("%s was not freed everywhere: %s", self.name, failure.error)
+        return failure
 
 
 def numbered(machines: Sequence[str]) -> tuple[int, ...]:

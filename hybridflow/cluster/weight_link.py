@@ -19,6 +19,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan import WeightPlan, plan
 from hybridflow.engine3d.transfer import Transfer
 from hybridflow.engines.process_groups import ProcessGroups
+from hybridflow.errors import LayoutError
 
 if TYPE_CHECKING:
     from hybridflow.cluster.store import Failure
@@ -94,6 +95,13 @@ class WeightLink:
         self._moves[cargo.name] = _Move(
             plan(source, destination, self.spec.nodes.__getitem__, rank=self.rank, exact=True)
         )
+
+    def check(self, cargo: str) -> None:
+        """Errors: LayoutError when a cargo is not planned."""
+        if cargo not in self._moves:
+            raise LayoutError(
+                f"how {cargo} travel was not planned on this rank: the first exchange of them failed. Repeat it."
+            )
 
     def agree(self, mine: Failure | None) -> Failure | None:
         """None when no rank of the link has failed; else one failure, the same on all of them but those with their
