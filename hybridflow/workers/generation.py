@@ -68,12 +68,16 @@ def check_alone(name: str, neighbours: Sequence[WorkerGroup]) -> None:
 class Generation:
     """One rank's generation engine, with the tokenizer of its checkpoint and the defaults of its strategy.
 
-    `engine` may be exchanged for another one of the same model.
+    `engine` may be exchanged for another one of the same model; it is closed when the tokenizer cannot be read.
     """
 
     def __init__(self, engine: GenerateEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
         self.engine, self.strategy = engine, strategy
-        self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+        try:
+            self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+        except BaseException:
+            engine.close()
+            raise
 
     def responses(self, batch: Batch, **sampling: Any) -> Batch:
         """`n` responses per prompt of `batch`, as the columns of `generate_sequences`.

@@ -81,8 +81,12 @@ class VLLMEngine:
                 )
             self._groups = ReplicaGroups(context, generation)
             self._core: EngineCore | None = start_core(strategy, spec, self.checkpoint, self.device, self._groups)
-        caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
-        self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
+        try:
+            caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
+            self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
+        except BaseException:
+            self._shut_down(self._core)  # or no other engine could start in this process
+            raise
         self._shared: set[str] = set()
         self._weights: Memory | None = None  # made when it is asked for
 
@@ -237,6 +241,9 @@ class VLLMEngine:
         else:
             self._cache.acquire()
             self.memory().acquire()
+        self._shut_down(core)
+
+    def _shut_down(self, core: EngineCore) -> None:
         self._core = None
         with environment.uncollected() if self._eager else nullcontext():
             core.model_executor.shutdown()
