@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from hybridflow.algorithms.kl import AdaptiveKL, FixedKL, KLState
@@ -17,7 +18,9 @@ from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_link import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy
+from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, LayoutError, PlacementError
+from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker, planned
 
 
@@ -90,10 +93,14 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         raise ConfigError(f"sync_weights({source.name}, {source.name}): a group has its own weights already.")
     if source.session is not destination.session:
         raise PlacementError(f"{source.name} and {destination.name} belong to different sessions.")
-    here, there = reallocation.weights_layout(source.placed), reallocation.weights_layout(destination.placed)
-    reallocation.check_same_model(here, there, source.name, destination.name)
-    _check_same_use(source, destination)
-    return source.session.links.send(source.placed, destination.placed, WEIGHTS, lambda: (here, there))
+
+    def layouts() -> tuple[Layout, Layout]:
+        here, there = reallocation.weights_layout(source.placed), reallocation.weights_layout(destination.placed)
+        reallocation.check_same_model(here, there, source.name, destination.name)
+        _check_same_use(source, destination)
+        return here, there
+
+    return source.session.links.send(source.placed, destination.placed, WEIGHTS, layouts)
 
 
 def reallocate(
@@ -130,7 +137,11 @@ def reallocate(
     if generate != "as it was":
         if "generate" not in settings:
             raise ConfigError(f"reallocate({group.name}, generate=...): {group.worker_class.__name__} cannot generate.")
-        settings["generate"] = generate
+        settings = (
+            {**settings, "generate": generate}
+            if generate is not None
+            else group.worker_class.without_generation(settings)
+        )
     if pool is not None and not isinstance(pool, ResourcePool):
         raise ConfigError(f"reallocate({group.name}, pool={pool!r}): give a ResourcePool or a slice of one.")
     session = group.session
@@ -141,7 +152,8 @@ def reallocate(
     if (where.name, where.members) == (group.pool_name, group.members) and settings == group.settings:
         return group
     leaves = group if "train" in settings else None
-    new = planned(group.worker_class, where, settings, group.name, instead_of=leaves)
+    grid = None if isinstance(to, TrainStrategy) else _own_grid(group, where, generate)
+    new = planned(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
     here, there = reallocation.weights_layout(group.placed), reallocation.weights_layout(new)
     reallocation.check_same_model(here, there, group.name, f"{group.name} as it would be")
     reallocation.reallocate(group, new)
@@ -156,6 +168,22 @@ def _check_group(what: str, group: WorkerGroup) -> None:
         raise ConfigError(f"{what}({group.name}): {group.worker_class.__name__} has no weights that could be moved.")
 
 
+def _own_grid(group: WorkerGroup, where: ResourcePool, generate: VLLM | str | None) -> RankGrid | None:
+    """Where `group` was placed with a grid of its own: one of the same p and t on other devices.
+
+    Errors: PlacementError when these sizes do not fit.
+    """
+    old = group.grid
+    if not group.placed.own_grid:
+        return None
+    if where.size % (old.p * old.t) or generate != "as it was":
+        raise PlacementError(
+            f"{group.name} was placed with a grid of its own, p={old.p} and t={old.t}, which reallocate keeps: give a "
+            f"multiple of {old.p * old.t} devices (found {where.size}) and no generate=, or a strategy that says sizes."
+        )
+    return replace(old, d=where.size // (old.p * old.t))
+
+
 def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
     """Errors: LayoutError for models of equal tensors that compute with them differently, such as in their rotation."""
     specs = [
@@ -165,7 +193,7 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
     ]
     if len(specs) < 2:
         return
-    for name in ("norm_eps", "rope_theta", "rope_scaling", "sliding_window"):
+    for name in ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window"):
         here, there = (getattr(spec, name) for spec in specs)
         if here != there:
             raise LayoutError(

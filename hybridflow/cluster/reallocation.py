@@ -10,12 +10,13 @@ memory: weights and optimizer state exist twice on devices that are in both layo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.weight_link import WEIGHTS
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.contract import Held
 from hybridflow.errors import HybridFlowError, LayoutError
 
 _GONE_SECONDS = 60.0
@@ -43,7 +44,7 @@ def reallocate(group: WorkerGroup, new: Placed) -> None:
         _hand_over(old, new)
     except BaseException as error:
         new.drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
-        _note(error, f"{group.name} was not moved: it is still at {_sizes(old)}, with its weights and optimizer state.")
+        _note(error, f"{group.name} was not moved: it is still at {_sizes(old)}, with its state.")
         raise
     group.placed = new
     old.drop(wait=_GONE_SECONDS)
@@ -74,7 +75,7 @@ def _hand_over(old: Placed, new: Placed) -> None:
         try:
             old.ask(step_back)
         except HybridFlowError:
-            _note(error, f"And {old.name} cannot generate any more: its engine could not be started again.")
+            _note(error, f"{old.name} cannot generate any more: its engine could not be started again.")
         raise
 
 
@@ -106,17 +107,17 @@ def check_same_model(source: Layout, destination: Layout, name: str, other: str)
 
 
 def _sizes(placed: Placed) -> str:
-    return f"at (p,t,d)=({placed.grid.p},{placed.grid.t},{placed.grid.d})"
+    return f"(p,t,d)=({placed.grid.p},{placed.grid.t},{placed.grid.d})"
 
 
 # What runs on every rank, given its worker
 
 
 def optimizer_state(worker: Any) -> OptimizerState | None:
-    """None without an optimizer."""
+    """Of rank 0, since it is the same on all of them; None without an optimizer."""
     with worker.at_work():
         engine = worker.optimizing_engine()
-        if engine is None:
+        if engine is None or worker.context.rank:
             return None
         return OptimizerState(engine.optimizer_layout(), tuple(engine.optimizer_storage()), engine.optimizer_counters())
 
@@ -130,15 +131,20 @@ def optimizer_arrived(worker: Any, counters: dict[str, Any]) -> None:
 def step_aside(worker: Any) -> None:
     """Free what a process can hold only once; on a GPU training state waits in host memory."""
     worker.close_generation()
-    if worker.context.device.type == "cuda" and (engine := worker.optimizing_engine()) is not None:
-        engine.offload(("parameters", "optimizer", "gradients"))
+    if worker.context.device.type == "cuda":
+        with worker.at_work():
+            engine = worker.optimizing_engine()
+        if engine is not None:
+            engine.offload(get_args(Held))
 
 
 def step_back(worker: Any) -> None:
     """Undo `step_aside`, however far it came."""
     worker.close_generation()
-    if worker.context.device.type == "cuda" and (engine := worker.optimizing_engine()) is not None:
-        engine.reload(("parameters", "optimizer", "gradients"))
+    if worker.context.device.type == "cuda":
+        with worker.at_work():  # whose end leaves an idle model on the host
+            if (engine := worker.optimizing_engine()) is not None:
+                engine.reload(get_args(Held))
     worker.open_generation()
 
 

@@ -91,6 +91,11 @@ class ActorWorker(ModelWorker):
         _check_transition(cls.__name__, settings)
 
     @classmethod
+    def without_generation(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        unused = {"transition": "hybridflow", "offload": (), "overlap": False}
+        return super().without_generation({**settings, **unused})
+
+    @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
         if settings["generate"] is not None:
             check_alone(cls.__name__, neighbours)

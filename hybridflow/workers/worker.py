@@ -57,6 +57,11 @@ class Worker:
         """Whatever a call needs of the model is in device memory within. Collectives of the group are allowed."""
         yield
 
+    @classmethod
+    def without_generation(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a group that goes on without generating."""
+        return {**settings, "generate": None}
+
     # Weights that move to other ranks (hf.sync_weights, hf.reallocate)
 
     @classmethod
@@ -122,6 +127,7 @@ def planned(
     """
     ours = worker_class if issubclass(worker_class, Worker) else Worker
     settings = ours.resolve(settings)
+    own_grid = grid is not None
     if grid is None:
         grid = ours.grid(pool.size, settings)
     if grid.size != pool.size:
@@ -133,7 +139,7 @@ def planned(
     ours.check(grid, settings, "cuda" if session.has_cuda else "cpu")
     others = [g for g in session.groups.values() if g is not instead_of and g.pool_name == pool.name]
     ours.check_neighbours(settings, [g for g in others if members & set(g.members)])
-    return Placed(session, name, worker_class, tuple(pool.hosts), pool.members, pool.name, settings, grid)
+    return Placed(session, name, worker_class, tuple(pool.hosts), pool.members, pool.name, settings, grid, own_grid)
 
 
 def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
