@@ -1,4 +1,4 @@
-"""A set of processes that share one gloo world and run whatever function they are sent, for a whole test file."""
+"""A set of processes that share one gloo world and run whatever function they are sent, for whole test files."""
 
 from __future__ import annotations
 
@@ -51,11 +51,15 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
 
 
 class RankProcesses:
-    """`size` processes; `run` calls a function in the first `ranks` of them and returns their results."""
+    """`size` processes; `run` calls a function in the first `ranks` of them and returns their results.
+
+    `failed`: some call raised or did not answer, so a rank may still wait for a peer.
+    """
 
     def __init__(self, size: int) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._names = itertools.count()
+        self.failed = False
         spawn = mp.get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in pipes]
@@ -73,9 +77,12 @@ class RankProcesses:
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(world, *args)` in the first `ranks` processes. Raises with the traceback of the first failure."""
         message = pickle.dumps((function, args))
+        before, self.failed = self.failed, True
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(message)
-        return self._answers(self._pipes[:ranks])
+        answers = self._answers(self._pipes[:ranks])
+        self.failed = before
+        return answers
 
     def _answers(self, pipes: Sequence[Connection]) -> list[Any]:
         deadline, out = time.monotonic() + TIMEOUT, []
@@ -89,8 +96,11 @@ class RankProcesses:
         return out
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send_bytes(b"")
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if self.failed:
+                process.kill()
+            else:
+                pipe.send_bytes(b"")
         for process in self._processes:
             process.join(20)
             if process.is_alive():

@@ -1,11 +1,10 @@
 """Optimizer state as boxes of canonical tensors: it moves between any (p, t, d), and training goes on.
 
-Also steps in parts, and memory that comes and goes. One set of four gloo processes serves the whole file.
+Also steps in parts, and memory that comes and goes. Four gloo processes serve the whole file (see conftest.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from example_models import make_model, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import RankProcesses
 from test_train_engine import Sizes, count, megatron, whole
 
 from hybridflow.config import SGD, Adam
@@ -27,13 +25,6 @@ from hybridflow.topology import RankGrid
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
 MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
 MODEL = "qwen3-tied"  # two copies of the embeddings with p > 1, padded vocabulary with t > 1
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankProcesses]:
-    started = RankProcesses(4)
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """The contract of a TrainEngine, held by every backend: it computes and trains like transformers, however split.
 
-One set of four gloo processes serves the whole file.
+One set of four gloo processes serves the whole file (see conftest.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +56,6 @@ def megatron(sizes: Sizes, **settings: Any) -> Megatron:
 
 def count(sizes: Sizes) -> int:
     return sizes[0] * sizes[1] * sizes[2]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankProcesses]:
-    started = RankProcesses(4)
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")
