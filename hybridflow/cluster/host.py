@@ -34,6 +34,7 @@ from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, P
 from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
+_CONNECT = datetime.timedelta(seconds=60)  # to a store that runs already
 _CHATTY = ("megatron", "torch.distributed")  # warn at import and on every collective about what we chose on purpose
 
 
@@ -286,7 +287,8 @@ class Host:
         store, deadlines = self._store, self.spec.deadlines
         try:
             if spec.store_pool != self.spec.pool:
-                store = dist.TCPStore(*spec.store, None, False, self._peers, wait_for_workers=False)
+                store = dist.TCPStore(*spec.store, None, False, _CONNECT, wait_for_workers=False)
+                store.set_timeout(self._peers)
             process = (self.spec.pool, self.spec.rank)
             link = WeightLink(spec, process, store, self.device, deadlines.collective, deadlines.peers)
         except Exception as error:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import (
     BatchError,
     ConfigError,
@@ -26,6 +27,23 @@ from hybridflow.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, ONE_TO_ONE, r
 
 WITHIN = 5.0
 """Seconds: issue 2, an error reaches every rank."""
+
+
+class Vector(hf.Worker):
+    """Four numbers, whole on every rank."""
+
+    def __init__(self) -> None:
+        self.vector = torch.zeros(4)
+
+    @classmethod
+    def weights_layout(cls, settings, grid):
+        return Layout({"vector": (4,)}, grid.size, lambda rank: [Region(Box("vector", (0,), (4,)), "vector", (0,))])
+
+    def weights_storage(self):
+        return {"vector": self.vector}
+
+    @register(ONE_TO_ALL)
+    def nothing(self): ...
 
 
 class OddError(Exception):
@@ -285,6 +303,8 @@ def test_a_failure_does_not_wait_for_peers_that_wait_for_it(doomed, doomed_group
 
 def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluster, batch):
     source, trainer = doomed_groups
+    here, there = (hf.place(Vector, doomed, name=name) for name in ("here", "there"))
+    hf.sync_weights(here, there).get()
     start = time.monotonic()
     error = error_of(source.die(batch))
     assert "doomed.die on rank 1 was lost: its host process died" in str(error)
@@ -292,6 +312,9 @@ def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluste
     later = error_of(trainer.update(batch))
     assert time.monotonic() - start < WITHIN
     assert "doomed_trainer.update" in str(later)
+    for _ in range(3):  # over the old link, and over new ones, which cannot be opened
+        error = error_of(hf.sync_weights(here, there))
+        assert "here.sync_weights on rank 1 was lost: its host process died" in str(error)
     doomed.close()
     doomed.close()
     assert repr(doomed) == "ResourcePool([2], closed)"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hybridflow as hf
 from hybridflow.engine3d.layout import Box, Layout, Region
@@ -27,8 +28,12 @@ FRAGILE = "fragile"
 ADAM = hf.Adam(lr=1e-3, schedule="linear", warmup_steps=3, total_steps=50)
 
 
+remembered: list[StorageWeakRef] = []
+"""Of this process; see `Watched.remember`."""
+
+
 class Watched(hf.ActorWorker):
-    """An actor that shows its optimizer's state, and cannot generate at t = 2 while its checkpoint is marked so."""
+    """An actor that shows what it keeps, and cannot generate at t = 2 while its checkpoint is marked so."""
 
     def open_generation(self) -> None:
         if self.context.grid.t == 2 and (self.checkpoint / FRAGILE).exists():
@@ -47,6 +52,24 @@ class Watched(hf.ActorWorker):
                 kinds[kind] = {name: torch.empty(shape) for name, shape in layout.tensors.items()} if rank == 0 else {}
                 execute(plan(layout, gathered(layout)), storage, kinds[kind], group, rank)
         return (kinds, engine.optimizer_counters()) if rank == 0 else None
+
+    @hf.register(hf.ONE_TO_ALL)
+    def remember(self) -> int:
+        """Remember the storages of all training state; their bytes."""
+        with self.at_work():
+            kinds = [self.engine.storage(), self.engine.gradients(), *self.engine.optimizer_storage().values()]
+            tensors = [tensor for kind in kinds for tensor in kind.values()]
+            storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        remembered[:] = map(StorageWeakRef, storages.values())
+        return sum(storage.nbytes() for storage in storages.values())
+
+    @hf.register(hf.ONE_TO_ALL)
+    def remembered_bytes(self) -> int | None:
+        """What the remembered storages have now; None where none was."""
+        if not remembered:
+            return None
+        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in remembered]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
 
     @hf.register(hf.ONE_TO_ALL)
     def where(self) -> tuple[int, int, int]:
@@ -137,20 +160,27 @@ def test_an_actor_generates_before_and_after(pool, policy):
         train=hf.Megatron(),
         optim=hf.SGD(lr=0.5, momentum=0.9),
         generate=hf.VLLM(**sampling),
+        offload=("optimizer",),
     )
     prompts = hf.BatchRef.from_batch(make_prompts(6), actor.session)
     try:
         actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session))
         drawn = [actor.generate_sequences(prompts)]
         before = actor.optimizer_state().get()[0]
-        with pytest.raises(WorkerError, match=r"no generation here\ngenerating was not moved.*=\(1,1,2\)"):
+        with pytest.raises(
+            WorkerError, match=r"no generation here\ngenerating was not moved: it is still at \(p,t,d\)=\(1,1,2\), "
+        ):
             hf.reallocate(actor, hf.Megatron(tp=2), generate=hf.VLLM(tp=2, **sampling))
         assert (actor.grid.t, actor.grid.d) == (1, 2)
         drawn.append(actor.generate_sequences(prompts))
         fragile.unlink()
+        held = actor.remember().get()
+        assert actor.remembered_bytes().get() == held
+        assert min(held) > 0
         hf.reallocate(actor, hf.Megatron(tp=2), pool[1:3], generate=hf.VLLM(tp=2, **sampling))
         drawn.append(actor.generate_sequences(prompts))
         assert actor.members == (1, 2)
+        assert actor.remembered_bytes().get() == [0, None]  # although vLLM has frozen what Python would collect
         assert (actor.grid.t, actor.grid.t_g, actor.settings["generate"].tp) == (2, 2, 2)
         after = actor.optimizer_state().get()[0]
         assert set(after[0]) == {"main", "momentum_buffer"}
@@ -161,6 +191,9 @@ def test_an_actor_generates_before_and_after(pool, policy):
             assert float((found["log_probs"].values - found["old_log_probs"].values).abs().max()) < SAMPLING_TOLERANCE
         responses = [batch.get()["response_ids"].tolist() for batch in drawn]
         assert responses[0] == responses[1] == responses[2]
+        hf.reallocate(actor, hf.Megatron(), generate=None)
+        assert (actor.settings["generate"], actor.settings["offload"]) == (None, ())
+        assert actor.compute_log_prob(drawn[0]).get().rows == 6
     finally:
         actor.close()
 
@@ -182,6 +215,19 @@ def test_a_model_that_does_not_train_moves_too(pool, policy, settle):
     with pytest.raises(PlacementError, match="is closed"):
         hf.reallocate(reference, pool[0:2])
     settle()
+
+
+def test_a_grid_of_its_own_stays(pool, policy):
+    reference = hf.place(hf.ReferenceWorker, pool[0:2], model=policy, grid=RankGrid(1, 2, 1))
+    try:
+        hf.reallocate(reference, pool)
+        assert reference.grid == RankGrid(1, 2, 2)
+        with pytest.raises(PlacementError, match=r"grid of its own, p=1 and t=2.*multiple of 2 devices \(found 3\)"):
+            hf.reallocate(reference, pool[0:3])
+        hf.reallocate(reference, hf.Megatron(pp=2), pool[0:2])
+        assert reference.grid == RankGrid(2, 1, 1)
+    finally:
+        reference.close()
 
 
 def refuse_what_cannot_be(group: hf.WorkerGroup, pool: hf.ResourcePool) -> None:

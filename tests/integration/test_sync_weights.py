@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
@@ -19,11 +21,14 @@ from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
 ROWS, COLUMNS = 13, 5
+ROW_BLOCKS = {"by": "rows", "rows": ROWS, "tensor": "matrix"}
 TOLERANCE = 1e-3  # nats per token, between vLLM and Megatron in float32
 
 
 class Matrix(hf.Worker):
     """Holds rows (or columns) of one matrix, split over its ranks."""
+
+    asked: ClassVar[int] = 0  # for layouts, in this process
 
     def __init__(self, by: str = "rows", rows: int = ROWS, tensor: str = "matrix", dtype: str = "float32") -> None:
         layout = self.weights_layout({"by": by, "rows": rows, "tensor": tensor}, self.context.grid)
@@ -33,6 +38,7 @@ class Matrix(hf.Worker):
 
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
+        cls.asked += 1
         shape, axis = (settings["rows"], COLUMNS), 0 if settings["by"] == "rows" else 1
         bounds = [shape[axis] * i // grid.size for i in range(grid.size + 1)]
 
@@ -55,6 +61,10 @@ class Matrix(hf.Worker):
             self.fails.clear()
             raise RuntimeError("cannot take them")
 
+    def close(self) -> None:
+        if self.fails == ["close"]:
+            raise RuntimeError("holds on to it")
+
     @hf.register(hf.ONE_TO_ALL)
     def fill(self, factor: float) -> None:
         self.part.copy_(torch.arange(self.part.numel()).view(self.part.shape) * factor + 1000 * self.context.rank)
@@ -68,6 +78,10 @@ class Matrix(hf.Worker):
         self.fails = [when] if self.context.rank == 1 else []
 
     @hf.register(hf.ONE_TO_ALL)
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @hf.register(hf.ONE_TO_ALL)
     def process_groups(self) -> int:
         return len(c10d._world.pg_map)
 
@@ -75,18 +89,55 @@ class Matrix(hf.Worker):
 class Rotated(Matrix):
     """A matrix of a model with a rotary embedding."""
 
-    def __init__(self, theta: float) -> None:
+    def __init__(self, theta: float = 1e4, heads: int = 1) -> None:
         super().__init__()
-        self.theta = theta
+        self.theta, self.heads = theta, heads
 
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
-        return Matrix.weights_layout({"by": "rows", "rows": ROWS, "tensor": "matrix"}, grid)
+        return Matrix.weights_layout(ROW_BLOCKS, grid)
 
     @classmethod
     def model_spec(cls, settings: Mapping[str, Any]) -> hf.ModelSpec:
-        sizes = {"hidden": 8, "intermediate": 8, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "vocab": 8}
-        return hf.ModelSpec(family="llama", rope_theta=settings["theta"], **sizes)
+        sizes = {"hidden": 8, "intermediate": 8, "layers": 1, "kv_heads": 1, "head_dim": 8, "vocab": 8}
+        return hf.ModelSpec(family="llama", rope_theta=settings["theta"], heads=settings["heads"], **sizes)
+
+
+class Picky(Matrix):
+    """The process with pool rank 1 cannot plan; being at work is a collective of the group."""
+
+    @classmethod
+    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
+        layout = Matrix.weights_layout(ROW_BLOCKS, grid)
+
+        def regions(rank: int) -> list[Region]:
+            if dist.is_initialized() and dist.get_rank() == 1:
+                raise RuntimeError("no plan here")
+            return list(layout.regions(rank))
+
+        return Layout(layout.tensors, layout.ranks, regions)
+
+    def __init__(self) -> None:
+        layout = Matrix.weights_layout(ROW_BLOCKS, self.context.grid)
+        self.part, self.fails, self.works = torch.zeros(layout.regions(self.context.rank)[0].box.shape), [], 0
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self.works += 1
+        dist.barrier(self.context.groups.everyone())
+        yield
+
+    @hf.register(hf.ONE_TO_ALL)
+    def times_at_work(self) -> int:
+        return self.works
+
+
+class HalfBuilt(hf.RolloutWorker):
+    """Fails when its vLLM runs."""
+
+    def __init__(self, *, model: str, generate: hf.VLLM) -> None:
+        super().__init__(model=model, generate=generate)
+        raise RuntimeError("no room for the rest")
 
 
 class Plain:
@@ -171,7 +222,9 @@ def test_links_are_kept_and_go_with_their_groups(pool, other_pool, place):
     alone = watcher.process_groups().get()
     hf.sync_weights(source, destination).get()
     linked = watcher.process_groups().get()
+    asked = Matrix.asked
     hf.sync_weights(source, destination).get()
+    assert Matrix.asked == asked > 0  # models are compared once
     assert watcher.process_groups().get() == linked
     assert linked[0] > alone[0]
     destination.close()
@@ -216,6 +269,60 @@ def test_incomplete_weights_are_not_used_until_they_are_whole(pool, place, settl
     assert torch.equal(whole(destination), whole(source))
 
 
+def test_a_link_whose_first_exchange_failed_works_when_the_reason_is_gone(pool, place, settle):
+    """Also for an exchange that was issued before anybody knew."""
+    source, middle, destination = place(Matrix, pool[0:2]), place(Matrix, pool[1:3]), place(Matrix, pool[2:4])
+    source.fill(1.0)
+    middle.fail_once("after")
+    middle.rest(1.0)
+    incomplete, refused, whole_again, arrived = (
+        hf.sync_weights(*pair) for pair in [(source, middle), (middle, destination)] * 2
+    )
+    for failed in (incomplete, refused):
+        with pytest.raises(WorkerError, match="cannot take them"):
+            failed.get()
+    whole_again.get()
+    arrived.get()
+    assert torch.equal(whole(destination), whole(source))
+    settle()
+
+
+def test_a_link_that_one_host_cannot_open_is_refused_by_all(pool, other_pool, place, settle, monkeypatch):
+    source, destination = place(Matrix, pool[0:2]), place(Matrix, other_pool)
+    source.fill(1.0)
+    source.rest(1.0)
+    with monkeypatch.context() as context:
+        context.setattr(hf.ResourcePool, "store_address", lambda self: ("localhost", 1 << 40))
+        tries = [hf.sync_weights(source, destination) for _ in range(2)]
+    for failed in tries:
+        with pytest.raises(WorkerError, match=rf"{destination.name}.sync_weights failed on rank [01]: TypeError"):
+            failed.get()
+    settle()
+    hf.sync_weights(source, destination).get()
+    assert torch.equal(whole(destination), whole(source))
+
+
+def test_nobody_begins_to_work_before_all_have_planned(pool, place, settle):
+    source, destination = place(Picky, pool[0:3]), place(Picky, pool[2:4])
+    with pytest.raises(WorkerError, match=r"sync_weights failed on rank 1.*no plan here"):
+        hf.sync_weights(source, destination).get()
+    settle()
+    assert source.times_at_work().get() == [0, 0, 0]
+    assert destination.times_at_work().get() == [0, 0]
+
+
+def test_a_rank_that_cannot_be_freed_says_so_and_leaves_its_process_groups(pool, place):
+    watcher = place(Matrix, pool[1:2])
+    before = watcher.process_groups().get()
+    stuck = place(Matrix, pool[0:2])
+    hf.sync_weights(stuck, watcher).get()
+    stuck.fail_once("close")
+    with pytest.raises(WorkerError, match=r"close failed on rank 1.*holds on to it"):
+        stuck.close()
+    stuck.close()
+    assert watcher.process_groups().get() == before
+
+
 def test_a_destination_of_another_dtype_that_cannot_be_converted_is_refused_before_a_byte_moves(pool, place, settle):
     source, destination = place(Matrix, pool[0:2]), place(Matrix, pool[2:4], dtype="complex64")
     source.fill(1.0)
@@ -238,6 +345,8 @@ def test_what_cannot_be_is_refused_on_the_driver(pool, cluster, place):
     rotated, plain = place(Rotated, pool[0:1], theta=5e5), place(Rotated, pool[1:2], theta=1e4)
     with pytest.raises(LayoutError, match=r"different models: rope_theta is 500000\.0 in .* and 10000\.0 in"):
         hf.sync_weights(rotated, plain)
+    with pytest.raises(LayoutError, match=r"different models: heads is 1 in .* and 2 in"):
+        hf.sync_weights(plain, place(Rotated, pool[0:1], heads=2))
     with pytest.raises(ConfigError, match="has its own weights already"):
         hf.sync_weights(source, source)
     with pytest.raises(ConfigError, match="Plain has no weights"):
@@ -294,6 +403,8 @@ def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
 
 
 def test_a_standalone_rollout_generates_with_the_actors_weights(pool, other_pool, policy):
+    with pytest.raises(WorkerError, match="no room for the rest"):  # and leaves no engine behind
+        hf.place(HalfBuilt, other_pool, model=str(policy), generate=hf.VLLM())
     actor = hf.ActorWorker.on(pool, model=policy, train=hf.Megatron(tp=2, pp=2), optim=hf.SGD(lr=0.5))
     rollout = hf.RolloutWorker.on(other_pool, model=policy, generate=hf.VLLM(tp=2, max_tokens=8, seed=5))
     try:
