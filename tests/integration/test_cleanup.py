@@ -23,7 +23,7 @@ GONE_WITHIN = 30.0
 """Seconds for processes to vanish on a loaded machine; they need one or two."""
 
 WORKER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 import torch
 import hybridflow as hf
@@ -55,6 +55,7 @@ def batch():
 """
 
 BUSY = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests themselves run in the background
 hf.init(devices=1)
 group = hf.place(Busy, hf.ResourcePool([1]))
 kept = group.double(hf.Batch({"x": torch.ones(200_000)}))  # in shared memory
