@@ -289,12 +289,14 @@ def doomed(cluster):
 
 @pytest.fixture(scope="module")
 def doomed_groups(doomed):
-    return hf.place(Source, doomed, name="doomed"), hf.place(Trainer, doomed, name="doomed_trainer")
+    here, there = (hf.place(Vector, doomed, name=name) for name in ("here", "there"))
+    hf.sync_weights(here, there).get()
+    return hf.place(Source, doomed, name="doomed"), hf.place(Trainer, doomed, name="doomed_trainer"), here, there
 
 
 def test_a_failure_does_not_wait_for_peers_that_wait_for_it(doomed, doomed_groups):
     """Rank 0 is inside a collective that rank 1 never joins: the error does not wait for its timeout."""
-    source, _ = doomed_groups
+    source, *_ = doomed_groups
     start = time.monotonic()
     error = error_of(source.lonely([True, False]))
     assert "rank 1 has better things to do" in str(error)
@@ -302,9 +304,7 @@ def test_a_failure_does_not_wait_for_peers_that_wait_for_it(doomed, doomed_group
 
 
 def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluster, batch):
-    source, trainer = doomed_groups
-    here, there = (hf.place(Vector, doomed, name=name) for name in ("here", "there"))
-    hf.sync_weights(here, there).get()
+    source, trainer, here, there = doomed_groups
     start = time.monotonic()
     error = error_of(source.die(batch))
     assert "doomed.die on rank 1 was lost: its host process died" in str(error)

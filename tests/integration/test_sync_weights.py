@@ -4,86 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed import distributed_c10d as c10d
 
 import hybridflow as hf
-from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, WorkerError
 from tests import tiny_models
+from tests.integration.matrix import COLUMNS, ROW_BLOCKS, ROWS, Matrix, whole
 from tests.tiny_models import make_prompts, make_rows
 
-ROWS, COLUMNS = 13, 5
-ROW_BLOCKS = {"by": "rows", "rows": ROWS, "tensor": "matrix"}
 TOLERANCE = 1e-3  # nats per token, between vLLM and Megatron in float32
-
-
-class Matrix(hf.Worker):
-    """Holds rows (or columns) of one matrix, split over its ranks."""
-
-    asked: ClassVar[int] = 0  # for layouts, in this process
-
-    def __init__(self, by: str = "rows", rows: int = ROWS, tensor: str = "matrix", dtype: str = "float32") -> None:
-        layout = self.weights_layout({"by": by, "rows": rows, "tensor": tensor}, self.context.grid)
-        (region,) = layout.regions(self.context.rank)
-        self.part = torch.zeros(region.box.shape, dtype=getattr(torch, dtype))
-        self.fails: list[str] = []
-
-    @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
-        cls.asked += 1
-        shape, axis = (settings["rows"], COLUMNS), 0 if settings["by"] == "rows" else 1
-        bounds = [shape[axis] * i // grid.size for i in range(grid.size + 1)]
-
-        def regions(rank: int) -> list[Region]:
-            ends = (bounds[rank], bounds[rank + 1])
-            start, stop = [0, 0], list(shape)
-            start[axis], stop[axis] = ends
-            return [Region(Box(settings["tensor"], tuple(start), tuple(stop)), "part", (0, 0))]
-
-        return Layout({settings["tensor"]: shape}, grid.size, regions)
-
-    def weights_storage(self) -> Mapping[str, torch.Tensor]:
-        if self.fails == ["before"]:
-            self.fails.clear()
-            raise RuntimeError("not ready")
-        return {"part": self.part}
-
-    def weights_arrived(self) -> None:
-        if self.fails == ["after"]:
-            self.fails.clear()
-            raise RuntimeError("cannot take them")
-
-    def close(self) -> None:
-        if self.fails == ["close"]:
-            raise RuntimeError("holds on to it")
-
-    @hf.register(hf.ONE_TO_ALL)
-    def fill(self, factor: float) -> None:
-        self.part.copy_(torch.arange(self.part.numel()).view(self.part.shape) * factor + 1000 * self.context.rank)
-
-    @hf.register(hf.ONE_TO_ALL)
-    def read(self) -> torch.Tensor:
-        return self.part.clone()
-
-    @hf.register(hf.ONE_TO_ALL)
-    def fail_once(self, when: str) -> None:
-        self.fails = [when] if self.context.rank == 1 else []
-
-    @hf.register(hf.ONE_TO_ALL)
-    def rest(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    @hf.register(hf.ONE_TO_ALL)
-    def process_groups(self) -> int:
-        return len(c10d._world.pg_map)
 
 
 class Rotated(Matrix):
@@ -103,35 +38,6 @@ class Rotated(Matrix):
         return hf.ModelSpec(family="llama", rope_theta=settings["theta"], heads=settings["heads"], **sizes)
 
 
-class Picky(Matrix):
-    """The process with pool rank 1 cannot plan; being at work is a collective of the group."""
-
-    @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
-        layout = Matrix.weights_layout(ROW_BLOCKS, grid)
-
-        def regions(rank: int) -> list[Region]:
-            if dist.is_initialized() and dist.get_rank() == 1:
-                raise RuntimeError("no plan here")
-            return list(layout.regions(rank))
-
-        return Layout(layout.tensors, layout.ranks, regions)
-
-    def __init__(self) -> None:
-        layout = Matrix.weights_layout(ROW_BLOCKS, self.context.grid)
-        self.part, self.fails, self.works = torch.zeros(layout.regions(self.context.rank)[0].box.shape), [], 0
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        self.works += 1
-        dist.barrier(self.context.groups.everyone())
-        yield
-
-    @hf.register(hf.ONE_TO_ALL)
-    def times_at_work(self) -> int:
-        return self.works
-
-
 class HalfBuilt(hf.RolloutWorker):
     """Fails when its vLLM runs."""
 
@@ -147,10 +53,6 @@ class Plain:
 
 def count_words(prompts, completions):
     return [float(len(text.split())) for text in completions]
-
-
-def whole(group: hf.WorkerGroup) -> torch.Tensor:
-    return torch.cat(group.read().get(), dim=0 if group.settings["by"] == "rows" else 1)
 
 
 @pytest.fixture(scope="module")
@@ -233,103 +135,7 @@ def test_links_are_kept_and_go_with_their_groups(pool, other_pool, place):
     assert watcher.process_groups().get() == before
 
 
-# Failures
-
-
-def test_a_rank_that_cannot_begin_leaves_the_destination_as_it_was(pool, other_pool, place, settle):
-    source, destination = place(Matrix, pool[0:3]), place(Matrix, other_pool)
-    source.fill(1.0)
-    hf.sync_weights(source, destination).get()
-    before = whole(destination)
-    source.fail_once("before")
-    source.fill(2.0)
-    with pytest.raises(WorkerError, match=r"sync_weights failed on rank 1.*not ready"):
-        hf.sync_weights(source, destination).get()
-    assert torch.equal(whole(destination), before)
-    settle()
-    hf.sync_weights(source, destination).get()
-    assert torch.equal(whole(destination), whole(source))
-
-
-def test_incomplete_weights_are_not_used_until_they_are_whole(pool, place, settle):
-    source, destination = place(Matrix, pool[0:2]), place(Matrix, pool[1:4])
-    source.fill(1.0)
-    destination.fail_once("after")
-    with pytest.raises(WorkerError, match="cannot take them") as caught:
-        hf.sync_weights(source, destination).get()
-    assert caught.value.method == "sync_weights"
-    assert (caught.value.role, caught.value.rank) == (destination.name, 1)
-    settle()
-    with pytest.raises(WorkerError, match=r"incomplete.*sync_weights.*failed on the way"):
-        destination.read().get()
-    with pytest.raises(WorkerError, match="incomplete"):
-        hf.sync_weights(destination, source).get()
-    settle()
-    hf.sync_weights(source, destination).get()
-    assert torch.equal(whole(destination), whole(source))
-
-
-def test_a_link_whose_first_exchange_failed_works_when_the_reason_is_gone(pool, place, settle):
-    """Also for an exchange that was issued before anybody knew."""
-    source, middle, destination = place(Matrix, pool[0:2]), place(Matrix, pool[1:3]), place(Matrix, pool[2:4])
-    source.fill(1.0)
-    middle.fail_once("after")
-    middle.rest(1.0)
-    incomplete, refused, whole_again, arrived = (
-        hf.sync_weights(*pair) for pair in [(source, middle), (middle, destination)] * 2
-    )
-    for failed in (incomplete, refused):
-        with pytest.raises(WorkerError, match="cannot take them"):
-            failed.get()
-    whole_again.get()
-    arrived.get()
-    assert torch.equal(whole(destination), whole(source))
-    settle()
-
-
-def test_a_link_that_one_host_cannot_open_is_refused_by_all(pool, other_pool, place, settle, monkeypatch):
-    source, destination = place(Matrix, pool[0:2]), place(Matrix, other_pool)
-    source.fill(1.0)
-    source.rest(1.0)
-    with monkeypatch.context() as context:
-        context.setattr(hf.ResourcePool, "store_address", lambda self: ("localhost", 1 << 40))
-        tries = [hf.sync_weights(source, destination) for _ in range(2)]
-    for failed in tries:
-        with pytest.raises(WorkerError, match=rf"{destination.name}.sync_weights failed on rank [01]: TypeError"):
-            failed.get()
-    settle()
-    hf.sync_weights(source, destination).get()
-    assert torch.equal(whole(destination), whole(source))
-
-
-def test_nobody_begins_to_work_before_all_have_planned(pool, place, settle):
-    source, destination = place(Picky, pool[0:3]), place(Picky, pool[2:4])
-    with pytest.raises(WorkerError, match=r"sync_weights failed on rank 1.*no plan here"):
-        hf.sync_weights(source, destination).get()
-    settle()
-    assert source.times_at_work().get() == [0, 0, 0]
-    assert destination.times_at_work().get() == [0, 0]
-
-
-def test_a_rank_that_cannot_be_freed_says_so_and_leaves_its_process_groups(pool, place):
-    watcher = place(Matrix, pool[1:2])
-    before = watcher.process_groups().get()
-    stuck = place(Matrix, pool[0:2])
-    hf.sync_weights(stuck, watcher).get()
-    stuck.fail_once("close")
-    with pytest.raises(WorkerError, match=r"close failed on rank 1.*holds on to it"):
-        stuck.close()
-    stuck.close()
-    assert watcher.process_groups().get() == before
-
-
-def test_a_destination_of_another_dtype_that_cannot_be_converted_is_refused_before_a_byte_moves(pool, place, settle):
-    source, destination = place(Matrix, pool[0:2]), place(Matrix, pool[2:4], dtype="complex64")
-    source.fill(1.0)
-    with pytest.raises(LayoutError, match="complex64"):
-        hf.sync_weights(source, destination).get()
-    settle()
-    assert not whole(destination).any()
+# What is refused
 
 
 def test_what_cannot_be_is_refused_on_the_driver(pool, cluster, place):
