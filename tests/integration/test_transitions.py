@@ -137,9 +137,10 @@ def norms(rank: Seen) -> int:
 
 @pytest.mark.parametrize(("p", "t", "d"), SIZES)
 def test_table_2_of_the_weaker_designs(observe, p, t, d):
-    smaller = (divisors(p)[-2:][0], divisors(t)[-2:][0])
-    cases = [Case((p, t, d), smaller, "vanilla"), Case((p, t, d), smaller, "gather_all")]
-    for case, seen, shares in zip(cases, observe(cases), (p * t, p * t * d), strict=True):
+    choices = [(p_g, t_g) for p_g in divisors(p) for t_g in divisors(t)]
+    cases = [Case((p, t, d), sizes, design) for design in ("vanilla", "gather_all") for sizes in choices]
+    for case, seen in zip(cases, observe(cases), strict=True):
+        shares = p * t if case.design == "vanilla" else p * t * d
         correct(seen)
         assert [matrices(rank) for rank in seen] == [(shares - 1) * LAYERS // shares] * 8
         vocabulary = sum(rank.report.received_bytes - matrices(rank) - norms(rank) for rank in seen)
