@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridflow.engine3d.copies import Lane
 from hybridflow.engine3d.plan import WeightPlan
-from hybridflow.engine3d.transfer import Transfer
+from hybridflow.engine3d.transfer import Transfer, received_by_tensor
 from hybridflow.errors import LayoutError
 
 
@@ -101,10 +101,7 @@ class OverlappedMove:
     @property
     def received(self) -> Counter[str]:
         """Bytes taken from the wire by all runs so far, by canonical tensor."""
-        total: Counter[str] = Counter()
-        for transfer in self._transfers:
-            total.update(transfer.received)
-        return total
+        return received_by_tensor(self._transfers)
 
     @property
     def sent_bytes(self) -> int:

@@ -7,8 +7,8 @@ source and destination are the same memory.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -197,3 +197,11 @@ class Transfer:
                     f"{side} tensor {name!r} of rank {self.rank} has no memory. Acquire it, or give the transfer the "
                     "residency that does."
                 )
+
+
+def received_by_tensor(transfers: Iterable[Transfer]) -> Counter[str]:
+    """Bytes that all runs of `transfers` took from the wire, by canonical tensor."""
+    total: Counter[str] = Counter()
+    for transfer in transfers:
+        total.update(transfer.received)
+    return total

@@ -21,7 +21,7 @@ from hybridflow.engine3d.ledger import Ledger, Watched
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.residency import Residency
 from hybridflow.engine3d.sharing import share_equal
-from hybridflow.engine3d.transfer import Transfer
+from hybridflow.engine3d.transfer import Transfer, received_by_tensor
 from hybridflow.engine3d.way_back import WayBack
 from hybridflow.engine3d.wire import wire_device
 from hybridflow.errors import LayoutError, WaitTimeoutError
@@ -190,10 +190,7 @@ class Transition:
     @property
     def received(self) -> Counter[str]:
         """Bytes received so far, by canonical tensor."""
-        total: Counter[str] = Counter()
-        for transfer in self._transfers:
-            total.update(transfer.received)
-        return total
+        return received_by_tensor(self._transfers)
 
 
 def _bucket_bytes(layout: Layout, tensors: Mapping[str, Tensor]) -> int:
