@@ -10,9 +10,10 @@ import pytest
 import hybridflow as hf
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"^ +\w+ +\|?= ((?:actor|critic|reference|reward|hf)\.[a-z_]+)\(", re.MULTILINE)
+MARKS = ("", "runnable", "cluster", "loop")
 RUNNABLE = [page for page in PAGES if "```python runnable" in page.read_text()]
 
 
@@ -22,7 +23,7 @@ def blocks(page: Path, mark: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, m.start(2)), m.group(2)) for m in BLOCK.finditer(text) if m.group(1) == mark]
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_runnable_blocks_run(page: Path):
     names: dict[str, object] = {}
     for line, source in blocks(page, "runnable"):
@@ -37,22 +38,22 @@ def test_own_protocols_are_short():
         assert len([line for line in source.splitlines() if line.strip()]) <= 15
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_all_blocks_are_python(page: Path):
-    for mark in ("", "runnable", "cluster"):
+    for mark in MARKS:
         for line, source in blocks(page, mark):
             compile("\n" * line + source, str(page), "exec")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_use_names_that_exist(page: Path):
-    found = [block for mark in ("", "runnable", "cluster") for block in blocks(page, mark)]
+    found = [block for mark in MARKS for block in blocks(page, mark)]
     used = [(line, name) for line, source in found for name in re.findall(r"\bhf\.(\w+)", source)]
     unknown = sorted({(line, name) for line, name in used if name not in hf.__all__})
     assert not unknown, f"{page.name} uses names that hybridflow does not have (line of the block, name): {unknown}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_loop_of_a_page_is_the_recipes(page: Path):
     recipe = (ROOT / "recipes" / "ppo.py").read_text()
     for source in [source for _, source in blocks(page, "") if "for prompts in hf.PromptLoader" in source]:
@@ -62,7 +63,7 @@ def test_the_loop_of_a_page_is_the_recipes(page: Path):
         assert "tracker.finish()" in source
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path):
     targets = re.findall(r"\]\(([^)#:\s]+)\)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
