@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridflow import errors as errors
+    from hybridflow import rewards as rewards
     from hybridflow.algorithms.kl import AdaptiveKL as AdaptiveKL
     from hybridflow.algorithms.kl import FixedKL as FixedKL
     from hybridflow.batch import Batch as Batch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from hybridflow.protocols import join as join
     from hybridflow.protocols import register as register
     from hybridflow.ragged import Ragged as Ragged
+    from hybridflow.sampling import dynamic_sampling as dynamic_sampling
     from hybridflow.topology import RankGrid as RankGrid
     from hybridflow.tracker import Tracker as Tracker
     from hybridflow.workers.actor import ActorWorker as ActorWorker
@@ -68,6 +70,7 @@ _WHERE = {
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "Protocol", "join", "register"),
     ),
     "ragged": ("Ragged",),
+    "sampling": ("dynamic_sampling",),
     "topology": ("RankGrid",),
     "tracker": ("Tracker",),
     "workers.actor": ("ActorWorker",),
@@ -78,13 +81,13 @@ _WHERE = {
     "workers.worker": ("Worker", "place"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = ["errors", *_MODULE_OF]
+__all__ = ["errors", "rewards", *_MODULE_OF]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("hybridflow.errors")
+    if name in ("errors", "rewards"):
+        return importlib.import_module(f"hybridflow.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hybridflow.{_MODULE_OF[name]}"), name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hybridflow.batch import Batch
@@ -18,6 +19,7 @@ from hybridflow.cluster.columns import (
     Part,
     Picked,
     Restored,
+    Taken,
     View,
     parts_of,
     sliced,
@@ -185,6 +187,16 @@ class BatchRef:
             repeated.setdefault("group_id", replace(row_id, unique=False))
             repeated["row_id"] = replace(row_id, unique=True)
         return replace(self, rows=rows, column_refs=repeated, splitting=Splitting(), piece=None)
+
+    def take(self, rows: Sequence[int]) -> BatchRef:
+        """The rows at these positions, in that order, each at most once. Errors: BatchError for others."""
+        wanted = np.array(rows, dtype=np.int64) if len(rows) else np.empty(0, np.int64)
+        if wanted.ndim != 1 or (len(wanted) and not 0 <= wanted.min() <= wanted.max() < self.rows):
+            raise BatchError(f"take: positions must be whole numbers from 0 to {self.rows - 1}, got {list(rows)[:20]}.")
+        if len(np.unique(wanted)) < len(wanted):
+            raise BatchError("take: a row is named twice. Use repeat(n) to have each row several times.")
+        taken = _mapped(self.column_refs, lambda node: Taken(node, wanted))
+        return replace(self, rows=len(wanted), column_refs=taken, splitting=Splitting(), piece=None)
 
     def _rows(self, start: int, stop: int) -> BatchRef:
         refs = _mapped(self.column_refs, lambda node: sliced(node, start, stop, self.rows))

@@ -102,7 +102,15 @@ class Restored:
     repeat: int = 1
 
 
-Node = Part | View | Concat | Picked | Restored
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """The rows `rows` of `source`, in that order."""
+
+    source: Node
+    rows: Index
+
+
+Node = Part | View | Concat | Picked | Restored | Taken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +194,8 @@ def locate(node: Node, assign: Assign, want: Index | None = None) -> Located:
     if isinstance(node, Picked):
         rows = assign(node.order)[node.index]
         return locate(node.source, assign, rows if want is None else rows[want])
+    if isinstance(node, Taken):
+        return locate(node.source, assign, node.rows if want is None else node.rows[want])
     if isinstance(node, Restored):
         assigned = assign(node.order)
         inverse = np.empty(node.order.plan.rows, np.int64)

@@ -8,6 +8,7 @@ from typing import Any
 from hybridflow.algorithms.advantage import advantage_reads, advantage_writes, check_advantage, compute_advantage
 from hybridflow.algorithms.kl import FixedKL, KLState
 from hybridflow.algorithms.metrics import METRIC_COLUMNS, batch_metrics
+from hybridflow.algorithms.spread import Spread, batch_spread
 from hybridflow.batch import Batch
 from hybridflow.protocols import ONE_TO_ONE, register
 from hybridflow.protocols.operation import Settings
@@ -45,3 +46,7 @@ class Helper:
     @register(ONE_TO_ONE, reads=tuple(f"{name}?" for name in METRIC_COLUMNS))
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         return batch_metrics(batch)
+
+    @register(ONE_TO_ONE, reads=lambda settings, call: (call["by"], "group_id", "response_mask?"))
+    def group_spread(self, batch: Batch, by: str) -> Spread:
+        return batch_spread(batch, by)

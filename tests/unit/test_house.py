@@ -29,13 +29,14 @@ LAYERS = (
     ("protocols",),
     ("algorithms",),
     ("data",),
+    ("rewards",),
     ("engine3d",),
     ("planner",),
     ("engines",),
     ("cluster",),
     ("workers",),
     ("run_display",),
-    ("tracker", "loader", "driver"),
+    ("tracker", "loader", "driver", "sampling"),
     ("cli",),
 )
 # Each of these packages is imported in one place; everything else reaches it through that place only.
