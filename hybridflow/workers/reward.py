@@ -11,12 +11,12 @@ import torch
 from hybridflow.algorithms.typed_columns import row_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
-from hybridflow.data.reward_function import FunctionReward
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.errors import CheckpointError, ConfigError, RewardError
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.protocols.operation import Settings
+from hybridflow.rewards.function import FunctionReward
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 

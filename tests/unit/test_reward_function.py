@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.data.reward_function import FunctionReward
+from hybridflow.rewards.function import FunctionReward
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.ragged import Ragged
 

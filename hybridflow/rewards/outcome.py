@@ -1,0 +1,53 @@
+"""What comes out of a reward function: of one call, of one row, of a whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridflow.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """Answered by a reward function in place of a number: this row could not be judged, for `reason`.
+
+    It is no score: a wrong answer scores 0, a program that ran into its time limit was not judged. The setting
+    `on_failure` says what becomes of the row. `error` is the exception behind it, where it was met in this process.
+    """
+
+    reason: str
+    error: BaseException | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one call in a child process: its `value`, or the `failure` that it ended with.
+
+    A failure is a reason in words that follow the name of the function: "took longer than 5 s", "died with SIGSEGV",
+    "raised ValueError: ...".
+    """
+
+    value: Any = None
+    failure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What `Functions` answer for B rows.
+
+    `rewards`: [B] float32, or ragged [B, R] float32 at level "token"; 0 for rows that failed. `components`: full
+    column name ("rewards/format") -> [B] float32, NaN where the function did not apply to the row or failed.
+    `failures`: for every row None, or function and reason.
+    """
+
+    rewards: torch.Tensor | Ragged
+    components: dict[str, torch.Tensor] = field(default_factory=dict)
+    failures: list[str | None] = field(default_factory=list)
