@@ -54,8 +54,12 @@ class TrainEngine(Trainer, Protocol):
         """
         ...
 
-    def score(self, batch: Batch) -> Tensor | None:
-        """[B] float32: the value head at the last token of prompt + response; None off the last stage."""
+    def score(self, batch: Batch, tokens: bool = False) -> Tensor | Ragged | None:
+        """[B] float32: the value head at the last token of prompt + response; None off the last stage.
+
+        With `tokens` ragged [B, R] float32, a score for each response token: the head at the token's own position,
+        where the model has read it (one behind those of `values`, which are what is expected before it).
+        """
         ...
 
     def forward_backward(

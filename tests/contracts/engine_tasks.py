@@ -72,6 +72,9 @@ def outputs(
             scores = engine.score(rows)
             assert (scores is None) == (out is None)
             out = out and {**out, "scores": scores}
+            token_scores = engine.score(rows, tokens=True)
+            assert (token_scores is None) == (out is None)
+            out = out and {**out, "token_scores": token_scores}
         found.append(out)
         engine.context.groups.close()
     return found

@@ -143,6 +143,15 @@ def reference_scores(model: nn.Module, batch: Batch) -> Tensor:
     return torch.stack([model.score(row)[0] for row in hidden])
 
 
+def reference_token_scores(model: nn.Module, batch: Batch) -> Ragged:
+    """[B, R]: the head of the transformers model at each response token."""
+    rows = []
+    for prompt, response in zip(batch.peek("prompt_ids").rows(), batch.peek("response_ids").rows(), strict=True):
+        hidden = model.model(torch.cat([prompt, response])[None]).last_hidden_state[0]
+        rows.append(model.score(hidden)[len(prompt) :, 0])
+    return Ragged.from_rows(rows)
+
+
 def totals_of(batch: Batch) -> Totals:
     every = len(batch.peek("prompt_ids").values) + len(batch.peek("response_ids").values)
     return Totals(float(batch.peek("response_mask").values.sum()), batch.rows, every)

@@ -152,6 +152,8 @@ def test_micro_batches_read_every_response_token_once(lengths, budget, multiple,
         if micro.selected:
             before = micro.ids.t().flatten()[micro.index]  # position-major
             assert micro.targets.equal(before + 1)
+    for micro in Split(budget, multiple, at_least).responses(prompts, responses, own=True):
+        assert micro.ids.t().flatten()[micro.index][: micro.selected].equal(micro.targets)
 
 
 @settings(max_examples=50, deadline=None)

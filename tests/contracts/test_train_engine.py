@@ -21,6 +21,7 @@ from example_models import (
     make_model,
     reference,
     reference_scores,
+    reference_token_scores,
     relative,
     spec_of,
 )
@@ -76,6 +77,7 @@ def expected(models: dict[tuple[str, str], Path]) -> dict[tuple[str, str], dict[
             found[name, head] = reference(model, head, batch, 0.7)
             if head == "value":
                 found[name, head]["scores"] = reference_scores(model, batch)
+                found[name, head]["token_scores"] = reference_token_scores(model, batch)
     return found
 
 

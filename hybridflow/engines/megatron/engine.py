@@ -138,22 +138,20 @@ class MegatronEngine:
         flat = self._infer(micro_batches, lambda micro, out: {k: v.float() for k, v in read(micro, out).items()})
         if flat is None:
             return None
-        order = torch.cat([micro.rows for micro in micro_batches]).argsort()
-        lengths = torch.cat([micro.lengths for micro in micro_batches])
-        return {
-            name: Ragged.from_lengths(torch.cat([part[name].cpu() for part in flat]), lengths).index(order)
-            for name in outputs
-        }
+        return {name: _in_order(micro_batches, [part[name] for part in flat]) for name in outputs}
 
-    def score(self, batch: Batch) -> Tensor | None:
-        """[B] float32 on the CPU: the value head at the last token; None off the last stage."""
+    def score(self, batch: Batch, tokens: bool = False) -> Tensor | Ragged | None:
+        """[B] float32 on the CPU: the value head at the last token; None off the last stage.
+
+        With `tokens` ragged [B, R] float32: at each response token's own position.
+        """
         self._tokens.check(batch, ("values",))
-        micro_batches = self._tokens.micro_batches(batch, last_tokens=True)
-        parts = self._infer(micro_batches, lambda micro, out: out.flatten()[: micro.selected])
+        micro_batches = self._tokens.micro_batches(batch, "own" if tokens else "last")
+        parts = self._infer(micro_batches, lambda micro, out: out[0, : micro.selected, 0].float())
         if parts is None:
             return None
-        order = torch.cat([micro.rows for micro in micro_batches]).argsort()
-        return torch.cat([part.cpu() for part in parts])[order]
+        scores = _in_order(micro_batches, parts)
+        return scores if tokens else scores.values
 
     def _infer(self, micro_batches: list[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any] | None:
         """`read(micro-batch, model output)` of every micro-batch, on the last stage."""
@@ -345,6 +343,13 @@ class MegatronEngine:
             self._parameters.memory.release()
         self._optimizer = self._buckets = self._gpt = self._schedule = self._parameters = self._held = None
         self._config = None
+
+
+def _in_order(micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Ragged:
+    """What was read of each micro-batch, on the CPU, as the rows of the batch in their order."""
+    order = torch.cat([micro.rows for micro in micro_batches]).argsort()
+    lengths = torch.cat([micro.lengths for micro in micro_batches])
+    return Ragged.from_lengths(torch.cat([part.cpu() for part in parts]), lengths).index(order)
 
 
 def _raise_first(failures: Sequence[Exception]) -> None:

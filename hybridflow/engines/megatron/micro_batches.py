@@ -71,13 +71,13 @@ class Split:
     def _padded(self, length: int) -> int:
         return max(1, -(-length // self.multiple)) * self.multiple
 
-    def responses(self, prompts: Ragged, responses: Ragged) -> list[MicroBatch]:
-        """Micro-batches that read the positions which predict the response tokens.
+    def responses(self, prompts: Ragged, responses: Ragged, own: bool = False) -> list[MicroBatch]:
+        """Micro-batches that read the positions which predict the response tokens, or with `own` their own positions.
 
         Errors: BatchError of `check`.
         """
         self.check(prompts, responses)
-        return [self._response_batch(rows, prompts, responses) for rows in self._split(prompts, responses)]
+        return [self._response_batch(rows, prompts, responses, own) for rows in self._split(prompts, responses)]
 
     def last_tokens(self, prompts: Ragged, responses: Ragged) -> list[MicroBatch]:
         """Micro-batches that read the last position of every row. Errors: BatchError of `check`."""
@@ -94,11 +94,11 @@ class Split:
     def _split(self, prompts: Ragged, responses: Ragged) -> Sequence[Tensor]:
         return self.rows(prompts.lengths + responses.lengths) or [torch.arange(0)]
 
-    def _response_batch(self, rows: Tensor, prompts: Ragged, responses: Ragged) -> MicroBatch:
+    def _response_batch(self, rows: Tensor, prompts: Ragged, responses: Ragged, own: bool) -> MicroBatch:
         prompt, response = prompts.index(rows), responses.index(rows)
         ids = self._ids(prompt, response)
         row = response.row_index()
-        position = _positions(response, row) + (prompt.lengths - 1)[row]
+        position = _positions(response, row) + (prompt.lengths if own else prompt.lengths - 1)[row]
         index = position * len(ids) + row
         return MicroBatch(rows, ids, _some(index), response.values.to(torch.int64), response.lengths)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from hybridflow.engines.megatron.units import vocabulary_rows
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import BatchError, ModelError
 from hybridflow.model_spec import ModelSpec
+
+Positions = Literal["before", "own", "last"]
+"""Where a row is read: before each response token (what predicts it), at each of them, or at its last token only."""
 
 
 class TokenOutputs:
@@ -47,10 +51,12 @@ class TokenOutputs:
         self.split.check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
         _ = response_mask(batch)
 
-    def micro_batches(self, batch: Batch, last_tokens: bool = False) -> list[MicroBatch]:
-        """The batch as micro-batches in which response tokens are read, or only the last token of each row."""
+    def micro_batches(self, batch: Batch, at: Positions = "before") -> list[MicroBatch]:
+        """The batch as micro-batches that say which positions are read."""
         prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
-        return self.split.last_tokens(prompts, responses) if last_tokens else self.split.responses(prompts, responses)
+        if at == "last":
+            return self.split.last_tokens(prompts, responses)
+        return self.split.responses(prompts, responses, own=at == "own")
 
     def read(self, micro: MicroBatch, out: Tensor, names: Sequence[Output], temperature: float) -> dict[str, Tensor]:
         """Each asked output [N] float32 of a micro-batch from the output layer's [1, N, columns]."""
