@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from hybridflow.topology import RankGrid as RankGrid
     from hybridflow.tracker import Tracker as Tracker
     from hybridflow.workers.actor import ActorWorker as ActorWorker
+    from hybridflow.workers.cost import CostWorker as CostWorker
     from hybridflow.workers.critic import CriticWorker as CriticWorker
     from hybridflow.workers.reference import ReferenceWorker as ReferenceWorker
     from hybridflow.workers.reward import RewardWorker as RewardWorker
@@ -74,6 +75,7 @@ _WHERE = {
     "topology": ("RankGrid",),
     "tracker": ("Tracker",),
     "workers.actor": ("ActorWorker",),
+    "workers.cost": ("CostWorker",),
     "workers.critic": ("CriticWorker",),
     "workers.reference": ("ReferenceWorker",),
     "workers.reward": ("RewardWorker",),

@@ -1,28 +1,92 @@
-"""CriticWorker: values of response tokens (paper, table 4)."""
+"""CriticWorker: values of response tokens (paper, table 4), of rewards or of costs (Safe-RLHF)."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
 
-from hybridflow.algorithms.loss import value_loss
+from hybridflow.algorithms.loss import Loss, value_loss
 from hybridflow.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.protocols.operation import Settings
+from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update import UpdateCall
 
-_UPDATE = UpdateCall("critic", value_loss)
+
+@dataclass(frozen=True)
+class Signal:
+    """What a critic predicts: `columns` are its own names for what a value loss calls `values` and `returns`, and
+    `figures` is what the names of its figures begin with."""
+
+    columns: Mapping[str, str]
+    figures: str
+
+    def loss(self, loss: str | Callable[..., Any], **options: Any) -> Loss:
+        """`value_loss` on the columns of this signal."""
+        found = value_loss(loss, **options)
+        if not self.columns:
+            return found
+        reads = None if found.reads is None else tuple(self._own(name) for name in found.reads)
+        per_token = tuple(self._own(name) for name in found.per_token)
+        return replace(found, function=self._renaming(found.function), reads=reads, per_token=per_token)
+
+    def _own(self, read: str) -> str:
+        name = read.removesuffix("?")
+        return self.columns.get(name, name) + read[len(name) :]
+
+    def _renaming(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with this signal's columns under the names that it knows, and its figures under ours."""
+
+        def of_signal(outputs: Any, rows: Batch, totals: Any, **options: Any) -> Any:
+            known = {own: name for name, own in self.columns.items() if own in rows}
+            scalar, metrics = function(
+                outputs, rows.without(*(n for n in known.values() if n in rows)).rename(known), totals, **options
+            )
+            return scalar, {_moved(name, "critic/", f"{self.figures}/"): value for name, value in metrics.items()}
+
+        return of_signal
+
+
+def _moved(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name
+
+
+SIGNALS: Mapping[str, Signal] = MappingProxyType(
+    {
+        "rewards": Signal({}, "critic"),
+        "costs": Signal({"values": "cost_values", "returns": "cost_returns"}, "cost_critic"),
+    }
+)
+_UPDATES = {name: UpdateCall("critic", signal.loss) for name, signal in SIGNALS.items()}
+
+
+def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
+    return (SIGNALS[settings["of"]].columns.get("values", "values"),)
 
 
 class CriticWorker(ModelWorker):
     """One rank of a value model: the decoder of a checkpoint with a value head (zeros where it has none).
 
-    With `offload=True` parameters, gradients and optimizer state wait in host memory between calls.
+    With `of="costs"` it is the critic of a CostWorker's costs (Dai et al., "Safe RLHF", 2023): it writes
+    `cost_values`, trains on `cost_values` and `cost_returns` (a loss of one's own meets them as `values` and
+    `returns`), and its figures are `cost_critic/...`. With `offload=True` parameters, gradients and optimizer state
+    wait in host memory between calls.
     """
 
     role = "critic"
     head = "value"
+
+    @classmethod
+    def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
+        if not isinstance(of := settings["of"], str) or of not in SIGNALS:
+            raise ConfigError(f"{cls.__name__}(of={of!r}) is unknown.{nearest(str(of), SIGNALS)}")
+        super().check(grid, settings, device_type)
 
     def __init__(
         self,
@@ -30,22 +94,34 @@ class CriticWorker(ModelWorker):
         model: str | os.PathLike[str],
         train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
         optim: Optimizer | None = None,
+        of: Literal["rewards", "costs"] = "rewards",
         offload: bool = False,
     ) -> None:
+        self.signal = SIGNALS[of]
         self._build(model, train, optim, offload)
 
-    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("values",), balance="num_tokens")
+    @property
+    def figures(self) -> str:
+        return self.signal.figures
+
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=_writes, balance="num_tokens")
     def compute_values(self, batch: Batch) -> Batch | None:
-        """`values` ragged [B, R] float32: the value before each response token is drawn."""
+        """`values` (of costs `cost_values`) ragged [B, R] float32: the value before each response token is drawn."""
         with self.at_work():
             _ = self._agreed("compute_values", batch, ("values",))
             out = self.engine.forward(batch, ("values",))
-        return None if out is None else Batch({"values": out["values"]})
+        return None if out is None else Batch({self.signal.columns.get("values", "values"): out["values"]})
 
-    @register(THREE_D_PROTO, reads=_UPDATE.reads, chunks="minibatches", balance="num_tokens", check=_UPDATE.check)
+    @register(
+        THREE_D_PROTO,
+        reads=lambda settings, call: _UPDATES[settings["of"]].reads(settings, call),
+        chunks="minibatches",
+        balance="num_tokens",
+        check=lambda settings, call: _UPDATES[settings["of"]].check(settings, call),
+    )
     def update_critic(
         self, batch: Batch, minibatches: int = 1, epochs: int = 1, loss: Any = "value", **options: Any
     ) -> dict[str, float]:
         """Steps on the value loss over `epochs` x `minibatches`; `options` are those of the loss (e.g. `clip`)."""
         with self.at_work():
-            return self._update("update_critic", batch, value_loss(loss, **options), epochs)
+            return self._update("update_critic", batch, self.signal.loss(loss, **options), epochs)

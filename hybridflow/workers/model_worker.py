@@ -173,6 +173,11 @@ class ModelWorker(Worker):
             self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")
             self.engine.offload(self._idle)
 
+    @property
+    def figures(self) -> str:
+        """What the names of its figures begin with."""
+        return self.role
+
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Whatever a call needs of the model is in device memory within; an idle model goes to the host afterwards."""
@@ -207,7 +212,7 @@ class ModelWorker(Worker):
         minibatches = batch.chunks() * epochs
         for left, minibatch in zip(reversed(range(len(minibatches))), minibatches, strict=True):
             metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
-            step = {f"{self.role}/{name}": value for name, value in self._step(last=not left).items()}
+            step = {f"{self.figures}/{name}": value for name, value in self._step(last=not left).items()}
             for name, value in (metrics | step).items():
                 total[name] = total.get(name, 0.0) + value
         return {name: value / len(minibatches) for name, value in total.items()}

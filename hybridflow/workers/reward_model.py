@@ -1,0 +1,176 @@
+"""Retokenizer: rows of the actor's token ids become rows of a reward model that has a tokenizer of its own.
+
+Shapes: B rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from hybridflow.algorithms.typed_columns import row_column, token_column
+from hybridflow.batch import Batch
+from hybridflow.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.errors import CheckpointError, ConfigError, RewardError, nearest
+from hybridflow.ragged import Ragged
+
+Template = Literal["auto", "plain", "chat"]
+TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "row_id?")
+"""Columns of rows that are re-tokenised."""
+
+
+def check_reward_model(worker: str, role: str, settings: Mapping[str, Any]) -> None:
+    """What speaks against a checkpoint as a reward model, found on the driver.
+
+    Errors: CheckpointError without a head, ConfigError for a template or tokenizer that the model cannot be read with.
+    """
+    model, template = settings["model"], settings["template"]
+    checkpoint = Checkpoint(model)
+    if checkpoint.find("score.weight") is None:
+        found = "a language model's lm_head.weight" if checkpoint.find("lm_head.weight") else "no head"
+        raise CheckpointError(
+            f"{role}: {model} has {found} and no score.weight: as a {role} model it would give 0 "
+            f"for every row. Give a sequence-classification checkpoint (one label), or function=."
+        )
+    if template not in get_args(Template):
+        raise ConfigError(f"{worker}(template={template!r}) is unknown.{nearest(str(template), get_args(Template))}")
+    needed = "tokenizer=" if settings["tokenizer"] is not None else "template='chat'" if template == "chat" else None
+    if needed and not has_tokenizer(model):
+        raise ConfigError(
+            f"{worker}({needed}): {model} has no tokenizer of its own, so rows cannot be put into its tokens. Add its "
+            f"tokenizer files to the directory; or leave {needed} out, and ids go in as they are."
+        )
+    if template == "chat" and load_tokenizer(model).raw.chat_template is None:
+        raise ConfigError(
+            f"{worker}(template='chat'): the tokenizer of {model} has no chat template. Use template='plain', or add "
+            f"one (chat_template.jinja)."
+        )
+    if settings["level"] == "token" and retokenizes(settings):
+        raise ConfigError(
+            f"{worker}(level='token'): rows are re-tokenised for {model}, so its tokens are not those of the response. "
+            f"Use level='sample', or a model with the actor's tokenizer and template='auto'."
+        )
+
+
+def retokenizes(settings: Mapping[str, Any]) -> bool:
+    """Whether token ids must pass through text: a chat template is asked for, or the tokenizers differ.
+
+    They are the same when their vocabularies and their tokens for the beginning and the end are: these are all that
+    stands in rows without padding.
+    """
+    if settings["template"] == "chat":
+        return True
+    model, tokenizer = settings["model"], settings["tokenizer"]
+    return tokenizer is not None and not _same_tokenizer(str(model), str(tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _same_tokenizer(one: str, other: str) -> bool:
+    if Path(one).resolve() == Path(other).resolve():
+        return True
+    found, expected = load_tokenizer(one).raw, load_tokenizer(other).raw
+    ends = ("bos_token_id", "eos_token_id")
+    same_ends = all(getattr(found, name) == getattr(expected, name) for name in ends)
+    return same_ends and found.get_vocab() == expected.get_vocab()
+
+
+class Retokenizer:
+    """Decodes rows with the actor's tokenizer (the reward model's own where none is given) and encodes them anew.
+
+    A prompt that is chat messages, and with `template="chat"` every prompt, goes through the reward model's chat
+    template with the response as the assistant's turn (or its continuation). Other rows are prompt + response as one
+    text, with the special tokens that the model's tokenizer adds, and its end token where the response ended with the
+    actor's. `limit` is the most tokens that the reward model takes.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str] | None,
+        template: Template,
+        limit: int,
+    ) -> None:
+        self.own = load_tokenizer(model)
+        self.actors: Tokenizer = self.own if tokenizer is None else load_tokenizer(tokenizer)
+        self.template, self.limit = template, limit
+
+    def __call__(self, batch: Batch) -> Batch:
+        """`prompt_ids` ragged [B, S] int64 with whole rows in the reward model's tokens, and empty `response_ids`.
+
+        Errors: RewardError naming the row: chat messages that cannot be rendered, no token at all, or too many.
+        """
+        rows = row_column(batch, "row_id").tolist() if "row_id" in batch else list(range(len(batch)))
+        prompts, responses = self._texts(batch, "prompt"), self._texts(batch, "response")
+        chat = [self.template == "chat" or not isinstance(prompt, str) for prompt in prompts]
+        texts = [
+            self._chat(row, prompt, response) if rendered else prompt + response
+            for row, prompt, response, rendered in zip(rows, prompts, responses, chat, strict=True)
+        ]
+        ids = self._encoded(texts, chat)
+        for i, ended in enumerate(self._ended(batch)):
+            if ended and not chat[i]:
+                self._end(ids[i])
+        for row, tokens in zip(rows, ids, strict=True):
+            self._check(row, len(tokens))
+        nothing = Ragged.from_lengths(torch.empty(0, dtype=torch.int64), [0] * len(ids))
+        return Batch({"prompt_ids": Ragged.from_rows(ids, torch.int64), "response_ids": nothing})
+
+    def _texts(self, batch: Batch, name: str) -> Sequence[Any]:
+        return batch[name] if name in batch else self.actors.decode(token_column(batch, f"{name}_ids").tolist())
+
+    def _ended(self, batch: Batch) -> list[bool]:
+        """[B]: whether each response ended with the actor's end token."""
+        end = self.actors.raw.eos_token_id
+        if "response_ids" not in batch or end is None:
+            return [False] * len(batch)
+        return [bool(len(row)) and int(row[-1]) == end for row in token_column(batch, "response_ids").rows()]
+
+    def _encoded(self, texts: Sequence[str], chat: Sequence[bool]) -> list[list[int]]:
+        """Token ids of all texts; those of a chat template have its special tokens in them already."""
+        out: list[list[int]] = [[]] * len(texts)
+        for rendered in (False, True):
+            at = [i for i, kind in enumerate(chat) if kind is rendered]
+            if at:
+                encoded = self.own.raw([texts[i] for i in at], add_special_tokens=not rendered)["input_ids"]
+                for i, ids in zip(at, encoded, strict=True):
+                    out[i] = list(ids)
+        return out
+
+    def _end(self, ids: list[int]) -> None:
+        end = self.own.raw.eos_token_id
+        if end is not None and ids[-1:] != [end]:  # some tokenizers add it by themselves
+            ids.append(end)
+
+    def _chat(self, row: int, prompt: Any, response: str) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.template == "plain" or self.own.raw.chat_template is None:
+            why = "template='plain' takes texts" if self.template == "plain" else "its tokenizer has no chat template"
+            raise RewardError(
+                f"row {row}: the prompt is chat messages and the reward model cannot read them: {why}. Leave the "
+                f"column 'prompt' out to have prompt_ids decoded, or use a model and template that can."
+            )
+        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+            raise RewardError(f"row {row}: the prompt is {type(messages).__name__}, neither text nor chat messages.")
+        last = messages[-1] if messages else {}
+        if last.get("role") == "assistant" and isinstance(last.get("content"), str):
+            messages, response = messages[:-1], last["content"] + response  # it goes on with what the prompt began
+        messages = [*messages, {"role": "assistant", "content": response}]
+        try:
+            return self.own.raw.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # templates are programs of the model's author: whatever one raises has its row
+            raise RewardError(f"row {row}: the reward model's chat template refuses the messages: {error}.") from error
+
+    def _check(self, row: int, length: int) -> None:
+        if not length:
+            raise RewardError(f"row {row} is empty text: the reward model has nothing to score.")
+        if length > self.limit:
+            raise RewardError(
+                f"row {row} has {length} tokens in the reward model's tokenizer, its context is {self.limit}. Make "
+                f"prompts or responses shorter, or take a reward model with a longer context."
+            )
