@@ -10,17 +10,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.gae import valid_lengths
 from hybridflow.algorithms.totals import Totals
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.ragged import Ragged
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
-def check_aggregation(name: str) -> None:
-    """Errors: ConfigError for an unknown aggregation, with the nearest known one."""
+def check_aggregation(name: str, norm: float | None = None) -> None:
+    """Errors: ConfigError for an unknown aggregation, with the nearest known one, or a `norm` that it does not use."""
     if name not in get_args(Aggregation):
         raise ConfigError(f"loss aggregation {name!r} is unknown.{nearest(str(name), get_args(Aggregation))}")
+    if norm is not None and name != "seq-mean-token-sum-norm":
+        raise ConfigError(f"norm={norm!r} is of aggregation='seq-mean-token-sum-norm', found aggregation={name!r}.")
 
 
 class TokenWeights:
@@ -33,21 +36,32 @@ class TokenWeights:
         """The share of the mean over all valid tokens of the mini-batch, without gradient."""
         return self.reduce(token_values.detach(), "token-mean")
 
-    def reduce(self, token_values: Tensor, how: str) -> Tensor:
+    def reduce(self, token_values: Tensor, how: str, norm: float | None = None) -> Tensor:
         """This micro-batch's share, a scalar:
 
-        `token-mean`          sum over valid tokens / valid tokens of the mini-batch
-        `seq-mean-token-mean` sum over rows of the row's mean over its valid tokens / rows of the mini-batch
-        `seq-mean-token-sum`  sum over valid tokens / rows of the mini-batch
+        `token-mean`              sum over valid tokens / valid tokens of the mini-batch
+        `seq-mean-token-mean`     sum over rows of the row's mean over its valid tokens / rows of the mini-batch
+        `seq-mean-token-sum`      sum over valid tokens / rows of the mini-batch
+        `seq-mean-token-sum-norm` the same / `norm`, a constant such as the most tokens that a response may have (Liu
+                                  et al., "Understanding R1-Zero-like training", 2025: Dr. GRPO); without it, the
+                                  longest response of the mini-batch
 
-        Errors: ConfigError for an unknown aggregation.
+        Rows without a valid token count among the rows (verl leaves them out unless it is given the number of rows).
+        Errors: ConfigError for an unknown aggregation, and without `norm` where the longest response is not known.
         """
-        check_aggregation(how)
-        mask = self._mask
+        check_aggregation(how, norm)
+        mask, totals = self._mask, self._totals
         kept = torch.where(mask.values, token_values, 0.0)
         if how == "token-mean":
-            return kept.sum() / max(self._totals.tokens, 1.0)
+            return kept.sum() / max(totals.tokens, 1.0)
         if how == "seq-mean-token-mean":
-            counts = mask.with_values(mask.values.to(kept.dtype)).row_sum()
-            kept = kept / mask.expand(counts).clamp(min=1.0)
-        return kept.sum() / max(self._totals.rows, 1.0)
+            kept = kept / mask.expand(valid_lengths(mask).to(kept.dtype)).clamp(min=1.0)
+        share = kept.sum() / max(totals.rows, 1.0)
+        return share / self._norm(norm) if how == "seq-mean-token-sum-norm" else share
+
+    def _norm(self, norm: float | None) -> float:
+        if norm is not None:
+            return norm
+        if not self._totals.longest and len(self._mask.values):
+            raise ConfigError("aggregation='seq-mean-token-sum-norm' needs norm=, or Totals(longest=...).")
+        return max(self._totals.longest, 1.0)

@@ -16,6 +16,7 @@ from hybridflow.errors import ConfigError, nearest
 from hybridflow.ragged import Ragged
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
+MAX_LOG_RATIO = 20.0  # where log-ratios are exponentiated: exp stays finite in float32, and no inf - inf comes of it
 
 
 def check_kl_kind(kind: str) -> None:
@@ -28,7 +29,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "k1") -> T
     """Per-token estimate of KL(policy || reference) at tokens drawn from the policy, in nats, any shape.
 
     With d = log policy - log reference: `k1` = d (unbiased), `k2` = d^2 / 2 (biased, low variance),
-    `k3` = exp(-d) - 1 + d (unbiased, never negative), `abs` = |d|.
+    `k3` = exp(-d) - 1 + d (unbiased, never negative), `abs` = |d|. In `k3` d is kept within +-20, so that one token
+    cannot give an infinite loss (verl keeps its result within +-10 as well).
     Schulman, "Approximating KL divergence" (2020). Errors: ConfigError for an unknown kind.
     """
     check_kl_kind(kind)
@@ -38,6 +40,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "k1") -> T
     if kind == "k2":
         return 0.5 * difference.square()
     if kind == "k3":
+        difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return torch.expm1(-difference) + difference
     return difference.abs()
 

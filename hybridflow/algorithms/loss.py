@@ -1,33 +1,31 @@
 """Losses by name: what an engine calls on every micro-batch.
 
 A loss turns the engine's ragged outputs into one scalar, this micro-batch's share of the mini-batch's loss, so that
-gradients do not depend on how the mini-batch was split. Shapes: B rows, N response tokens of all rows.
+gradients do not depend on how the mini-batch was split. Shapes: B rows, R response tokens, N those of all rows.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregate import TokenWeights, check_aggregation
-from hybridflow.algorithms.kl import check_kl_kind, kl_estimate
-from hybridflow.algorithms.options import check_options
-from hybridflow.algorithms.ppo import ppo_terms
+from hybridflow.algorithms.options import check_above, check_options
+from hybridflow.algorithms.policy_loss import PER_TOKEN, POLICY_LOSSES, Outputs, PolicyLoss, Share
 from hybridflow.algorithms.pretrain import negative_log_likelihood
 from hybridflow.algorithms.totals import Totals
 from hybridflow.algorithms.typed_columns import response_mask, token_column
 from hybridflow.algorithms.value_loss import value_terms
 from hybridflow.batch import Batch
-from hybridflow.errors import ConfigError, nearest
-from hybridflow.ragged import Ragged
+from hybridflow.errors import BatchError, ConfigError, nearest
 
-Outputs = Mapping[str, Ragged]
-Share = tuple[Tensor, dict[str, Tensor]]
+Of = Literal["rewards", "costs"]
 _ARGUMENTS = 3  # outputs, rows, totals; what follows are options
 
 
@@ -40,7 +38,7 @@ class Loss:
     """
 
     name: str
-    function: Callable[..., Share]
+    function: Callable[..., Share | Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] | None = None
     outputs: tuple[str, ...] = ("log_probs",)
@@ -53,123 +51,167 @@ class Loss:
                 token_column(rows, name, token_column(rows, "response_ids"))
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals) -> Share:
-        return self.function(outputs, rows, totals, **self.options)
+        """Errors: BatchError when a user's loss gives no scalar, or metrics that are none."""
+        found = self.function(outputs, rows, totals, **self.options)
+        scalar, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not isinstance(metrics, Mapping):
+            got = f"a tensor {list(scalar.shape)}" if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
+            raise BatchError(
+                f"loss {self.name!r} gave {got} with {type(metrics).__name__} metrics: return a scalar tensor, this "
+                f"micro-batch's share, or (scalar, dict of metrics)."
+            )
+        metrics = {name: torch.as_tensor(value, device=scalar.device) for name, value in metrics.items()}
+        return scalar.reshape(()), metrics
 
 
-def policy_loss(loss: str | Callable[..., Share] = "ppo", **options: Any) -> Loss:
-    """The actor's loss by name ("ppo", "pretrain"), or a user's `f(outputs, rows, totals, **options)`.
+def policy_loss(loss: str | Callable[..., Any] = "ppo", **options: Any) -> Loss:
+    """The actor's loss by name ("ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain"), or a user's.
 
-    A user's function may carry attributes `reads` (default: every column) and `outputs` (default: "log_probs").
-    Errors: ConfigError for an unknown name or option, with the nearest known one.
+    All but "pretrain" take, beside their own options, `entropy_coef`, `kl_coef` with `kl`, `rollout_correction`,
+    `aggregation` and `norm`. A user's function has one of two forms:
+
+    `f(log_probs, old_log_probs, advantages, mask, **options)` gives the loss of each token: a tensor [N], ragged
+    [B, R], or `PolicyTerms`. Its first parameter is called log_probs; parameters without a default name what it reads,
+    so it may read less or more (`entropy` of the engine; any column of the batch), all ragged and 0 at masked tokens.
+    It is aggregated, by "token-mean" or its attribute `aggregation`, and takes all the options above.
+
+    `f(outputs, rows, totals, **options)` gives the micro-batch's share of the whole loss, a scalar or (scalar,
+    metrics). It may carry attributes `reads` (default: every column) and `outputs` (default: "log_probs").
+
+    Errors: ConfigError for an unknown name or option, with the nearest known one, or an option out of range.
     """
-    return _find("policy loss", loss, POLICY_LOSSES, options)
+    if (
+        not isinstance(loss, str)
+        and callable(loss)
+        and next(iter(inspect.signature(loss).parameters), "") == "log_probs"
+    ):
+        name = _name(loss)
+        per_token = PolicyLoss(loss, getattr(loss, "aggregation", "token-mean"))
+        per_token.check(f"policy loss {name!r}", options, values=False)
+        return _bound(name, per_token, options)
+    return _find("policy loss", loss, {**POLICY_LOSSES, "pretrain": PretrainLoss()}, options)
 
 
-def value_loss(loss: str | Callable[..., Share] = "value", **options: Any) -> Loss:
-    """The critic's loss by name ("value"), or a user's function (default `outputs`: "values")."""
-    return _find("value loss", loss, VALUE_LOSSES, options)
+def value_loss(loss: str | Callable[..., Any] = "value", of: Of = "rewards", **options: Any) -> Loss:
+    """The critic's loss by name ("value"), or a user's `f(outputs, rows, totals, **options)` (default `outputs`:
+    "values").
+
+    A critic `of` costs reads `cost_values` and `cost_returns`, and its metrics are called `cost_critic/...`.
+    """
+    if of not in get_args(Of):
+        raise ConfigError(f"a critic of {of!r} is unknown: give 'rewards' or 'costs'.")
+    known = ValueLoss() if of == "rewards" else ValueLoss("cost_values", "cost_returns", "cost_critic")
+    return _find("value loss", loss, {"value": known}, options)
 
 
-def _ppo(
-    outputs: Outputs,
-    rows: Batch,
-    totals: Totals,
-    *,
-    clip: float = 0.2,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    entropy_coef: float = 0.0,
-    kl_coef: float = 0.0,
-    kl: str = "k3",
-    aggregation: str = "token-mean",
-) -> Share:
-    """Clipped surrogate, minus entropy_coef * entropy, plus kl_coef * KL to the reference (GRPO's KL term)."""
-    log_probs, mask = outputs["log_probs"].values, token_column(rows, "response_mask").values
-    weights = TokenWeights(token_column(rows, "response_mask"), totals)
-    terms = ppo_terms(
-        log_probs,
-        token_column(rows, "old_log_probs").values,
-        token_column(rows, "advantages").values,
-        mask,
-        clip=clip,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    token_loss = terms.loss
-    metrics = {"actor/clip_fraction": weights.mean(terms.clipped), "actor/ppo_kl": weights.mean(terms.kl)}
-    if entropy_coef != 0.0:
-        entropy = torch.where(mask, outputs["entropy"].values, 0.0)
-        token_loss = token_loss - entropy_coef * entropy
-        metrics["actor/entropy"] = weights.mean(entropy)
-    if kl_coef != 0.0:
-        reference = torch.where(mask, token_column(rows, "ref_log_probs").values, 0.0)
-        divergence = kl_estimate(torch.where(mask, log_probs, 0.0), reference, kl)
-        token_loss = token_loss + kl_coef * divergence
-        metrics["actor/kl_loss"] = weights.mean(divergence)
-    scalar = weights.reduce(token_loss, aggregation)
-    return scalar, {"actor/loss": scalar.detach(), **metrics}
+class _Known(Protocol):
+    """A loss that is chosen by name."""
 
+    def check(self, what: str, options: Mapping[str, Any]) -> None: ...
 
-def _pretrain(outputs: Outputs, rows: Batch, totals: Totals, *, coef: float = 1.0, aggregation: str = "token-mean"):
-    mask = response_mask(rows)
-    token_loss = negative_log_likelihood(outputs["log_probs"].values, mask.values)
-    share = TokenWeights(mask, totals).reduce(token_loss, aggregation)
-    return coef * share, {"actor/pretrain_loss": share.detach()}
+    def reads(self, options: Mapping[str, Any]) -> tuple[str, ...]: ...
 
+    def outputs(self, options: Mapping[str, Any]) -> tuple[str, ...]: ...
 
-def _value(
-    outputs: Outputs, rows: Batch, totals: Totals, *, clip: float | None = 0.2, aggregation: str = "token-mean"
-) -> Share:
-    weights = TokenWeights(token_column(rows, "response_mask"), totals)
-    terms = value_terms(
-        outputs["values"].values,
-        token_column(rows, "values").values,
-        token_column(rows, "returns").values,
-        token_column(rows, "response_mask").values,
-        clip=clip,
-    )
-    scalar = weights.reduce(terms.loss, aggregation)
-    return scalar, {
-        "critic/loss": scalar.detach(),
-        "critic/clip_fraction": weights.mean(terms.clipped),
-        "critic/squared_error": weights.mean(terms.error.square()),
-    }
+    def __call__(self, outputs: Outputs, rows: Batch, totals: Totals) -> Share: ...
 
 
 @dataclass(frozen=True)
-class _Entry:
-    function: Callable[..., Share]
-    reads: tuple[str, ...]
-    outputs: tuple[str, ...]
+class PretrainLoss:
+    """The language-model loss of response tokens: PPO-ptx, Safe-RLHF."""
+
+    def check(self, what: str, options: Mapping[str, Any]) -> None:
+        check_options(what, self.__call__, options, _ARGUMENTS)
+        check_above(what, options, {"coef": -math.inf, "norm": 0.0}, ("norm",))
+        check_aggregation(options.get("aggregation", "token-mean"), options.get("norm"))
+
+    def reads(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("response_mask?",)
+
+    def outputs(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("log_probs",)
+
+    def __call__(
+        self,
+        outputs: Outputs,
+        rows: Batch,
+        totals: Totals,
+        *,
+        coef: float = 1.0,
+        aggregation: str = "token-mean",
+        norm: float | None = None,
+    ) -> Share:
+        mask = response_mask(rows)
+        token_loss = negative_log_likelihood(outputs["log_probs"].values, mask.values)
+        share = TokenWeights(mask, totals).reduce(token_loss, aggregation, norm)
+        return coef * share, {"actor/pretrain_loss": share.detach()}
 
 
-POLICY_LOSSES: Mapping[str, _Entry] = MappingProxyType(
-    {
-        "ppo": _Entry(_ppo, ("old_log_probs", "advantages", "response_mask"), ("log_probs",)),
-        "pretrain": _Entry(_pretrain, ("response_mask?",), ("log_probs",)),
-    }
-)
-VALUE_LOSSES: Mapping[str, _Entry] = MappingProxyType(
-    {"value": _Entry(_value, ("values", "returns", "response_mask"), ("values",))}
-)
+@dataclass(frozen=True)
+class ValueLoss:
+    """The squared error of values; `old`, `returns` and `prefix` are those of a critic of rewards or of costs."""
+
+    old: str = "values"
+    returns: str = "returns"
+    prefix: str = "critic"
+
+    def check(self, what: str, options: Mapping[str, Any]) -> None:
+        check_options(what, self.__call__, options, _ARGUMENTS)
+        check_above(what, options, {"clip": 0.0, "norm": 0.0}, ("clip", "norm"))
+        check_aggregation(options.get("aggregation", "token-mean"), options.get("norm"))
+
+    def reads(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return (self.old, self.returns, "response_mask")
+
+    def outputs(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("values",)
+
+    def __call__(
+        self,
+        outputs: Outputs,
+        rows: Batch,
+        totals: Totals,
+        *,
+        clip: float | None = 0.2,
+        aggregation: str = "token-mean",
+        norm: float | None = None,
+    ) -> Share:
+        mask = token_column(rows, "response_mask")
+        weights = TokenWeights(mask, totals)
+        old, returns = (token_column(rows, name, mask).values for name in (self.old, self.returns))
+        terms = value_terms(outputs["values"].values, old, returns, mask.values, clip=clip)
+        scalar = weights.reduce(terms.loss, aggregation, norm)
+        return scalar, {
+            f"{self.prefix}/loss": scalar.detach(),
+            f"{self.prefix}/clip_fraction": weights.mean(terms.clipped),
+            f"{self.prefix}/squared_error": weights.mean(terms.error.square()),
+        }
 
 
-def _find(what: str, loss: str | Callable[..., Share], known: Mapping[str, _Entry], options: dict[str, Any]) -> Loss:
+def _find(what: str, loss: str | Callable[..., Any], known: Mapping[str, _Known], options: dict[str, Any]) -> Loss:
     if not isinstance(loss, str) and callable(loss):
-        name = getattr(loss, "__name__", type(loss).__name__)
+        name = _name(loss)
         reads = getattr(loss, "reads", None)
-        outputs = tuple(getattr(loss, "outputs", next(iter(known.values())).outputs))
+        outputs = tuple(getattr(loss, "outputs", next(iter(known.values())).outputs({})))
         check_options(f"{what} {name!r}", loss, options, after=_ARGUMENTS)
         return Loss(name, loss, options, None if reads is None else tuple(reads), outputs)
     if not isinstance(loss, str) or loss not in known:
         raise ConfigError(f"{what} {loss!r} is unknown.{nearest(str(loss), known)}")
     entry = known[loss]
-    check_options(f"{what} {loss!r}", entry.function, options, after=_ARGUMENTS)
-    check_aggregation(options.get("aggregation", "token-mean"))
-    check_kl_kind(options.get("kl", "k3"))
-    reads, outputs = entry.reads, entry.outputs
-    if loss == "ppo" and options.get("kl_coef", 0.0) != 0.0:
-        reads = (*reads, "ref_log_probs")
-    if loss == "ppo" and options.get("entropy_coef", 0.0) != 0.0:
-        outputs = (*outputs, "entropy")
-    return Loss(loss, entry.function, options, reads, outputs, tuple(name.removesuffix("?") for name in reads))
+    entry.check(f"{what} {loss!r}", options)
+    return _bound(loss, entry, options)
+
+
+def _bound(name: str, entry: _Known, options: dict[str, Any]) -> Loss:
+    reads = entry.reads(options)
+    columns = (column.removesuffix("?") for column in reads)
+    per_token = tuple(c for c in columns if c in PER_TOKEN or isinstance(entry, ValueLoss))
+    return Loss(name, entry, options, reads, entry.outputs(options), per_token)
+
+
+def _is_per_token(function: Callable[..., Any]) -> bool:
+    return next(iter(inspect.signature(function).parameters), "") == "log_probs"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -5,22 +5,10 @@ Shapes: N response tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.kl import kl_estimate
-
-_MAX_LOG_RATIO = 20.0  # exp stays finite in float32, so a clipped token cannot turn the loss into inf - inf
-
-
-class PolicyTerms(NamedTuple):
-    """Per token: `loss` [N] differentiable, `clipped` [N] 0/1, `kl` [N] (k3, old policy to new one)."""
-
-    loss: Tensor
-    clipped: Tensor
-    kl: Tensor
+from hybridflow.algorithms.policy_terms import PolicyTerms, log_ratio, policy_kl
 
 
 def ppo_terms(
@@ -38,16 +26,16 @@ def ppo_terms(
         ratio = exp(log_probs - old_log_probs)
         loss  = -min(ratio * A, clamp(ratio, 1 - clip, 1 + clip_high) * A)        (clip_high defaults to clip)
 
-    With `dual_clip=c` (> 1) the loss of tokens with A < 0 is at most -c * A.
-    All inputs [N] float, `mask` [N] bool. A token counts as clipped when it gets no gradient because of a clip.
+    With `dual_clip=c` (> 1) the loss of tokens with A < 0 is at most -c * A; without it there is no such bound (verl
+    has c = 3 by default). All inputs [N] float, `mask` [N] bool. A token counts as clipped when it gets no gradient
+    because of a clip. Log-ratios are kept within +-20.
     Schulman et al., "Proximal policy optimization algorithms" (2017), eq. 7; asymmetric clip: DAPO (2025), eq. 10;
     dual clip: Ye et al. (2020), eq. 5.
     """
     high = clip if clip_high is None else clip_high
-    # where(), not a product with the mask: whatever stands at masked tokens, inf and nan included, stays out
-    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    change = log_ratio(log_probs, old_log_probs, mask)
     advantages = torch.where(mask, advantages, 0.0)
-    ratio = log_ratio.exp()
+    ratio = change.exp()
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - clip, 1.0 + high)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
@@ -55,5 +43,4 @@ def ppo_terms(
         ceiling = -dual_clip * advantages
         capped = (advantages < 0) & (loss > ceiling)
         loss, clipped = torch.where(capped, ceiling, loss), clipped | capped
-    drift = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3").detach()
-    return PolicyTerms(loss, clipped.to(loss.dtype), drift)
+    return PolicyTerms(loss, clipped.to(loss.dtype), policy_kl(change))

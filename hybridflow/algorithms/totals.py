@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 class Totals:
     """What a mini-batch holds over *all* data parallel ranks: denominators that do not depend on how it was split.
 
-    `tokens` counts True entries of response_mask, `rows` the rows, `sequence_tokens` all prompt + response tokens.
+    `tokens` counts True entries of response_mask, `rows` the rows (also those without a True entry),
+    `sequence_tokens` all prompt + response tokens, `longest` the response tokens of the longest row, masked ones too.
     """
 
     tokens: float
     rows: float
     sequence_tokens: float = 0.0
+    longest: float = 0.0
 
 
 LossFunction = Callable[[Mapping[str, Ragged], "Batch", Totals], tuple[Tensor, dict[str, Tensor]]]

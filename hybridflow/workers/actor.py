@@ -224,6 +224,8 @@ class ActorWorker(ModelWorker):
     ) -> dict[str, float]:
         """Steps on a policy loss over `epochs` x `minibatches`; `options` are those of the loss (e.g. `clip`).
 
+        `loss` is a name or a function of one's own: see `policy_loss`, which lists both. `rollout_correction="token"`
+        (or "sequence", "geometric", or `hf.RolloutCorrection(...)`) weighs tokens by training over sampling policy.
         A mini-batch is the same range of the batch's rows whatever the data parallel size is.
         """
         with self.at_work():

@@ -27,20 +27,23 @@ class Replicas:
         responses: Any = batch.peek("response_ids")
         prompts: Any = batch.peek("prompt_ids")
         tokens = int(response_mask(batch).values.sum())
-        counts = torch.tensor(
-            [tokens, batch.rows, len(prompts.values) + len(responses.values)], dtype=torch.float64, device="cpu"
-        )
+        every = len(prompts.values) + len(responses.values)
+        longest = int(responses.lengths.max()) if batch.rows else 0
+        counts = torch.tensor([tokens, batch.rows, every, longest], dtype=torch.float64, device="cpu")
+        everyone = [counts]
         if self.size > 1:
-            dist.all_reduce(counts, group=self.group)
-        return Totals(*counts.tolist())
+            everyone = [torch.empty_like(counts) for _ in range(self.size)]
+            dist.all_gather(everyone, counts, group=self.group)
+        found = torch.stack(everyone)
+        return Totals(*found[:, :3].sum(0).tolist(), longest=float(found[:, 3].max()))
 
     def summed(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Metrics added over micro-batches and replicas; a replica without rows does not know their names."""
-        names = list(shares[0])
-        sums = dict.fromkeys(names, 0.0)
+        names = list(dict.fromkeys(name for share in shares for name in share))
+        sums: dict[str, float] = {}
         if names:
-            stacked = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares])
-            sums = dict(zip(names, stacked.sum(0).tolist(), strict=True))
+            values = [torch.stack([share[name].double() for share in shares if name in share]) for name in names]
+            sums = dict(zip(names, torch.stack([value.sum() for value in values]).tolist(), strict=True))
         if self.size == 1:
             return sums
         everyone: list[Any] = [None] * self.size
