@@ -22,6 +22,9 @@ class RowFailure:
     reason: str
     error: BaseException | None = field(default=None, repr=False, compare=False)
 
+    def __reduce__(self):  # an exception of the user's need not survive pickling
+        return RowFailure, (self.reason,)
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -1,0 +1,137 @@
+"""What a child process does: loads one function, runs it call by call, answers in frames over a socket.
+
+Imports the standard library and cloudpickle only, so that a child is there at once; what the function needs comes with
+the function.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from hybridflow.rewards.calling import reason_of, settled
+
+LARGEST_FRAME = 2**28
+"""Bytes of one call or answer. A function that answers with more failed: nobody's memory should pay for it."""
+
+_LENGTH = struct.Struct("!Q")
+
+
+def frame(payload: bytes) -> bytes:
+    """`payload` with its length in front."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Frames:
+    """Puts frames together from pieces of any size."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """The frames that are complete with this piece. Errors: ConnectionError for a length beyond LARGEST_FRAME."""
+        self._bytes += piece
+        while len(self._bytes) >= _LENGTH.size:
+            length = _LENGTH.unpack_from(self._bytes)[0]
+            if length > LARGEST_FRAME:
+                raise ConnectionError(f"a frame of {length} bytes")
+            if len(self._bytes) < (end := _LENGTH.size + length):
+                return
+            payload = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield payload
+
+
+def live(connection: socket.socket) -> None:
+    """Serve calls until the other end closes: ("ready",) or ("broken", why) first, then one answer per call.
+
+    An answer is ("value", value), ("raised", reason) or ("memory", reason).
+    """
+    frames = _received(connection)
+    setup = pickle.loads(next(frames))
+    try:
+        function = cloudpickle.loads(setup["function"])
+    except BaseException as error:  # the function's own imports run here: whatever they raise is answered
+        _answer(connection, ("broken", reason_of(error)))
+        return
+    _limit_memory(setup["memory_mb"])
+    _answer(connection, ("ready",))
+    for call in frames:
+        _answer(connection, _answered(function, call))
+        _flush()
+
+
+def _answered(function: Callable[..., Any], call: bytes) -> tuple[Any, ...]:
+    try:
+        args, kwargs = pickle.loads(call)
+        return ("value", settled(function(*args, **kwargs)))
+    except MemoryError as error:
+        return ("memory", reason_of(error))
+    except BaseException as error:  # it is the user's code, and SystemExit must not end the child either
+        return ("raised", reason_of(error))
+
+
+def _answer(connection: socket.socket, answer: tuple[Any, ...]) -> None:
+    try:
+        payload = cloudpickle.dumps(answer)
+        if len(payload) > LARGEST_FRAME:
+            raise ValueError(f"{len(payload) / 2**20:.0f} MiB is more than an answer may have")
+    except Exception as error:  # the answer is of a type of the user's: whatever its pickling raises is answered
+        payload = cloudpickle.dumps(("raised", f"answered with what cannot be sent back: {reason_of(error)}"))
+    connection.sendall(frame(payload))
+
+
+def _received(connection: socket.socket) -> Iterator[bytes]:
+    frames = Frames()
+    while piece := connection.recv(1 << 20):
+        yield from frames.feed(piece)
+
+
+def _limit_memory(megabytes: float | None) -> None:
+    """Let the process grow by so much beyond what it occupies now."""
+    if megabytes is None:
+        return
+    with open("/proc/self/statm") as statm:
+        occupied = int(statm.read().split()[0]) * resource.getpagesize()
+    limit = occupied + int(megabytes * 2**20)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the function closed it
+            continue
+
+
+def prepare(output: int) -> None:
+    """Make a freshly forked process a child: a session of its own, nothing to read, and `output` for what it prints."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(nothing)
+    os.close(output)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115  as long as the process
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("500")  # a machine out of memory takes a verifier before a model
+    except OSError:
+        return
