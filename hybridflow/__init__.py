@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybridflow import rewards as rewards
     from hybridflow.algorithms.kl import AdaptiveKL as AdaptiveKL
     from hybridflow.algorithms.kl import FixedKL as FixedKL
+    from hybridflow.algorithms.lagrange import Lagrange as Lagrange
     from hybridflow.algorithms.rollout_correction import RolloutCorrection as RolloutCorrection
     from hybridflow.batch import Batch as Batch
     from hybridflow.cluster.batch_ref import BatchRef as BatchRef
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "algorithms.kl": ("AdaptiveKL", "FixedKL"),
+    "algorithms.lagrange": ("Lagrange",),
     "algorithms.rollout_correction": ("RolloutCorrection",),
     "batch": ("Batch",),
     "cluster.batch_ref": ("BatchRef",),

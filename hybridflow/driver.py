@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hybridflow.algorithms.kl import AdaptiveKL, FixedKL, KLState
+from hybridflow.algorithms.lagrange import Lagrange, LagrangeState
 from hybridflow.batch import Batch
 from hybridflow.cluster import reallocation
 from hybridflow.cluster.batch_ref import BatchRef
@@ -22,6 +23,9 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, LayoutError, PlacementError
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker, planned
+
+_STATE_OF: dict[type, Callable[[Any], KLState | LagrangeState]] = {AdaptiveKL: KLState, Lagrange: LagrangeState}
+"""What an argument that learns becomes on the helper process, which keeps it between iterations."""
 
 
 def init(
@@ -55,22 +59,25 @@ def compute_advantage(
 ) -> BatchRef:
     """`advantages` and `returns`, ragged [B, R] float32, computed on the helper process (paper, table 4).
 
-    `estimator` is a name ("gae", "grpo", "rloo", "remax", "reinforce") with its `options`, or a function
-    `f(token_rewards, batch, **options) -> (advantages, returns)`. `kl_coef` * KL(actor || reference) per token, as
-    estimated by `kl` ("k1", "k2", "k3", "abs"), is taken from the rewards; an `AdaptiveKL` keeps its coefficient from
-    one iteration to the next. Returns at once. Errors: ConfigError, MissingColumnError.
+    `estimator` is a name with its `options`: "gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo",
+    "remax", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", or "safe_rlhf", which writes
+    `cost_advantages`, `cost_returns` and `lagrange` as well. Or a function
+    `f(token_rewards, batch, **options) -> (advantages, returns)`, or -> a mapping of columns with these two; its
+    attributes `reads` and `writes` name the other columns.
+
+    `kl_coef` * KL(actor || reference) per token, as estimated by `kl` ("k1", "k2", "k3", "abs"), is taken from the
+    rewards. An `AdaptiveKL`, and a `Lagrange` among the options, keep what they learn from one iteration to the next.
+    Returns at once. Errors: ConfigError, MissingColumnError.
     """
     session = Session.current()
     if isinstance(batch, Batch):
         batch = BatchRef.from_batch(batch, session)
     if not isinstance(batch, BatchRef):
         raise BatchError(f"compute_advantage takes a batch, got {type(batch).__name__}.")
-    controller = ""
-    coef: float | FixedKL | KLState = kl_coef  # type: ignore[assignment]
-    if isinstance(kl_coef, AdaptiveKL):
-        controller = _identity(kl_coef)
-        coef = KLState(kl_coef)
-    return session.helper.compute_advantage(batch, estimator, coef, kl, controller, options)
+    given = {"kl_coef": kl_coef, **options}
+    states = {name: _identity(rule) for name, rule in given.items() if type(rule) in _STATE_OF}
+    given |= {name: _STATE_OF[type(given[name])](given[name]) for name in states}
+    return session.helper.compute_advantage(batch, estimator, given.pop("kl_coef"), kl, given, states)
 
 
 def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
@@ -202,10 +209,10 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
             )
 
 
-def _identity(controller: AdaptiveKL) -> str:
-    """Names one controller object: two runs with equal settings do not share a coefficient."""
-    name = getattr(controller, "_identity", None)
+def _identity(rule: AdaptiveKL | Lagrange) -> str:
+    """Names one object: two runs with equal settings do not share a coefficient."""
+    name = getattr(rule, "_identity", None)
     if name is None:
         name = uuid.uuid4().hex
-        object.__setattr__(controller, "_identity", name)
+        object.__setattr__(rule, "_identity", name)
     return name

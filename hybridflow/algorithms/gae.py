@@ -27,19 +27,21 @@ def gae(
     Schulman et al., "High-dimensional continuous control using generalized advantage estimation" (2016), eq. 16.
     """
     valid = mask.values
-    reward_V, value_V = rewards.values[valid], values.values[valid]
+    # Summed in float64: over a row of thousands of tokens float32 loses digits.
+    reward_V, value_V = rewards.values[valid].to(torch.float64), values.values[valid].to(torch.float64)
     delta_V = reward_V + gamma * _next_in_row(value_V, mask) - value_V
     advantage_V = discounted_sum(delta_V, valid_lengths(mask), gamma * lam)
     advantages, returns = torch.zeros_like(values.values), torch.zeros_like(values.values)
-    advantages[valid] = advantage_V
-    returns[valid] = advantage_V + value_V
+    advantages[valid] = advantage_V.to(values.dtype)
+    returns[valid] = (advantage_V + value_V).to(values.dtype)
     return values.with_values(advantages), values.with_values(returns)
 
 
 def rewards_to_go(rewards: Ragged, mask: Ragged, gamma: float = 1.0) -> Ragged:
     """Ragged [B, R]: r_t + gamma * r_{t+1} + ... over the valid tokens of each row, exactly 0 at masked tokens."""
     out = torch.zeros_like(rewards.values)
-    out[mask.values] = discounted_sum(rewards.values[mask.values], valid_lengths(mask), gamma)
+    to_go_V = discounted_sum(rewards.values[mask.values].to(torch.float64), valid_lengths(mask), gamma)
+    out[mask.values] = to_go_V.to(rewards.dtype)
     return rewards.with_values(out)
 
 

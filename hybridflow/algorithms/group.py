@@ -1,52 +1,71 @@
-"""Advantages relative to the other responses to the same prompt: GRPO and RLOO.
+"""Groups: the rows that answer the same prompt, and statistics of a score over them.
 
-Shapes: B rows, G groups.
+Shapes: B rows, G groups, V rows that count.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from hybridflow.errors import BatchError
 
+@dataclass(frozen=True)
+class Groups:
+    """Which rows answer the same prompt, and which of them count; rows of a group need not be adjacent.
 
-def grpo(scores: Tensor, group_id: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
-    """[B]: (score - mean of its group) / (std of its group + eps), the same for every token of the response.
-
-    `scores` [B] float, `group_id` [B] int64 (rows of a group need not be adjacent). The standard deviation has Bessel's
-    correction; a group of one row gets 0. `normalize=False` leaves out the division (Dr. GRPO, 2025).
-    Shao et al., "DeepSeekMath" (2024), section 4.1. Errors: BatchError when no group has two rows.
+    `number` [B] int64 is the group of each row, counted from 0; `counts` [B] bool says which rows take part (a row
+    without a valid token does not), `sizes` [G] int64 how many of them each group has. What stands at rows that do not
+    count, nan too, does not matter, and what is centred is 0 there.
     """
-    group_B, size_G = _groups(scores, group_id)
-    centred = scores - (_group_sum(scores, group_B, size_G) / size_G)[group_B]
-    if not normalize:
-        return centred
-    variance_G = _group_sum(centred.square(), group_B, size_G) / (size_G - 1).clamp(min=1)
-    return centred / (variance_G.sqrt()[group_B] + eps)
 
+    number: Tensor
+    counts: Tensor
+    sizes: Tensor
 
-def rloo(scores: Tensor, group_id: Tensor) -> Tensor:
-    """[B]: score - mean score of the *other* rows of its group (0 in a group of one).
+    @classmethod
+    def of(cls, group_id: Tensor, counts: Tensor | None = None) -> Groups:
+        """From `group_id` [B] of any integer type and `counts` [B] bool (by default every row counts)."""
+        ids, number = torch.unique(group_id, return_inverse=True)
+        counts = torch.ones_like(number, dtype=torch.bool) if counts is None else counts
+        return cls(number, counts, number.new_zeros(len(ids)).index_add(0, number, counts.to(number.dtype)))
 
-    Ahmadian et al., "Back to basics: revisiting REINFORCE-style optimization" (2024), section 3.2.
-    Errors: BatchError when no group has two rows.
-    """
-    group_B, size_G = _groups(scores, group_id)
-    centred = scores - (_group_sum(scores, group_B, size_G) / size_G)[group_B]
-    return centred * (size_G / (size_G - 1).clamp(min=1))[group_B]
+    def only(self, counts: Tensor) -> Groups:
+        """The same groups, of which fewer rows count: those where `counts` [B] bool is True as well."""
+        return Groups.of(self.number, self.counts & counts)
 
+    @property
+    def size(self) -> Tensor:
+        """[B] int64: rows that count in the group of each row."""
+        return self.sizes[self.number]
 
-def _groups(scores: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
-    """Group number of each row [B] int64, and rows of each group [G] in the scores' dtype."""
-    _, group_B, size_G = torch.unique(group_id, return_inverse=True, return_counts=True)
-    if len(size_G) and int(size_G.max()) < 2:
-        raise BatchError(
-            f"{len(scores)} rows fall into {len(size_G)} groups of one response, which have no other response to be "
-            f"compared with. Generate n >= 2 responses per prompt."
-        )
-    return group_B, size_G.to(scores.dtype)
+    def kept(self, x_B: Tensor) -> Tensor:
+        """[B] float64: x at rows that count, 0 elsewhere."""
+        return torch.where(self.counts, x_B.to(torch.float64), 0.0)
 
+    def sum(self, x_B: Tensor) -> Tensor:
+        """[B] float64: the sum of x over the group of each row."""
+        kept = self.kept(x_B)
+        return kept.new_zeros(len(self.sizes)).index_add(0, self.number, kept)[self.number]
 
-def _group_sum(x_B: Tensor, group_B: Tensor, size_G: Tensor) -> Tensor:
-    return x_B.new_zeros(len(size_G)).index_add(0, group_B, x_B)
+    def mean(self, x_B: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[B] float64: the mean of x over the group of each row, weighted by `weights` [B] where they are given."""
+        if weights is None:
+            return self.sum(x_B) / self.size.clamp(min=1)
+        weight = self.sum(weights)
+        return torch.where(weight > 0, self.sum(self.kept(x_B) * self.kept(weights)) / weight, 0.0)
+
+    def centred(self, x_B: Tensor) -> Tensor:
+        """[B] float64: x minus the mean of its group; 0 in a group of one."""
+        return self.kept(x_B - self.mean(x_B))
+
+    def std(self, x_B: Tensor) -> Tensor:
+        """[B] float64: the standard deviation of the group, with Bessel's correction; 0 in a group of one."""
+        return (self.sum(self.centred(x_B).square()) / (self.size - 1).clamp(min=1)).sqrt()
+
+    def differs(self, x_B: Tensor) -> Tensor:
+        """[B] bool: whether x takes at least two values among the rows that count in the group of each row."""
+        counted_V, number_V = x_B[self.counts].to(torch.float64), self.number[self.counts]
+        low_G = counted_V.new_full((len(self.sizes),), torch.inf).scatter_reduce(0, number_V, counted_V, "amin")
+        return self.counts & (self.sum(x_B > low_G[self.number]) > 0)

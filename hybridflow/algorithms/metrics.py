@@ -1,9 +1,11 @@
-"""What a batch says about an iteration: reward, length, KL, advantage, critic and drift figures.
+"""What a batch says about an iteration: reward, cost, length, KL, advantage, critic and drift figures.
 
 Shapes: B rows, N response tokens of all rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -29,35 +31,84 @@ METRIC_COLUMNS = (
     "advantages",
     "values",
     "returns",
+    "cost_values",
+    "cost_returns",
+    "lagrange",
+    "reward_failure",
+    "cost_failure",
 )
-"""Columns that `batch_metrics` looks at; it uses those that are there."""
+"""Columns that `batch_metrics` looks at besides components; it uses those that are there."""
+
+_TOKEN_COLUMNS = (
+    "log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "values",
+    "returns",
+    "cost_values",
+    "cost_returns",
+)
+_LOG_BOUND = 20.0
+"""Log-weights are kept within this, so that one token of probability 0 leaves the figures finite."""
+_SCORES = {"rewards": "reward", "costs": "cost"}
+
+
+def metric_columns(available: Iterable[str]) -> tuple[str, ...]:
+    """Those of the available columns that `batch_metrics` uses, components (`rewards/<name>`) included."""
+    return tuple(name for name in available if name in METRIC_COLUMNS or name.partition("/")[0] in _SCORES)
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Flat figures of one batch, from whatever columns are there; an empty batch has none.
 
-    `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `response/length_{mean,max}` in
-    response tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean per row, where some are masked);
-    `response/finished` as a fraction; `kl/ref` in nats per valid token (k1) and `kl/ref_row` per row; `kl/coef`;
-    `advantage/{mean,std,max,min}` and `return/mean` over valid tokens; `critic/explained_variance` =
-    1 - var(returns - values) / var(returns); `actor/rollout_log_prob_diff` = mean |log_probs - old_log_probs| over
-    valid tokens, the drift between the sampling engine and the training engine, and `..._max`, its maximum.
+    `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `reward/<name>/mean` of a component
+    over the rows that it applies to; `reward/failed`, the share of rows that could not be graded;
+    `response/length_{mean,max}` in response tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean
+    per row, where some are masked); `response/finished` as a fraction; `kl/ref` in nats per valid token (k1) and
+    `kl/ref_row` per row; `kl/coef`; `lagrange/multiplier`; `advantage/{mean,std,max,min}` and `return/mean` over valid
+    tokens; `critic/explained_variance` = 1 - var(returns - values) / var(returns), and that of `cost_critic`.
+
+    From `log_probs` of the sampling engine and `old_log_probs` of the training engine, over valid tokens:
+    `actor/rollout_log_prob_diff` = mean |d| with d = log_probs - old_log_probs, and `..._max`; `rollout/kl` = mean d
+    and `rollout/kl_k3`, estimates of KL(sampling || training) in nats per token; with w = exp(-d), d kept within +-20,
+    `rollout/chi2` = mean w^2 - 1 and `rollout/ess` = (mean w)^2 / mean w^2, the share of tokens that count;
+    `rollout/ppl_ratio` = mean over rows of exp(mean d), the training engine's perplexity over the sampling engine's.
+    Standard deviations have Bessel's correction.
     """
     if len(batch) == 0:
         return {}
     out: dict[str, float] = {}
     mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
-    for column, name in (("rewards", "reward"), ("costs", "cost")):
+    for column, name in _SCORES.items():
         if column in batch:
             out |= _row_figures(name, _row_scores(batch.peek(column), mask))
+        out |= _components(batch, column, name, mask)
+        if f"{name}_failure" in batch and isinstance(reasons := batch.peek(f"{name}_failure"), list):
+            out[f"{name}/failed"] = sum(reason is not None for reason in reasons) / len(batch)
     if "response_ids" in batch:
         out |= _lengths(batch, mask)
     if "finished" in batch:
         out["response/finished"] = _dense(batch.peek("finished")).mean().item()
     if "kl_coef" in batch:
         out["kl/coef"] = _dense(batch.peek("kl_coef")).mean().item()
+    if "lagrange" in batch:
+        out["lagrange/multiplier"] = _dense(batch.peek("lagrange")).mean().item()
     if mask is not None and bool(mask.values.any()):
         out |= _token_figures(batch, mask)
+        if "log_probs" in batch and "old_log_probs" in batch:
+            out |= _mismatch(token_column(batch, "log_probs", mask), token_column(batch, "old_log_probs", mask), mask)
+    return out
+
+
+def _components(batch: Batch, column: str, name: str, mask: Ragged | None) -> dict[str, float]:
+    """Means of the columns `rewards/<component>`, without rows of nan, to which the component does not apply."""
+    out: dict[str, float] = {}
+    for found in batch.columns:
+        if found.startswith(f"{column}/"):
+            scores = _row_scores(batch.peek(found), mask)
+            if bool((applies := ~scores.isnan()).any()):
+                out[f"{name}/{found.removeprefix(f'{column}/')}/mean"] = scores[applies].mean().item()
     return out
 
 
@@ -72,7 +123,7 @@ def _row_scores(scores: Column, mask: Ragged | None) -> Tensor:
 def _row_figures(name: str, scores_B: Tensor) -> dict[str, float]:
     return {
         f"{name}/mean": scores_B.mean().item(),
-        f"{name}/std": scores_B.std(correction=0).item(),
+        f"{name}/std": _std(scores_B),
         f"{name}/min": scores_B.min().item(),
         f"{name}/max": scores_B.max().item(),
     }
@@ -94,7 +145,7 @@ def _token_figures(batch: Batch, mask: Ragged) -> dict[str, float]:
     valid = mask.values
     flat = {
         name: token_column(batch, name, mask).values[valid].to(torch.float64)
-        for name in ("log_probs", "old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+        for name in _TOKEN_COLUMNS
         if name in batch
     }
     out: dict[str, float] = {}
@@ -105,7 +156,7 @@ def _token_figures(batch: Batch, mask: Ragged) -> dict[str, float]:
     if (advantages := flat.get("advantages")) is not None:
         out |= {
             "advantage/mean": advantages.mean().item(),
-            "advantage/std": advantages.std(correction=0).item(),
+            "advantage/std": _std(advantages),
             "advantage/min": advantages.min().item(),
             "advantage/max": advantages.max().item(),
         }
@@ -113,13 +164,29 @@ def _token_figures(batch: Batch, mask: Ragged) -> dict[str, float]:
         out["return/mean"] = returns.mean().item()
         if (values := flat.get("values")) is not None:
             out["critic/explained_variance"] = _explained_variance(values, returns)
-    if "log_probs" in flat and "old_log_probs" in flat:
-        drift = (flat["log_probs"] - flat["old_log_probs"]).abs()
-        out |= {
-            "actor/rollout_log_prob_diff": drift.mean().item(),
-            "actor/rollout_log_prob_diff_max": drift.max().item(),
-        }
+    if "cost_values" in flat and "cost_returns" in flat:
+        out["cost_critic/explained_variance"] = _explained_variance(flat["cost_values"], flat["cost_returns"])
     return out
+
+
+def _mismatch(sampled: Ragged, trained: Ragged, mask: Ragged) -> dict[str, float]:
+    """How far the engine that sampled is from the one that trains, at the tokens that were sampled."""
+    sampled_N, trained_N = sampled.values.to(torch.float64), trained.values.to(torch.float64)
+    drift_N = torch.where(mask.values, sampled_N - trained_N, 0.0)
+    drift = drift_N[mask.values]
+    weights = (-drift).clamp(-_LOG_BOUND, _LOG_BOUND).exp()
+    moment = weights.square().mean()
+    counts = valid_lengths(mask)
+    row_drift = (mask.with_values(drift_N).row_sum() / counts)[counts > 0]
+    return {
+        "actor/rollout_log_prob_diff": drift.abs().mean().item(),
+        "actor/rollout_log_prob_diff_max": drift.abs().max().item(),
+        "rollout/kl": drift.mean().item(),
+        "rollout/kl_k3": kl_estimate(sampled_N[mask.values], trained_N[mask.values], "k3").mean().item(),
+        "rollout/chi2": moment.item() - 1.0,
+        "rollout/ess": (weights.mean().square() / moment).item(),
+        "rollout/ppl_ratio": row_drift.clamp(-_LOG_BOUND, _LOG_BOUND).exp().mean().item(),
+    }
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -128,6 +195,11 @@ def _explained_variance(values: Tensor, returns: Tensor) -> float:
     _, variance = masked_moments(returns, everything)
     _, residual = masked_moments(returns - values, everything)
     return 1.0 - (residual / variance).item() if variance > 0 else 0.0
+
+
+def _std(values: Tensor) -> float:
+    """With Bessel's correction; 0 for a single value."""
+    return values.std().item() if len(values) > 1 else 0.0
 
 
 def _dense(column: object) -> Tensor:

@@ -12,7 +12,7 @@ from hybridflow.ragged import Ragged
 def reinforce(rewards: Ragged, mask: Ragged, *, gamma: float = 1.0, normalize: bool = False) -> tuple[Ragged, Ragged]:
     """Advantages and returns, ragged [B, R]: rewards to go minus their mean over the valid tokens of the batch.
 
-    `normalize=True` also divides by the standard deviation (REINFORCE++, Hu 2025). 0 at masked tokens.
+    `normalize=True` also divides by the standard deviation, as `reinforce_plus_plus` does. 0 at masked tokens.
     Williams, "Simple statistical gradient-following algorithms" (1992).
     """
     returns = rewards_to_go(rewards, mask, gamma)

@@ -12,22 +12,23 @@ from hybridflow.ragged import Ragged
 
 
 def masked_moments(values_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance (divisor n, no Bessel correction) of the valid values, float64 scalars.
+    """Mean and variance (divisor n - 1, Bessel's correction) of the valid values, float64 scalars.
 
-    Without valid values both are 0. The population variance is that of `whiten` in Ziegler et al. (2019), stays
-    defined for a single token, and makes the whitened values have variance exactly 1.
+    The variance of a single value is 0; without valid values both are.
     """
     valid = values_N[mask_N].to(torch.float64)
     if len(valid) == 0:
         return valid.new_zeros(()), valid.new_zeros(())
     mean = valid.mean()
-    return mean, (valid - mean).square().mean()
+    return mean, (valid - mean).square().sum() / max(len(valid) - 1, 1)
 
 
 def whiten(values: Ragged, mask: Ragged, *, shift_mean: bool = True, eps: float = 1e-8) -> Ragged:
     """Ragged [B, R]: (x - mean) / sqrt(var + eps) over all valid tokens; exactly 0 at masked ones.
 
-    With `shift_mean=False` the mean is added back. `mask` ragged [B, R] bool.
+    With `shift_mean=False` the mean is added back. `mask` ragged [B, R] bool. The variance has Bessel's correction, so
+    this is `masked_whiten` of TRL and verl, which however refuse a single token, that is 0 here, and leave values at
+    masked ones; `whiten` of Ziegler et al. (2019) has the population variance.
     """
     mean, variance = masked_moments(values.values, mask.values)
     white = (values.values - mean) * torch.rsqrt(variance + eps)

@@ -36,6 +36,7 @@ from hybridflow.protocols import Operation, operations
 from hybridflow.topology import RankGrid
 
 _DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
+_DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute_advantage(batch, "safe_rlhf", ...)')
 
 
 class WorkerGroup:

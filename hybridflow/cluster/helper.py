@@ -7,7 +7,8 @@ from typing import Any
 
 from hybridflow.algorithms.advantage import advantage_reads, advantage_writes, check_advantage, compute_advantage
 from hybridflow.algorithms.kl import FixedKL, KLState
-from hybridflow.algorithms.metrics import METRIC_COLUMNS, batch_metrics
+from hybridflow.algorithms.lagrange import LagrangeState
+from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.algorithms.spread import Spread, batch_spread
 from hybridflow.batch import Batch
 from hybridflow.protocols import ONE_TO_ONE, register
@@ -22,12 +23,12 @@ class Helper:
     """Computes what needs the whole batch, but only a few of its columns."""
 
     def __init__(self) -> None:
-        self._kl: dict[str, KLState] = {}
+        self._states: dict[str, KLState | LagrangeState] = {}
 
     @register(
         ONE_TO_ONE,
-        reads=lambda settings, call: advantage_reads(call["estimator"], kl_coef=call["kl_coef"]),
-        writes=lambda settings, call: advantage_writes(kl_coef=call["kl_coef"]),
+        reads=lambda settings, call: advantage_reads(call["estimator"], call["options"], kl_coef=call["kl_coef"]),
+        writes=lambda settings, call: advantage_writes(call["estimator"], kl_coef=call["kl_coef"]),
         check=_check,
     )
     def compute_advantage(
@@ -36,14 +37,15 @@ class Helper:
         estimator: str | Callable,
         kl_coef: float | FixedKL | KLState,
         kl: str,
-        controller: str,
         options: dict[str, Any],
+        states: dict[str, str],
     ) -> Batch:
-        """`controller` names the adaptive coefficient whose state lives here between iterations."""
-        coef = self._kl.setdefault(controller, kl_coef) if isinstance(kl_coef, KLState) else kl_coef
-        return compute_advantage(batch, estimator, kl_coef=coef, kl=kl, **options)
+        """`states` says which arguments are states that live here between iterations, and under which name."""
+        given = {"kl_coef": kl_coef, **options}
+        given |= {argument: self._states.setdefault(name, given[argument]) for argument, name in states.items()}
+        return compute_advantage(batch, estimator, kl=kl, **given)
 
-    @register(ONE_TO_ONE, reads=tuple(f"{name}?" for name in METRIC_COLUMNS))
+    @register(ONE_TO_ONE, reads=lambda settings, call: metric_columns(call["batch"].columns))
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         return batch_metrics(batch)
 

@@ -72,7 +72,7 @@ def test_gae_with_kl_penalty_and_whitening_is_its_parts():
     torch.testing.assert_close(out["returns"].values, returns.values)
     torch.testing.assert_close(out["kl"], mask.with_values(token_kl * mask.values).row_sum())
     assert out["kl_coef"].tolist() == pytest.approx([0.1] * len(batch))
-    assert tuple(out.columns) == advantage_writes(kl_coef=0.1)
+    assert tuple(out.columns) == advantage_writes("gae", kl_coef=0.1)
 
 
 @pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "remax", "reinforce"])

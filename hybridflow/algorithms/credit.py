@@ -1,0 +1,50 @@
+"""Which tokens the score of a row is credited to: the last valid one (rewards), or every one (advantages).
+
+Shapes: B rows, R response tokens, N response tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.gae import valid_lengths
+from hybridflow.columns import Column
+from hybridflow.errors import BatchError
+from hybridflow.ragged import Ragged
+
+
+def every_token(per_row: Tensor, mask: Ragged) -> Ragged:
+    """Ragged [B, R]: the value of a row, [B], at each of its valid tokens; exactly 0 at masked ones."""
+    return mask.with_values(torch.where(mask.values, mask.expand(per_row), 0.0))
+
+
+def token_rewards(rewards: Column, mask: Ragged, name: str = "rewards") -> Ragged:
+    """Ragged [B, R] float32: token rewards as they are, or [B] rewards at the last valid token of each row.
+
+    Exactly 0 at masked tokens; a row without valid tokens keeps none, whatever its reward. `name` of the column is for
+    messages. Errors: BatchError for a wrong shape or a reward that is not finite, with its row.
+    """
+    if isinstance(rewards, list):
+        raise BatchError(f"{name} is a column of Python objects; it must be a tensor [rows], or ragged.")
+    per_token = isinstance(rewards, Ragged)
+    flat = rewards.values if per_token else rewards
+    fits = torch.equal(rewards.offsets, mask.offsets) if per_token else len(flat) == len(mask)
+    if flat.ndim != 1 or not fits:
+        raise BatchError(
+            f"{name} {rewards if per_token else tuple(flat.shape)} do not fit {mask}: they must be [rows], or ragged "
+            f"like the response."
+        )
+    counts = valid_lengths(mask)
+    bad = ~torch.isfinite(flat) & (mask.values if per_token else counts > 0)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0, 0])
+        row = int(mask.row_index()[at]) if per_token else at
+        raise BatchError(f"{name}: row {row} is {float(flat[at])}; {name} must be finite numbers.")
+    flat = flat.to(torch.float32)
+    if per_token:
+        return mask.with_values(torch.where(mask.values, flat, 0.0))
+    last = mask.values.nonzero()[:, 0][(counts.cumsum(0) - 1)[counts > 0]]
+    out = flat.new_zeros(len(mask.values))
+    out[last] = flat[counts > 0]
+    return mask.with_values(out)
