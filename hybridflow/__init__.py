@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import shutdown as shutdown
     from hybridflow.driver import sync_weights as sync_weights
     from hybridflow.loader import PromptLoader as PromptLoader
+    from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.model_spec import ModelSpec as ModelSpec
     from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
     from hybridflow.protocols import DP_PROTO as DP_PROTO
@@ -68,7 +69,7 @@ _WHERE = {
     "cluster.pool": ("ResourcePool",),
     "config": ("Adam", "Megatron", "SGD", "Sampling", "VLLM"),
     "driver": ("compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
-    "loader": ("PromptLoader",),
+    "loader": ("PromptLoader", "TextLoader"),
     "model_spec": ("ModelSpec",),
     "protocols": (
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "SKIP", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),

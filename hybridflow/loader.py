@@ -1,42 +1,79 @@
-"""PromptLoader: batches of prompts for the loop, and the one place where the loop waits."""
+"""PromptLoader: batches of prompts for the loop, and the one place where it waits; TextLoader: rows for pretraining."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
+from hybridflow.data.drawing import check_sizes
 from hybridflow.data.prompts import PromptSource
+from hybridflow.data.texts import TextSource
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import PromptError
 
 
 class PromptLoader:
-    """Yields `steps` batches of `batch_size` prompts and lets at most two iterations be in flight.
+    """Yields `steps` batches of `batch_size` prompts and lets at most `in_flight` iterations be under way.
 
-    `prompts` is a JSONL file or a list of mappings with `prompt` (text, or chat messages) and further columns, which
-    come along for reward functions. Batches have `row_id` [B] int64, `prompt` and the further columns as objects, and
-    `prompt_ids` (ragged int64) when a `tokenizer` (a checkpoint directory) is given; otherwise the actor tokenises.
-    The order follows from `seed`; `state()` and `load_state` continue a run exactly where it was.
+    `prompts` is a JSONL or Parquet file (or a directory or pattern of them, or a list of files), a Hugging Face dataset
+    (`datasets.Dataset`, a directory of `save_to_disk`, or a hub name such as "openai/gsm8k" with its configuration
+    `name` and `split`), or a list of mappings. The column `prompt` (text, or chat messages for the tokenizer's chat
+    template) becomes the column `prompt`; further columns come along for reward functions. `map(record) -> record`
+    makes anything else of a record first: a pure function, called once for every record when the loader is made, which
+    checks all of them, and again for each that is drawn.
 
-    Errors: PromptError naming file, line and column; when iterating, WorkerError of a call that failed.
+    Batches have `row_id` [B] int64, `prompt` and the further columns as objects, and `prompt_ids` (ragged int64) when a
+    `tokenizer` (a checkpoint directory or hub name) is given; otherwise the actor tokenises. With `max_prompt_tokens`
+    longer prompts are left out: `filtered` says how many. `workers` processes map and tokenise ahead.
+
+    The order follows from `seed`; `state()` and `load_state` continue a run exactly where it was, also in the middle of
+    an epoch and with another number of `workers`.
+
+    Errors: PromptError naming file, row and column; ConfigError for settings; when iterating, WorkerError of a call
+    that failed.
     """
 
     def __init__(
         self,
-        prompts: str | os.PathLike[str] | Sequence[Mapping[str, Any]],
+        prompts: Any,
         *,
         batch_size: int,
         steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        tokenizer: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+        prompt: str = "prompt",
+        split: str | None = None,
+        name: str | None = None,
+        map: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+        max_prompt_tokens: int | None = None,
+        workers: int = 0,
         in_flight: int = 2,
     ) -> None:
+        check_sizes(in_flight=in_flight)
         self.source = PromptSource(
-            prompts, batch_size=batch_size, steps=steps, seed=seed, shuffle=shuffle, tokenizer=tokenizer
+            prompts,
+            batch_size=batch_size,
+            steps=steps,
+            seed=seed,
+            shuffle=shuffle,
+            tokenizer=tokenizer,
+            prompt=prompt,
+            split=split,
+            name=name,
+            map=map,
+            max_prompt_tokens=max_prompt_tokens,
+            workers=workers,
         )
         self.in_flight = in_flight
+
+    @property
+    def filtered(self) -> int:
+        """Prompts that are left out because they have more than `max_prompt_tokens` tokens."""
+        return self.source.filtered
 
     def __len__(self) -> int:
         return len(self.source)
@@ -48,9 +85,83 @@ class PromptLoader:
             yield BatchRef.from_batch(batch, session)
         session.drain()
 
-    def state(self) -> dict[str, int]:
-        """What `load_state` needs to continue with the next batch."""
+    def state(self) -> dict[str, Any]:
+        """What `load_state` needs to continue with the next batch: plain data, for JSON."""
         return self.source.state()
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Errors: ConfigError when the state is of other prompts, another batch size, seed or order."""
+        self.source.load_state(state)
+
+
+class TextLoader:
+    """Batches of `batch_size` texts for the pretraining loss, without end: `actor.update_actor(text, loss="pretrain")`.
+
+    `texts` is anything that a `PromptLoader` takes. Of the column `text` ("text" if none is named) all but the first
+    token is learned, between the tokenizer's tokens for beginning and end; of a text longer than `max_tokens` each
+    epoch takes the next piece. Or `prompt` and `completion` name two columns (text; a prompt may be chat messages, a
+    completion the assistant's one message): the completion and the end are learned, cut at `max_tokens` in all;
+    records whose prompt leaves no room are left out: `filtered` says how many.
+
+    Batches have `row_id` [B] and `num_tokens` [B] int64, `prompt_ids` and `response_ids` ragged int64, `response_mask`
+    ragged bool, all True. Unlike a `PromptLoader` it neither waits nor counts iterations: take `next(texts)` in the
+    loop, or `zip(loader, texts)`. `state()` and `load_state` continue exactly.
+
+    Errors: PromptError naming file, row and column; ConfigError for settings; CheckpointError without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        texts: Any,
+        *,
+        tokenizer: str | os.PathLike[str] | Tokenizer,
+        batch_size: int,
+        max_tokens: int,
+        text: str | None = None,
+        prompt: str | None = None,
+        completion: str | None = None,
+        split: str | None = None,
+        name: str | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        workers: int = 0,
+    ) -> None:
+        self.source = TextSource(
+            texts,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            text=text,
+            prompt=prompt,
+            completion=completion,
+            split=split,
+            name=name,
+            seed=seed,
+            shuffle=shuffle,
+            workers=workers,
+        )
+        self._batches = iter(self.source)
+
+    @property
+    def filtered(self) -> int:
+        """Records that are left out because their prompt leaves no room for a completion."""
+        return self.source.filtered
+
+    def __iter__(self) -> Iterator[BatchRef]:
+        return self
+
+    def __next__(self) -> BatchRef:
+        try:
+            batch = next(self._batches)
+        except PromptError:
+            self._batches = iter(self.source)  # what has raised is over, and would end a loop in silence
+            raise
+        return BatchRef.from_batch(batch, Session.current())
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` needs to continue with the next batch: plain data, for JSON."""
+        return self.source.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Errors: ConfigError when the state is of other texts, another batch size, seed or order."""
         self.source.load_state(state)

@@ -1,81 +1,246 @@
-"""Prompts: read from JSONL or a list, checked when they are read, and drawn in batches without end."""
+"""Prompts: checked when they are opened, and drawn in batches without end."""
 
 from __future__ import annotations
 
-import json
+import hashlib
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hybridflow.batch import Batch
 from hybridflow.columns import Objects
+from hybridflow.data.drawing import Drawing, State, check_sizes
+from hybridflow.data.messages import check_prompt
+from hybridflow.data.order import Draw
+from hybridflow.data.records import Record
+from hybridflow.data.sources import open_records
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
-from hybridflow.errors import ConfigError, PromptError
+from hybridflow.errors import ConfigError, PromptError, nearest
 from hybridflow.ragged import Ragged
 
-Record = dict[str, Any]
-RESERVED = (
-    *("row_id", "group_id", "prompt_ids", "response", "response_ids", "response_mask"),
-    *("num_tokens", "finished", "temperature", "log_probs", "old_log_probs", "ref_log_probs", "values", "rewards"),
-    *("advantages", "returns", "kl", "kl_coef"),
+logger = logging.getLogger(__name__)
+
+RESERVED = frozenset(
+    {
+        *("row_id", "group_id", "prompt_ids", "response", "response_ids", "response_mask"),
+        *("num_tokens", "finished", "temperature", "log_probs", "old_log_probs", "ref_log_probs", "values", "rewards"),
+        *("advantages", "returns", "kl", "kl_coef", "costs", "cost_values", "cost_returns", "cost_advantages"),
+        *("lagrange", "reward_failure", "cost_failure"),
+    }
 )
-"""Columns that hybridflow writes; a prompt file must not have them."""
+RESERVED_PREFIXES = ("rewards/", "costs/")
+"""Columns that hybridflow writes; prompts must not have them."""
+
+Map = Callable[[Record], Mapping[str, Any]]
 
 
-def read_prompts(source: str | os.PathLike[str] | Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Records with `prompt` (text, or a list of chat messages) and the same further columns in each.
+class Prompts:
+    """The prompts of a source: `prompts[i]` is a record with `prompt` (text, or a list of chat messages).
 
-    `source` is a JSONL file (blank lines are skipped) or a list of mappings. Errors: PromptError naming file, line and
-    column: no such file, nothing in it, a line that is not a JSON object, a prompt that is missing, null or empty, a
-    column that not every record has.
-    """
-    if isinstance(source, str | os.PathLike):
-        placed = list(_read_lines(Path(source)))
-        where = str(source)
-    else:
-        placed = [(f"record {i}", record) for i, record in enumerate(source)]
-        where = "the list of prompts"
-    if not placed:
-        raise PromptError(f"{where} has no prompts: give at least one record with a column 'prompt'.")
-    columns = set(placed[0][1]) if isinstance(placed[0][1], Mapping) else set()
-    for place, record in placed:
-        _check_record(place, record, columns, placed[0][0])
-    return [dict(record) for _, record in placed]
-
-
-class PromptSource:
-    """Batches of prompts in an order that the seed decides, epoch after epoch, exactly resumable.
-
-    Yields `Batch`es of exactly `batch_size` rows: `row_id` [B] int64 (a running number, unique over the whole run),
-    the columns of the records as Python objects, and `prompt_ids` (ragged int64) when a `tokenizer` (a checkpoint
-    directory, or one that is loaded) is given. An epoch is a permutation of all prompts; a batch may take the end of
-    one epoch and the beginning of the next, so no prompt is dropped. `steps` batches are drawn (None: without end).
-
-    `state()` after any batch, given to `load_state` of a source over the same prompts, continues with the next one.
-    Errors: PromptError (see `read_prompts`), ConfigError for sizes below one, CheckpointError without tokenizer.
+    Arguments are those of `PromptLoader`. All records are looked through once, none is kept: `map` is called again for
+    each that is drawn. `filtered` is how many have more than `max_prompt_tokens` tokens and are left out,
+    `fingerprint` a hash of the others' prompts in their order. Errors: PromptError naming file, row and column.
     """
 
     def __init__(
         self,
-        prompts: str | os.PathLike[str] | Sequence[Mapping[str, Any]],
+        source: Any,
+        *,
+        prompt: str = "prompt",
+        split: str | None = None,
+        name: str | None = None,
+        map: Map | None = None,
+        tokenizer: Tokenizer | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        check_sizes(max_prompt_tokens=max_prompt_tokens)
+        if max_prompt_tokens is not None and tokenizer is None:
+            raise ConfigError(f"max_prompt_tokens={max_prompt_tokens} counts tokens: give tokenizer= as well.")
+        self.prompt, self.map = prompt, map
+        self.records = open_records(source, split=split, name=name)
+        # a table's rows have the same columns, so only the prompts have to be looked at one by one
+        self._uniform = map is None and self.records.columns is not None
+        self.columns = self._columns()
+        self._look_through(tokenizer, max_prompt_tokens)
+
+    def __len__(self) -> int:
+        return len(self.records) if self._kept is None else len(self._kept)
+
+    def __getitem__(self, index: int) -> Record:
+        at = self._at(index)
+        return self._prepared(at, self.records[at])
+
+    def place(self, index: int) -> str:
+        """Where prompt `index` stands: file and line, or row."""
+        return self.records.place(self._at(index))
+
+    def _at(self, index: int) -> int:
+        at = range(len(self))[index]
+        return at if self._kept is None else int(self._kept[at])
+
+    def _columns(self) -> frozenset[str]:
+        """Those of every record. Errors: PromptError when the first one, or the table, has columns that cannot be."""
+        if not self._uniform:
+            return frozenset(self._mapped(0, self.records[0]))
+        assert self.records.columns is not None
+        self._check_columns(self.records.where, self.records.columns)
+        return frozenset(self.records.columns)
+
+    def _look_through(self, tokenizer: Tokenizer | None, limit: int | None) -> None:
+        digest, kept, shortest, longest, at = hashlib.blake2b(digest_size=16), [], None, 0, 0
+        for chunk in self.records.scan([self.prompt] if self._uniform else None):
+            places = range(at, at + len(chunk))
+            prompts = [self._prepared(place, raw)["prompt"] for place, raw in zip(places, chunk, strict=True)]
+            at += len(chunk)
+            if limit is not None and tokenizer is not None:
+                lengths = [len(ids) for ids in self._encode(tokenizer, prompts, places)]
+                shortest, longest = min([*lengths, shortest or lengths[0]]), max(longest, *lengths)
+                fitting = [i for i, length in enumerate(lengths) if length <= limit]
+                kept += [places[i] for i in fitting]
+                prompts = [prompts[i] for i in fitting]
+            for one in prompts:
+                digest.update(repr(one).encode())
+        self.filtered = 0 if limit is None else at - len(kept)
+        self._kept = torch.tensor(kept) if self.filtered else None
+        self.fingerprint = digest.hexdigest()
+        if self.filtered == at:
+            raise PromptError(
+                f"{self.records.where}: all {at} prompts have more than max_prompt_tokens={limit} tokens; the shortest "
+                f"has {shortest}."
+            )
+        if self.filtered:
+            logger.warning(
+                "%s: %d of %d prompts are left out, which have more than max_prompt_tokens=%d tokens (the longest %d).",
+                *(self.records.where, self.filtered, at, limit, longest),
+            )
+
+    def _encode(self, tokenizer: Tokenizer, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
+        places = [self.records.place(row) for row in rows]
+        found = tokenizer.encode(prompts, places)
+        for place, ids in zip(places, found, strict=True):
+            if not ids:
+                raise PromptError(f"{place}: column {self.prompt!r} has a prompt without any token.")
+        return found
+
+    def encode(self, tokenizer: Tokenizer, prompts: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
+        """Token ids of the prompts of these records. Errors: PromptError for one that has none."""
+        return self._encode(tokenizer, prompts, [self._at(index) for index in indices])
+
+    def _prepared(self, row: int, raw: Any) -> Record:
+        """The record as it is drawn, with its prompt in the column `prompt`. Errors: PromptError."""
+        record = dict(raw) if self._uniform else self._mapped(row, raw)
+        if not self._uniform and record.keys() != self.columns:
+            differing = min(map(str, record.keys() ^ self.columns))
+            owner, place = self.records.place(0), self.records.place(row)
+            raise PromptError(
+                f"{place}: only {place if differing in record else owner} has the column {differing!r}; every record "
+                f"needs the same columns."
+            )
+        check_prompt(self.records.place(row), self.prompt, record[self.prompt])
+        if self.prompt != "prompt":
+            record["prompt"] = record.pop(self.prompt)
+        return record
+
+    def _mapped(self, row: int, raw: Any) -> Record:
+        place = self.records.place(row)
+        if not isinstance(raw, Mapping):
+            raise PromptError(f"{place} is a {type(raw).__name__}; every record must be an object.")
+        made: Any = dict(raw)
+        if self.map is not None:
+            try:
+                made = self.map(made)
+            except Exception as error:  # a user's function may raise what it likes; the row is what helps
+                name = getattr(self.map, "__name__", type(self.map).__name__)
+                raise PromptError(f"{place}: map={name} raised {type(error).__name__}: {error}.") from error
+            if not isinstance(made, Mapping):
+                raise PromptError(f"{place}: map= returned a {type(made).__name__}; it must return a record.")
+        self._check_columns(place, tuple(made))
+        return dict(made)
+
+    def _check_columns(self, place: str, columns: Sequence[str]) -> None:
+        if self.prompt not in columns:
+            found = sorted(map(str, columns))
+            raise PromptError(f"{place} has no column {self.prompt!r}; it has {found}.{_meant(self.prompt, found)}")
+        if self.prompt != "prompt" and "prompt" in columns:
+            raise PromptError(
+                f"{place}: prompt={self.prompt!r} becomes the column 'prompt', and there is one already. Drop or "
+                f"rename one of them by map=."
+            )
+        for column in columns:
+            if not isinstance(column, str):
+                raise PromptError(f"{place}: column {column!r} is a {type(column).__name__}; names are texts.")
+            if column != self.prompt and (column in RESERVED or column.startswith(RESERVED_PREFIXES)):
+                raise PromptError(f"{place}: column {column!r} is written by hybridflow. Rename it.")
+
+
+def read_prompts(
+    source: Any, *, prompt: str = "prompt", split: str | None = None, name: str | None = None, map: Map | None = None
+) -> list[Record]:
+    """All records of `source` as dicts with `prompt` (text, or a list of chat messages) and the same further columns.
+
+    Arguments and errors are those of `PromptLoader`.
+    """
+    prompts = Prompts(source, prompt=prompt, split=split, name=name, map=map)
+    return [prompts[index] for index in range(len(prompts))]
+
+
+class PromptSource:
+    """The batches of a `PromptLoader`, with its arguments, on this process alone.
+
+    Yields `Batch`es of exactly `batch_size` rows: `row_id` [B] int64 (a running number, unique over the whole run),
+    the columns of the records as Python objects, and `prompt_ids` (ragged int64) when a `tokenizer` is given. An epoch
+    is a permutation of all prompts; a batch may take the end of one epoch and the beginning of the next, so no prompt
+    is dropped. `steps` batches are drawn (None: without end).
+
+    `state()` after any batch, given to `load_state` of a source over the same prompts, continues with the next one.
+    Errors: PromptError naming file, row and column, ConfigError for sizes, CheckpointError without tokenizer.
+    """
+
+    def __init__(
+        self,
+        prompts: Any,
         *,
         batch_size: int,
         steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+        prompt: str = "prompt",
+        split: str | None = None,
+        name: str | None = None,
+        map: Map | None = None,
+        max_prompt_tokens: int | None = None,
+        workers: int = 0,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("steps", steps)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
-        self.records = read_prompts(prompts)
-        self.batch_size, self.steps, self.seed, self.shuffle = batch_size, steps, seed, shuffle
+        check_sizes(batch_size=batch_size, steps=steps, workers=workers or None)
+        self.steps = steps
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
-        self._drawn = 0  # batches so far: with the seed, the whole state
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        self.prompts = Prompts(
+            prompts,
+            prompt=prompt,
+            split=split,
+            name=name,
+            map=map,
+            tokenizer=self._tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        self._drawing = Drawing(
+            _PromptRows(self.prompts, self._tokenizer),
+            batch_size=batch_size,
+            steps=steps,
+            seed=seed,
+            shuffle=shuffle,
+            workers=workers,
+            of={"prompts": len(self.prompts), "fingerprint": self.prompts.fingerprint},
+        )
+
+    @property
+    def filtered(self) -> int:
+        """Prompts that are left out because they have more than `max_prompt_tokens` tokens."""
+        return self.prompts.filtered
 
     def __len__(self) -> int:
         """Batches in all. Errors: TypeError when there is no end."""
@@ -85,83 +250,41 @@ class PromptSource:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left: iterating goes on where the last iteration, or `load_state`, stopped."""
-        while self.steps is None or self._drawn < self.steps:
-            first = self._drawn * self.batch_size
-            self._drawn += 1
-            yield self._batch(range(first, first + self.batch_size))
+        for numbers, (records, ids) in self._drawing:
+            columns: dict[str, Any] = {"row_id": torch.arange(numbers.start, numbers.stop)}
+            # objects as they are in the file: a reward function gets the exact values
+            columns |= {column: Objects(record[column] for record in records) for column in records[0]}
+            if ids is not None:
+                columns["prompt_ids"] = Ragged.from_rows(ids, dtype=torch.int64)
+            yield Batch(columns)
 
-    def state(self) -> dict[str, int]:
-        """Plain numbers to be saved with a checkpoint."""
-        return {"drawn": self._drawn, "batch_size": self.batch_size, "seed": self.seed, "prompts": len(self.records)}
+    def state(self) -> State:
+        """Plain data to be saved with a checkpoint."""
+        return self._drawing.state()
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Errors: ConfigError when the state is of other prompts, another batch size or seed."""
-        for name, own in self.state().items():
-            if name not in state or (name != "drawn" and state[name] != own):
-                raise ConfigError(
-                    f"the saved state has {name}={state.get(name)!r}, this source has {own}: continue with the "
-                    f"prompts, batch_size and seed of the saved run."
-                )
-        self._drawn = int(state["drawn"])
-
-    def _batch(self, numbers: range) -> Batch:
-        records = [self.records[self._pick(number)] for number in numbers]
-        columns: dict[str, Any] = {"row_id": torch.arange(numbers.start, numbers.stop)}
-        # objects as they are in the file: a reward function gets the exact values
-        columns |= {name: Objects(record[name] for record in records) for name in records[0]}
-        if self._tokenizer is not None:
-            columns["prompt_ids"] = Ragged.from_rows(self._tokenizer.encode(columns["prompt"]), dtype=torch.int64)
-        return Batch(columns)
-
-    def _pick(self, number: int) -> int:
-        """Index of the prompt that is drawn as `number` in the whole run."""
-        epoch, at = divmod(number, len(self.records))
-        if not self.shuffle:
-            return at
-        if epoch != self._epoch:
-            # a generator per epoch, so that any point of the run is found without drawing what came before it
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            self._epoch, self._order = epoch, torch.randperm(len(self.records), generator=generator)
-        return int(self._order[at])
+        self._drawing.load_state(state)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise PromptError(f"there is no prompt file {path}.") from None
-    except (IsADirectoryError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} is not a JSONL text file: {error}.") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            try:
-                yield place, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise PromptError(f"{place} is not JSON: {error.msg} at character {error.colno}.") from None
+class _PromptRows:
+    """Records and, with a tokenizer, token ids of what is drawn."""
+
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer | None) -> None:
+        self._prompts, self._tokenizer = prompts, tokenizer
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def read(self, draws: list[Draw]) -> tuple[list[Record], list[list[int]] | None]:
+        indices = [draw.index for draw in draws]
+        records = [self._prompts[index] for index in indices]
+        if self._tokenizer is None:
+            return records, None
+        return records, self._prompts.encode(self._tokenizer, [record["prompt"] for record in records], indices)
 
 
-def _check_record(place: str, record: Any, columns: set[str], first: str) -> None:
-    if not isinstance(record, Mapping):
-        raise PromptError(f"{place} is a {type(record).__name__}; every record must be an object with a 'prompt'.")
-    prompt = record.get("prompt")
-    if "prompt" not in record:
-        raise PromptError(f"{place} has no column 'prompt'; it has {sorted(map(str, record))}.")
-    if isinstance(prompt, list):
-        _check_messages(place, prompt)
-    elif not isinstance(prompt, str) or not prompt:
-        shown = "empty" if prompt == "" else "null" if prompt is None else f"a {type(prompt).__name__}"
-        raise PromptError(f"{place}: column 'prompt' is {shown}; it must be text or a list of chat messages.")
-    if reserved := sorted(set(record) & set(RESERVED)):
-        raise PromptError(f"{place}: column {reserved[0]!r} is written by hybridflow. Rename it.")
-    if differing := sorted(map(str, set(record) ^ columns)):
-        owner = place if differing[0] in record else first
-        raise PromptError(
-            f"{place}: only {owner} has the column {differing[0]!r}; every record needs the same columns."
-        )
-
-
-def _check_messages(place: str, messages: list[Any]) -> None:
-    good = all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and m.get("content") for m in messages)
-    if not messages or not good:
-        raise PromptError(f"{place}: column 'prompt' must be text or a list of messages with 'role' and 'content'.")
+def _meant(name: str, known: Sequence[str]) -> str:
+    """The nearest column, where the list of all is already in the message."""
+    text = nearest(name, known)
+    return text if "Did you mean" in text else " Name the one with the prompts by prompt=."

@@ -1,0 +1,192 @@
+"""Records: the rows of JSONL and Parquet files, Hugging Face datasets and lists, each with the place it comes from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hybridflow.errors import PromptError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+Record = dict[str, Any]
+CHUNK = 1024  # rows that are Python objects at a time while a table is looked through
+_MAGIC = b"PAR1"
+
+
+class Records(Protocol):
+    """Rows in the order of their source. `where` names it, `place(i)` names row i of it.
+
+    `columns` are those of a table, whose rows all have them; None for records that may differ.
+    """
+
+    where: str
+    columns: tuple[str, ...] | None
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def place(self, index: int) -> str: ...
+
+    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Any]]:
+        """All rows in their order, some at a time; of a table only these columns are read."""
+        ...
+
+
+class ListedRecords:
+    """Python objects, each with the number that `name` writes into its place."""
+
+    def __init__(self, where: str, records: Sequence[Any], name: Callable[[int], str]) -> None:
+        self.where, self._records, self._name = where, records, name
+        self.columns: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._records[index]
+
+    def place(self, index: int) -> str:
+        return self._name(index)
+
+    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Any]]:
+        for start in range(0, len(self), CHUNK):
+            yield list(self._records[start : start + CHUNK])
+
+
+class ParquetRecords:
+    """Rows of Parquet files with the same columns: Arrow columns in memory, Python objects where one is asked for."""
+
+    def __init__(self, where: str, files: Sequence[Path]) -> None:
+        import pyarrow
+
+        self.where, self._files, tables = where, files, [_read_parquet(file) for file in files]
+        for file, table in zip(files, tables, strict=True):
+            if differing := set(table.column_names) ^ set(tables[0].column_names):
+                owner = file if differing & set(table.column_names) else files[0]
+                raise PromptError(
+                    f"{file}: only {owner} has the column {min(differing)!r}; all files need the same columns."
+                )
+        try:
+            joined = pyarrow.concat_tables(tables, promote_options="permissive")
+        except pyarrow.ArrowException as error:
+            raise PromptError(f"{where}: the files have columns of different types: {error}.") from None
+        self._table = joined.combine_chunks()  # else a row is looked for in as many pieces as there are row groups
+        self._ends = list(itertools.accumulate(len(table) for table in tables))
+        self.columns: tuple[str, ...] | None = tuple(joined.column_names)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def place(self, index: int) -> str:
+        file = bisect_right(self._ends, index)
+        return f"{self._files[file]}, row {index - (self._ends[file - 1] if file else 0)}"
+
+    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Record]]:
+        table = self._table if columns is None else self._table.select(list(columns))
+        for start in range(0, len(table), CHUNK):
+            yield table.slice(start, CHUNK).to_pylist()
+
+
+class DatasetRecords:
+    """Rows of a `datasets.Dataset`, as plain Python objects whatever its format."""
+
+    def __init__(self, where: str, dataset: datasets.Dataset) -> None:
+        if dataset.format["type"] == "custom":
+            raise PromptError(f"{where} has a transform (set_transform): give the dataset without it, and map=.")
+        self.where, self._dataset = where, dataset.with_format(None)
+        self.columns: tuple[str, ...] | None = tuple(dataset.column_names)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._dataset[index]
+
+    def place(self, index: int) -> str:
+        return f"{self.where}, row {index}"
+
+    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Record]]:
+        dataset = self._dataset if columns is None else self._dataset.select_columns(list(columns))
+        for start in range(0, len(dataset), CHUNK):
+            found = dataset[start : start + CHUNK]
+            yield [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+
+
+def listed(records: Iterable[Any], what: str) -> Records:
+    """Records that are Python objects already. Errors: PromptError for what cannot be gone through."""
+    if isinstance(records, Mapping | str | bytes) or not isinstance(records, Iterable):
+        raise PromptError(
+            f"{what} are a {type(records).__name__}: give a JSONL or Parquet file, a dataset, or a list of mappings."
+        )
+    return ListedRecords(f"the list of {what}", list(records), lambda index: f"record {index}")
+
+
+def read_files(where: str, files: Sequence[Path]) -> Records:
+    """The rows of all files, which are JSONL or Parquet. Errors: PromptError naming file and line."""
+    if all(is_parquet(file) for file in files):
+        return ParquetRecords(where, files)
+    lines = [(line, file) for file in files for line in _read_lines(file)]
+    places = [(file, number) for (number, _), file in lines]
+    return ListedRecords(
+        where, [record for (_, record), _ in lines], lambda index: "{}, line {}".format(*places[index])
+    )
+
+
+def is_parquet(file: Path) -> bool:
+    """By its name or its first bytes."""
+    if file.suffix in (".parquet", ".pq"):
+        return True
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def is_dataset(source: object) -> bool:
+    """Whether it is a dataset of the `datasets` library, of any kind; does not import it."""
+    library = sys.modules.get("datasets")
+    kinds = ("Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
+    return library is not None and isinstance(source, tuple(getattr(library, kind) for kind in kinds))
+
+
+def _read_parquet(file: Path) -> pyarrow.Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # a reader of this one file: read_table would make columns of directories that are called name=value
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            return opened.read()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise PromptError(f"{file} is not a Parquet file that can be read: {error}.") from None
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line that is not blank."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{os.fspath(path)} is not a JSONL text file: {error}.") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                found = f"{error.msg} at character {error.colno}"
+                raise PromptError(f"{path}, line {number} is not JSON: {found}.") from None
+            except RecursionError:
+                raise PromptError(f"{path}, line {number} is nested too deeply.") from None
