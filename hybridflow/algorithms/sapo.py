@@ -30,6 +30,6 @@ def sapo_terms(
     """
     change = log_ratio(log_probs, old_log_probs, mask)
     advantages = torch.where(mask, advantages, 0.0)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(change.dtype)
+    tau = torch.full_like(change, tau_neg).masked_fill(advantages > 0, tau_pos)
     gate = 4.0 / tau * torch.sigmoid(tau * (change.exp() - 1.0))
     return PolicyTerms(-gate * advantages, kl=policy_kl(change))
