@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from hybridflow.errors import ConfigError
 
+_LOG_STEP = 1.0
+"""The most that one batch moves log lambda. Steps grow with lambda: unbounded, three of them can lead from 1 to 1e19,
+and the next one back to 1e-100, from where there is no return."""
 _LOG_BOUND = 20.0
-"""|log lambda| stays within this: beyond it (A_r - lambda * A_c) / (1 + lambda) is one of the two in float32, and the
-step, which is proportional to lambda, would carry it out of every range."""
+"""|log lambda| stays within this: beyond it (A_r - lambda * A_c) / (1 + lambda) is one of the two in float32."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Lagrange:
         log lambda = log lambda + lr * lambda * (mean cost - limit)
 
     the gradient ascent of lambda * (mean cost - limit) in log lambda, from lambda = `init`, never above `maximum`
-    (None: unbounded). One object is one multiplier, kept from iteration to iteration.
+    (None: unbounded). One batch changes lambda by a factor of e at most, which the paper does not say: the step grows
+    with lambda, and otherwise runs away. One object is one multiplier, kept from iteration to iteration.
 
     Dai et al., "Safe RLHF" (2023), equation 31; their code takes the mean over a window of the last responses, this one
     over the batch.
@@ -43,7 +46,8 @@ class Lagrange:
 
     def next(self, log_multiplier: float, mean_cost: float) -> float:
         """log lambda after a batch whose mean cost per response was `mean_cost`."""
-        moved = log_multiplier + self.lr * math.exp(log_multiplier) * (mean_cost - self.limit)
+        step = self.lr * math.exp(log_multiplier) * (mean_cost - self.limit)
+        moved = log_multiplier + max(-_LOG_STEP, min(step, _LOG_STEP))
         highest = _LOG_BOUND if self.maximum is None else min(_LOG_BOUND, math.log(self.maximum))
         return max(-_LOG_BOUND, min(moved, highest))
 
