@@ -1,0 +1,275 @@
+"""The final answer of a worked solution: where models put it, in the order in which a reader would look for it. Pure.
+
+1. `#### 18`, as GSM8K ends its solutions; the last one that reads as an answer and not as a heading.
+2. `<answer>18</answer>`, the last one.
+3. `\\boxed{18}`, the last one (several that stand together, where the answer is no number).
+4. A statement: "the answer is 18", "Final answer: 18", the last one; "Answer:" in front of a whole solution is none.
+5. The last line that has a number: what stands in bold, else behind the last "=", else the one that was computed last,
+   else the last one.
+
+What comes after the answer because the model did not stop ("Question: ..." and its answer, an end token) is cut off
+first, and so is what was thought before `</think>`. A solution with GSM8K's calculator annotations (`<<9*2=18>>`) that
+ends without any of 1 to 4 was cut short: it has no final answer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
+from hybridflow.rewards.stated_number import computed, leading, number_in, spelt, stated_in
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnswer:
+    """What the solution answers: the `text`, and the `number` that it is or states (None: an expression, words)."""
+
+    text: str
+    number: Number | None
+
+
+_END = re.compile(
+    r"<\|(?:endoftext|im_end|eot_id|end_of_text|end|eom_id|im_start)\|>|</s>|<end_of_turn>|<eos>|\[EOS\]|\[INST\]"
+    r"|<｜end▁of▁sentence｜>"
+)
+_NEXT_PROBLEM = re.compile(
+    r"^[ \t#*]*(?:(?:new |next )?(?:question|problem|exercise|instruction|input|user|human)\b(?:[ \t]*\d+)?|Q)"
+    r"[ \t]*\**:",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SECOND_THOUGHTS = re.compile(
+    r"\b(?:wait|actually|correction|corrected|mistake|sorry|let me|let's|double[- ]check|re-?check|oops|hmm|revise)\b",
+    re.I,
+)
+_ANNOTATION = re.compile(r"<<[^<>\n]*>>")
+_HASHES = re.compile(r"#{4,}[ \t]*([^\n]*)")
+_HEADING = re.compile(
+    r"[\s*_]*(?:step|part|phase|stage|question|problem|example|case|exercise|method|solution|section|given|option)\b",
+    re.I,
+)
+_NUMBERED_HEADING = re.compile(r"[\s*_]*\d{1,2}[.):]\s*[^\W\d]|[\s*_]*\d{1,2}[.)]\s*\**[^\W\d]")
+_TAG = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.IGNORECASE | re.DOTALL)
+_BOX = re.compile(r"(?:\\+b|\x08)oxed\s*(?=[{\d])|\\+fbox\s*(?=\{)")
+_BETWEEN_BOXES = re.compile(r"[\s$.,;()]*(?:\\[()\[\]]|and|or|\$|,|\\text\{\s*(?:and|or)\s*\})*[^\n]{0,12}")
+
+_MARKS = r"[\s*_`\"]*"
+_IS = re.compile(
+    r"\b(?:answer|final results?|final values?)\b(?:\s+(?:to|for|of|in|from|we|you|i|here|then|now|thus|therefore)\b"
+    r"[^.\n:=]{0,100}?)?"
+    rf"{_MARKS}(?:\([^)\n]*\){_MARKS})?(?:\b(?:is|are|was|equals?|(?:would|should|will|must) be|comes (?:out )?to)"
+    rf"\b|=|->|→){_MARKS}:?",
+    re.IGNORECASE,
+)
+_LABEL = re.compile(
+    rf"(?:^[\s>#*_-]*|(?<=[\s*(\"]))(?:(?:the\s+)?(?:final|correct|numerical)\s+(?:numerical\s+)?(?:answer|result)|(?:the\s+)?answer|ans)"
+    rf"{_MARKS}(?:\([^)\n]*\){_MARKS})?(?::|：|(?<=[a-z*_])[*_]*\s*$)|^[\s*_]*A{_MARKS}:",
+    re.IGNORECASE | re.MULTILINE,
+)
+_EXPLAINS = re.compile(
+    r"[\s*_#>-]*(?:explanation|reason|because|solution|steps?\b|here|to |we |let|justification|working|calculation"
+    r"|since|first|note|how|this )",
+    re.I,
+)
+_CONCLUDES = re.compile(
+    r"[\s*_]*(?:therefore|thus|so|hence|in total|in conclusion|altogether|finally|overall|in all)\b", re.I
+)
+_POSTSCRIPT = re.compile(
+    r"[\s*_(>-]*(?:note\b|please\b|disclaimer|remember|i hope|let me know|feel free|check\b|verif|to (?:check|verify))",
+    re.I,
+)
+_BULLET = re.compile(
+    r"^\s*(?:[-*•+]\s+(?=\S)|\d{1,2}[.)]\s+(?=\S)|\(\d{1,2}\)\s+(?=\S))?(?:[*_#\s]*step\s+\d+\b)?", re.I
+)
+
+
+def reference_answer(text: str) -> str:
+    """The answer of a reference: behind its last `####`, in its last `\\boxed{}`, or the text as it stands."""
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    boxes = _boxes(text)
+    return boxes[-1][2].strip() if boxes else text.strip()
+
+
+def final_answer(solution: str, *, numeric: bool) -> FinalAnswer | None:
+    """What `solution` gives as its final answer, or None; `numeric`: a number is asked for.
+
+    It does not depend on the right answer, so nothing is gained by naming several.
+    """
+    text = _own_words(solution)
+    if not text.strip():
+        return None
+    stated = _hashes(text, numeric) or _tagged(text, numeric) or _boxed(text, numeric) or _statement(text, numeric)
+    if stated is not None or _ANNOTATION.search(text):
+        return stated
+    return _last_line(text, numeric)
+
+
+def _own_words(text: str) -> str:
+    """The answer alone: nothing that was thought before it, nothing of what ran on behind it."""
+    text = text.replace("\x0crac", "\\frac").replace("\r\n", "\n").replace("\r", "\n")
+    before, closed, after = text.rpartition("</think>")
+    if closed:
+        text = after if after.strip(" \n") else before
+    text = text.lstrip()
+    for end in _END.finditer(text):
+        if text[: end.start()].strip():
+            text = text[: end.start()]
+            break
+    for start in _NEXT_PROBLEM.finditer(text):
+        if re.search(r"\d", _BULLET.sub("", text[: start.start()])):
+            text = text[: start.start()]
+            break
+    return _before_another_problem(text)
+
+
+def _before_another_problem(text: str) -> str:
+    """Cut behind a `#### 18` when a question or a calculation follows; second thoughts on the same question are kept."""
+    for found in _HASHES.finditer(text):
+        rest = text[found.end() :]
+        another = ("?" in rest or "<<" in rest) and not _SECOND_THOUGHTS.search(rest.partition("####")[0])
+        if another and parse_number(found[1]) is not None:
+            return text[: found.end()]
+    return text
+
+
+def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
+    for found in reversed(list(_HASHES.finditer(text))):
+        line, rest = found[1].strip(), text[found.end() :]
+        if _HEADING.match(line) or (rest.strip() and _NUMBERED_HEADING.match(line)):
+            continue
+        if not line or re.fullmatch(r"[*_\s]*(?:the\s+)?(?:final\s+)?(?:answer|result)[*_\s:]*", line, re.IGNORECASE):
+            line, _, rest = rest.strip().partition("\n")
+        line = re.sub(
+            r"^[*_\s]*(?:the\s+)?(?:final\s+)?answer(?:\s+is|[*_\s]*:)[*_\s:]*", "", line, flags=re.IGNORECASE
+        )
+        line = _ANNOTATION.sub("", line)
+        if boxes := _boxes(line):
+            line = boxes[-1][2]
+        if not numeric:
+            if line and not rest.strip():
+                return FinalAnswer(_mathematics(line), parse_number(line))
+            continue
+        number = number_in(re.sub(r"(?<=\d),\s?(?=\d)", "", line))
+        if number is not None:
+            return FinalAnswer(line, number)
+        if re.search(r"\d", line) and not re.search(r"[A-Za-z]{4}", plain(line)):
+            return FinalAnswer(line, None)
+    return None
+
+
+def _tagged(text: str, numeric: bool) -> FinalAnswer | None:
+    for found in reversed(list(_TAG.finditer(text))):
+        if content := found[1].strip():
+            inner = _boxed(content, numeric) or _statement(content, numeric)
+            return inner or FinalAnswer(_mathematics(content), number_in(content) if numeric else parse_number(content))
+    return None
+
+
+def _boxed(text: str, numeric: bool) -> FinalAnswer | None:
+    boxes = [box for box in _boxes(text) if box[2].strip()]
+    if not boxes:
+        return None
+    content = boxes[-1][2].strip()
+    if numeric:
+        return FinalAnswer(content, _boxed_number(content))
+    together = [content]
+    for left, right in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        if not _BETWEEN_BOXES.fullmatch(text[left[1] : right[0]]):
+            break
+        together.insert(0, left[2].strip())
+    content = ", ".join(together)
+    return FinalAnswer(content, parse_number(content))
+
+
+def _boxed_number(content: str) -> Number | None:
+    """The number of a box: all of it, behind its "=", or the only one in its words; an expression has none."""
+    number = parse_number(content)
+    if number is None and (sides := re.split("[=≈]", content))[1:]:
+        number = parse_number(sides[-1])
+    words = plain(content)
+    if number is None and not re.search(r"[\\^_√π{}<>|!+*×/=]|\d\s*[-(]|\(\s*[^\s\w]?\d", words):
+        found = find_numbers(words)
+        number = found[0].number if len(found) == 1 and re.search(r"[A-Za-z]{3}", words) else None
+    return number
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """Start, end and content of every complete `\\boxed{}`, braces within it matched."""
+    found = []
+    for box in _BOX.finditer(text):
+        if text[box.end()] != "{":
+            digits = re.match(r"\d+", text[box.end() :])
+            found.append((box.start(), box.end() + digits.end(), digits[0])) if digits else None
+            continue
+        depth = 0
+        for at in range(box.end(), len(text)):
+            if text[at] in "{}" and text[at - 1] != "\\":
+                depth += 1 if text[at] == "{" else -1
+            if depth == 0:
+                found.append((box.start(), at + 1, text[box.end() + 1 : at]))
+                break
+    return found
+
+
+def _statement(text: str, numeric: bool) -> FinalAnswer | None:
+    """The last "the answer is ..." or "Answer: ..." that says one."""
+    text = _ANNOTATION.sub("", text)
+    found = [(match.end(), True) for match in _IS.finditer(text)]
+    for match in _LABEL.finditer(text):
+        found.append((match.end(), bool(re.search("final|correct|numerical", match[0], re.IGNORECASE))))
+    for end, certain in sorted(found, reverse=True):
+        said = _stated(text, end, certain, numeric)
+        if said is not None:
+            return said
+    return None
+
+
+def _stated(text: str, start: int, certain: bool, numeric: bool) -> FinalAnswer | None:
+    region = re.sub(r"^(?:[\s*_`:>]|\\\[|\$\$(?=\s))+", "", text[start:])
+    line, _, rest = region.partition("\n")
+    first, *others = _sentences(line)
+    if not first.strip():
+        return None
+    last = not re.search(r"\d", "".join(others) + rest)
+    if not numeric:
+        sure = certain or last or not rest.strip() or _EXPLAINS.match(rest.lstrip())
+        return FinalAnswer(_mathematics(first), parse_number(first)) if sure else None
+    number = parse_number(first)
+    if number is None and certain:
+        number = leading(first)
+    if number is None and (last or (certain and "=" in first) or _EXPLAINS.match(rest.lstrip())):
+        number = stated_in(first, computed(text[:start])) or spelt(first)
+    return None if number is None else FinalAnswer(first, number)
+
+
+def _last_line(text: str, numeric: bool) -> FinalAnswer | None:
+    lines = [line for line in text.split("\n") if line.strip(" \t*_`$#\\[]().-=~")]
+    if not lines:
+        return None
+    if not numeric:
+        return FinalAnswer(_mathematics(lines[-1]), parse_number(lines[-1]))
+    told = [line for line in lines if not _POSTSCRIPT.match(line)]
+    lines = told if any(find_numbers(plain(line)) for line in told) else lines
+    for at in range(len(lines) - 1, -1, -1):
+        line = _BULLET.sub("", lines[at])
+        sentences = [sentence for sentence in _sentences(line) if find_numbers(plain(sentence))]
+        if not sentences:
+            continue
+        concluding = [sentence for sentence in sentences if _CONCLUDES.match(sentence)]
+        sentence = (concluding or sentences)[-1]
+        earlier = "\n".join(lines[:at]) + "\n" + line[: line.find(sentence)]
+        return FinalAnswer(sentence, stated_in(sentence, computed(earlier)))
+    return FinalAnswer(lines[-1], spelt(lines[-1]))
+
+
+def _sentences(line: str) -> list[str]:
+    return re.split(r"(?<=[.!?。])[*_]*\s+(?=[\"'(*_]*[A-Z\d$\\])", line)
+
+
+def _mathematics(text: str) -> str:
+    """The formula in a line of text where it has one, else the line without punctuation at its end."""
+    formulas = re.findall(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", text)
+    if formulas:
+        return next(part for part in formulas[-1] if part).strip()
+    return text.strip().strip("*`").rstrip(" .,;").strip("*`").strip()
