@@ -62,7 +62,7 @@ def advantage_reads(
     return ("rewards", "response_mask", *own, *(("old_log_probs", "ref_log_probs") if _uses_kl(kl_coef) else ()))
 
 
-def advantage_writes(estimator: str | EstimatorFunction = "gae", *, kl_coef: Any = 0.0) -> tuple[str, ...]:
+def advantage_writes(estimator: str | EstimatorFunction, *, kl_coef: Any = 0.0) -> tuple[str, ...]:
     """Columns that `compute_advantage` writes."""
     own = find_estimator(estimator).writes
     return ("advantages", "returns", *own, *(("kl", "kl_coef") if _uses_kl(kl_coef) else ()))
