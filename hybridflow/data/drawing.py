@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -60,7 +62,16 @@ class Drawing:
             if at != self._drawn:  # the beginning; or a state was loaded, or another iteration went on meanwhile
                 at = self._drawn
                 batches = self._open(at)
-            found = self._next(batches)
+            try:
+                found = next(batches)
+            except RuntimeError as error:
+                batches = iter(())
+                if self.workers:
+                    raise self._explained(error) from error
+                raise
+            if isinstance(found, PromptError):
+                batches = iter(())  # an error that is kept would keep this frame, and with it the workers
+                raise found
             at = self._drawn = at + 1
             yield range((at - 1) * self.batch_size, at * self.batch_size), found
 
@@ -84,30 +95,25 @@ class Drawing:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         several = {"timeout": SECONDS, "multiprocessing_context": "fork"} if self.workers else {}
-        loader: Any = StatefulDataLoader(
-            _Reads(self._rows),  # type: ignore[arg-type]  a dataset by what it can do
-            batch_sampler=_Draws(self._order, self.batch_size, first, self.steps),
-            collate_fn=_as_it_is,
-            num_workers=self.workers,
-            generator=torch.Generator(),  # else it would draw from the caller's
-            **several,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls what torch gave up
+            loader: Any = StatefulDataLoader(
+                _Reads(self._rows),  # type: ignore[arg-type]  a dataset by what it can do
+                batch_sampler=_Draws(self._order, self.batch_size, first, self.steps),
+                collate_fn=_as_it_is,
+                num_workers=self.workers,
+                generator=torch.Generator(),  # else it would draw from the caller's
+                **several,
+            )
         with _environment(_FORK_ENVIRONMENT) if self.workers else contextlib.nullcontext():
             return iter(loader)
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        try:
-            found = next(batches)
-        except RuntimeError as error:
-            if not self.workers:
-                raise
-            raise WorkerError(
-                f"a process of the loader (workers={self.workers}) failed, or had no batch ready within "
-                f"{SECONDS:.0f} s: {error}"
-            ) from error
-        if isinstance(found, PromptError):
-            raise found
-        return found
+    def _explained(self, error: RuntimeError) -> WorkerError:
+        traceback.clear_frames(error.__traceback__)  # they hold what ends the other workers when it is let go
+        return WorkerError(
+            f"a process of the loader (workers={self.workers}) failed, or had no batch ready within {SECONDS:.0f} s: "
+            f"{error}"
+        )
 
 
 class _Draws:

@@ -63,7 +63,10 @@ class Prompts:
         self.records = open_records(source, split=split, name=name)
         # a table's rows have the same columns, so only the prompts have to be looked at one by one
         self._uniform = map is None and self.records.columns is not None
-        self.columns = self._columns()
+        self.columns: frozenset[str] | None = None  # of every record, once the first one is known
+        if self._uniform:
+            self.columns = frozenset(self.records.columns or ())
+            self._check_columns(self.records.where, self.records.columns or ())
         self._look_through(tokenizer, max_prompt_tokens)
 
     def __len__(self) -> int:
@@ -80,14 +83,6 @@ class Prompts:
     def _at(self, index: int) -> int:
         at = range(len(self))[index]
         return at if self._kept is None else int(self._kept[at])
-
-    def _columns(self) -> frozenset[str]:
-        """Those of every record. Errors: PromptError when the first one, or the table, has columns that cannot be."""
-        if not self._uniform:
-            return frozenset(self._mapped(0, self.records[0]))
-        assert self.records.columns is not None
-        self._check_columns(self.records.where, self.records.columns)
-        return frozenset(self.records.columns)
 
     def _look_through(self, tokenizer: Tokenizer | None, limit: int | None) -> None:
         digest, kept, shortest, longest, at = hashlib.blake2b(digest_size=16), [], None, 0, 0
@@ -132,6 +127,8 @@ class Prompts:
     def _prepared(self, row: int, raw: Any) -> Record:
         """The record as it is drawn, with its prompt in the column `prompt`. Errors: PromptError."""
         record = dict(raw) if self._uniform else self._mapped(row, raw)
+        if self.columns is None:
+            self.columns = frozenset(record)
         if not self._uniform and record.keys() != self.columns:
             differing = min(map(str, record.keys() ^ self.columns))
             owner, place = self.records.place(0), self.records.place(row)

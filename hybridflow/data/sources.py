@@ -100,11 +100,11 @@ def _load(path: str, split: str | None, name: str | None, what: str) -> Any:
     try:
         return datasets.load_dataset(path, name, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        asked = f"{path}" + "".join(f", {k}={v!r}" for k, v in (("name", name), ("split", split)) if v is not None)
+        asked = "".join(f", {key}={value!r}" for key, value in (("name", name), ("split", split)) if value is not None)
+        missing = "" if Path(path).exists() else "there is no such file or directory, and "
         raise PromptError(
-            f"{what}={asked}: there is no such file or directory, and as a dataset it cannot be loaded: "
-            f"{_first_line(error).rstrip('.')}. Give the path of a file, or a dataset that the Hugging Face Hub or its "
-            f"local cache has."
+            f"{what}={path}{asked}: {missing}as a dataset it cannot be loaded: {_first_line(error).rstrip('.')}. Give "
+            f"the path of a file, or a dataset that the Hugging Face Hub or its local cache has."
         ) from error
 
 

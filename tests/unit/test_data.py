@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import normalizers
 
 from hybridflow.data.prompts import PromptSource, read_prompts
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, PromptError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+KEPT = ["p2", "p5", "p4", "p0", "p3", "p1", "p3", "p1", "p5", "p2", "p4", "p0"]  # six prompts, seed 3
 
 
 def prompts(n: int) -> list[dict]:
@@ -40,12 +45,13 @@ def test_prompts_from_a_file_keep_their_columns(tmp_path):
         ('{"prompt": null}', r"line 1: column 'prompt' is null"),
         ('{"prompt": "a"}\n{"prompt": ""}', r"line 2: column 'prompt' is empty"),
         ('{"prompt": 3}', r"column 'prompt' is a int"),
-        ('{"prompt": []}', r"list of messages"),
-        ('{"prompt": [{"role": "user"}]}', r"'role' and 'content'"),
+        ('{"prompt": "a\\ud800"}', r"line 1: column 'prompt' has half of a surrogate pair at character 1"),
         ('{"prompt": "a", "x": 1}\n{"prompt": "b"}', r"line 2: only .*line 1 has the column 'x'"),
         ('{"prompt": "a"}\n{"prompt": "b", "x": 1}', r"line 2: only .*line 2 has the column 'x'"),
         ('{"prompt": "a", "row_id": 1}', r"column 'row_id' is written by hybridflow"),
         ('{"prompt": "a", "rewards": 1}', r"column 'rewards' is written by hybridflow. Rename it"),
+        ('{"prompt": "a", "lagrange": 1}', r"column 'lagrange' is written by hybridflow"),
+        ('{"prompt": "a", "costs/length": 1}', r"column 'costs/length' is written by hybridflow"),
     ],
 )
 def test_bad_files_are_refused_with_line_and_column(tmp_path, lines, message):
@@ -58,7 +64,7 @@ def test_bad_files_are_refused_with_line_and_column(tmp_path, lines, message):
 def test_bad_sources_are_refused(tmp_path):
     with pytest.raises(PromptError, match="there is no prompt file"):
         read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(PromptError, match="not a JSONL text file"):
+    with pytest.raises(PromptError, match=r"is a directory without \.parquet or \.jsonl files"):
         read_prompts(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(PromptError, match="not a JSONL text file"):
@@ -67,9 +73,14 @@ def test_bad_sources_are_refused(tmp_path):
         read_prompts([{"prompt": "a"}, {"promt": "b"}])
     with pytest.raises(PromptError, match="the list of prompts has no prompts"):
         read_prompts([])
-    for bad in ({"batch_size": 0}, {"batch_size": 2, "steps": 0}, {"batch_size": 2.0}):
+    for odd in (None, 3, {"prompt": "a"}):
+        with pytest.raises(PromptError, match="give a JSONL or Parquet file, a dataset, or a list of mappings"):
+            read_prompts(odd)
+    for bad in ({}, {"steps": 0}, {"batch_size": 2.0}, {"workers": -1}, {"max_prompt_tokens": 0}):
         with pytest.raises(ConfigError, match="whole number of at least 1"):
-            PromptSource(prompts(3), **bad)
+            PromptSource(prompts(3), **({"batch_size": 2 if bad else 0} | bad))
+    with pytest.raises(ConfigError, match="max_prompt_tokens=4 counts tokens: give tokenizer="):
+        PromptSource(prompts(3), batch_size=1, max_prompt_tokens=4)
 
 
 def test_batches_have_running_row_ids_and_exact_objects():
@@ -108,33 +119,16 @@ def test_the_seed_decides_the_order():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 7])
-def test_a_state_in_the_middle_of_an_epoch_continues_exactly(at):
-    whole = drawn(PromptSource(prompts(10), batch_size=4, steps=9, seed=5))
-    source = PromptSource(prompts(10), batch_size=4, steps=9, seed=5)
-    batches = iter(source)
-    for _ in range(at):
-        next(batches)
-    state = json.loads(json.dumps(source.state()))
-    resumed = PromptSource(prompts(10), batch_size=4, steps=9, seed=5)
-    resumed.load_state(state)
-    rest = list(resumed)
-    assert [batch["prompt"] for batch in rest] == whole[at:]
-    assert int(rest[0]["row_id"][0]) == 4 * at
-    assert drawn(source) == whole[at:]
-
-
-def test_a_state_of_another_run_is_refused():
-    state = PromptSource(prompts(10), batch_size=4, seed=5).state()
-    for other in (
-        PromptSource(prompts(9), batch_size=4, seed=5),
-        PromptSource(prompts(10), batch_size=5, seed=5),
-        PromptSource(prompts(10), batch_size=4, seed=6),
-    ):
-        with pytest.raises(ConfigError, match="the saved state has"):
-            other.load_state(state)
-    with pytest.raises(ConfigError, match="drawn=None"):
-        PromptSource(prompts(10), batch_size=4, seed=5).load_state({})
+def test_the_order_of_a_seed_never_changes():
+    """What an epoch is made of, by the definition; and one order as it has always been."""
+    for seed, rows in ((0, 5), (7, 23)):
+        source = PromptSource(prompts(rows), batch_size=4, steps=2 * rows, seed=seed)
+        flat = [p for batch in drawn(source) for p in batch]
+        for epoch in range(8):
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+            expected = [f"p{i}" for i in torch.randperm(rows, generator=generator).tolist()]
+            assert flat[epoch * rows : (epoch + 1) * rows] == expected
+    assert [p for batch in drawn(PromptSource(prompts(6), batch_size=4, steps=3, seed=3)) for p in batch] == KEPT
 
 
 def test_length_is_the_number_of_batches():
@@ -151,5 +145,94 @@ def test_prompt_ids_come_from_the_tokenizer_of_a_directory(tmp_path):
     (batch,) = PromptSource(records, batch_size=2, steps=1, shuffle=False, tokenizer=tmp_path)
     assert batch["prompt_ids"].lengths.tolist() == [4, 6]
     assert batch["prompt_ids"].dtype == torch.int64
-    decoded = PromptSource(records, batch_size=2, tokenizer=tmp_path)._tokenizer.decode(batch["prompt_ids"].tolist())
-    assert decoded == batch["prompt"]
+    tokenizer, sizes = load_tokenizer(tmp_path), {"batch_size": 2, "steps": 1}
+    assert tokenizer.decode(batch["prompt_ids"].tolist()) == batch["prompt"]
+    (same,) = PromptSource(records, batch_size=2, steps=1, shuffle=False, tokenizer=tokenizer)
+    assert same.equal(batch)
+    tokenizer.raw.backend_tokenizer.normalizer = normalizers.Strip()
+    for limit in (None, 3):
+        with pytest.raises(PromptError, match="record 1: column 'prompt' has a prompt without any token"):
+            list(PromptSource([{"prompt": p} for p in "1 "], **sizes, tokenizer=tokenizer, max_prompt_tokens=limit))
+
+
+def test_another_column_holds_the_prompts():
+    records = [{"question": "q", "answer": "a"}, {"question": "r", "answer": "b"}]
+    assert read_prompts(records, prompt="question")[1] == {"prompt": "r", "answer": "b"}
+    assert records[0] == {"question": "q", "answer": "a"}
+    with pytest.raises(
+        PromptError, match=r"record 0 has no column 'prompt'; .* Name the one with the prompts by prompt="
+    ):
+        read_prompts(records)
+    with pytest.raises(PromptError, match=r"record 0 has no column 'qestion'; .* Did you mean 'question'"):
+        read_prompts(records, prompt="qestion")
+    with pytest.raises(PromptError, match="prompt='question' becomes the column 'prompt', and there is one already"):
+        read_prompts([{"question": "q", "prompt": "p"}], prompt="question")
+    with pytest.raises(PromptError, match="record 1: column 'question' is null"):
+        read_prompts([{"question": "q"}, {"question": None}], prompt="question")
+
+
+def test_records_are_mapped_and_checked_before_the_run():
+    def final(record):
+        return {"prompt": record["q"], "answer": record["a"].split("#### ")[1]}
+
+    records = [{"q": "one", "a": "1 #### 1", "row_id": 3}, {"q": "two", "a": "2"}]
+    calls = []
+    drawn = PromptSource(records, batch_size=2, map=lambda r: calls.append(r["q"]) or {"prompt": r["q"]})
+    assert calls == ["one", "two"]
+    next(iter(drawn))
+    assert sorted(calls) == ["one", "one", "two", "two"]
+    assert read_prompts(records[:1], map=final) == [{"prompt": "one", "answer": "1"}]
+    with pytest.raises(PromptError, match="record 1: map=final raised IndexError: list index out of range"):
+        PromptSource(records, batch_size=1, map=final)
+    for bad, message in (
+        (lambda record: None, "record 0: map= returned a NoneType; it must return a record"),
+        (
+            lambda record: {"prompt": record["q"], record["q"]: 1},
+            "record 1: only record 1 has the column 'two'|record 0",
+        ),
+        (lambda record: {"prompt": "a", "values": 1}, "record 0: column 'values' is written by hybridflow"),
+        (lambda record: {"prompt": "a", 3: 1}, "record 0: column 3 is a int; names are texts"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            PromptSource(records, batch_size=1, map=bad)
+
+
+@pytest.mark.parametrize("kept", [1, 40, 1500])
+def test_over_long_prompts_are_left_out_and_counted(tmp_path, caplog, kept):
+    from recipes.small_model import SmallModel
+
+    SmallModel(characters="0123456789+=").tokenizer().save_pretrained(tmp_path)
+    texts = ["1" * 5, *("1" * (4 if i < kept - 1 else 6 + i % 3) for i in range(1599))]
+    with caplog.at_level(logging.WARNING):
+        source = PromptSource(
+            [{"prompt": text} for text in texts], batch_size=7, steps=500, tokenizer=tmp_path, max_prompt_tokens=5
+        )
+    assert source.filtered == 1600 - kept
+    assert f"{1600 - kept} of 1600 prompts are left out, which have more than max_prompt_tokens=5" in caplog.text
+    seen = [text for batch in source for text in batch["prompt"]]
+    assert {len(text) for text in seen} == ({4, 5} if kept > 1 else {5})
+    assert sum(len(text) == 5 for text in seen[: 2 * kept]) == 2
+    assert source.state()["prompts"] == kept
+
+
+def test_no_prompt_is_short_enough(tmp_path):
+    from recipes.small_model import SmallModel
+
+    SmallModel(characters="0123456789+=").tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(
+        PromptError, match="all 2 prompts have more than max_prompt_tokens=2 tokens; the shortest has 3"
+    ):
+        PromptSource([{"prompt": "123"}, {"prompt": "1234"}], batch_size=1, tokenizer=tmp_path, max_prompt_tokens=2)
+
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/test.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="the data set is not here")
+def test_every_row_of_gsm8k():
+    source = PromptSource(GSM8K, prompt="question", batch_size=1319, steps=2)
+    first, second = source
+    assert len(set(first["prompt"])) == 1319
+    assert sorted(first["prompt"]) == sorted(second["prompt"])
+    assert first["prompt"] != second["prompt"]
+    assert all("#### " in answer for answer in first["answer"])

@@ -1,0 +1,85 @@
+"""Chat prompts: which messages are refused and where, and what the chat template is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.data.prompts import PromptSource
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import PromptError
+from recipes.small_model import SmallModel
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ '<' + m.role[0] + m.content }}{% if m.name is defined %}{{ '@' + m.name }}{% endif %}{{ '>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<a' }}{% endif %}"
+)
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    raw = SmallModel(characters="abcdefghijklmnopqrstuvwxyz<>@ ").tokenizer()
+    raw.chat_template = TEMPLATE
+    return Tokenizer(raw)
+
+
+def test_messages_go_through_the_chat_template(tokenizer):
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    chats = [
+        [USER],
+        [{"role": "system", "content": "be good"}, {"role": "user", "content": parts}],
+        [USER, {"role": "assistant", "content": None, "tool_calls": [{}], "name": None}, USER | {"name": "bob"}],
+    ]
+    records = [{"prompt": chat} for chat in chats]
+    (batch,) = PromptSource(records, batch_size=3, steps=1, shuffle=False, tokenizer=tokenizer)
+    assert tokenizer.decode(batch["prompt_ids"].tolist()) == [
+        "<uhi><a",
+        "<sbe good><uone two><a",
+        "<uhi><a><uhi@bob><a",
+    ]
+    assert batch["prompt"] == chats
+
+
+def test_texts_and_messages_may_stand_side_by_side(tokenizer):
+    ids = tokenizer.encode(["plain", [USER]])
+    assert tokenizer.decode(ids) == ["plain", "<uhi><a"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "column 'prompt' is an empty list"),
+        (["hi"], "message 0 is a str; it needs 'role' and 'content'"),
+        ([{"content": "hi"}], "message 0 has no 'role'"),
+        ([USER, {"role": "user"}], r"message 1 \(user\) has no content; it needs 'role' and 'content'"),
+        ([USER, {"role": "asistant", "content": "a"}], "unknown role 'asistant'. Did you mean 'assistant'"),
+        ([{"role": "human", "content": "a"}], "message 0 has the unknown role 'human'"),
+        ([{"role": "user", "content": ""}], r"message 0 \(user\) has empty content"),
+        ([{"role": "user", "content": 3}], r"message 0 \(user\) has content that is a int; it must be text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image'; only text is read"),
+        ([{"role": "user", "content": ["hi"]}], "a part of type 'str'; only text is read"),
+        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+    ],
+)
+def test_messages_that_no_template_reads(tokenizer, messages, message):
+    with pytest.raises(PromptError, match=f"record 1: column 'prompt'.*{message}|record 1: {message}"):
+        PromptSource([{"prompt": [USER]}, {"prompt": messages}], batch_size=1)
+    if messages:
+        with pytest.raises(PromptError, match=f"prompt 1.*{message}"):
+            tokenizer.encode([[USER], messages])
+
+
+def test_what_a_template_refuses_is_named(tokenizer):
+    records = [{"question": [USER, {"role": "tool", "content": "3"}]}]
+    with pytest.raises(
+        PromptError, match=r"record 0: the tokenizer's chat template refuses the messages: no tools here"
+    ):
+        next(iter(PromptSource(records, prompt="question", batch_size=1, tokenizer=tokenizer)))
+    with pytest.raises(PromptError, match="record 0: the tokenizer's chat template refuses"):
+        PromptSource(records, prompt="question", batch_size=1, tokenizer=tokenizer, max_prompt_tokens=9)
+    bare = Tokenizer(SmallModel().tokenizer())
+    with pytest.raises(PromptError, match="prompt 0 is a list of messages and the tokenizer has no chat template"):
+        bare.encode([[USER]])
+    with pytest.raises(PromptError, match="prompt 0 is int: give text or a list of chat messages"):
+        bare.encode([3])
