@@ -1,134 +1,185 @@
-"""FunctionReward: a user's Python function as a reward, with every answer checked."""
+"""FunctionReward: a user's Python function as a reward, called in the way that its signature asks for."""
 
 from __future__ import annotations
 
-import inspect
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.columns import Column
-from hybridflow.errors import ConfigError, RewardError
+from hybridflow.errors import RewardError
+from hybridflow.rewards.answers import AnswerCheck, Level, RowAnswer
+from hybridflow.rewards.calling import Call, attempt, attempt_together, is_async
+from hybridflow.rewards.outcome import RowFailure
+from hybridflow.rewards.signature import name_of, place_of, read_signature
+
+Columns = Mapping[str, Column | Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows as one function gets them: texts, the columns that it takes as plain values, tokens per response."""
+
+    prompts: list[Any]
+    responses: list[Any]
+    columns: dict[str, list[Any]]
+    rows: list[int]
+    lengths: list[int] | None
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 class FunctionReward:
-    """Calls `function` in the way that its signature asks for, and returns one finite number per row or raises.
+    """A reward function with what its signature says, and a check of everything that it returns.
 
-    - `f(prompts, completions, **columns) -> list of numbers` (as in TRL): called once with all rows; the first two
-      arguments are positional, so their names do not matter.
+    - `f(prompts, completions, **columns) -> list of numbers` as in TRL, told by the name `completions`: called by
+      keyword, in any order, with prompts and completion_ids where it names them. Where a prompt is a list of chat
+      messages, the completion is one too: `[{"role": "assistant", "content": text}]`.
+    - `f(a, b, **columns) -> list of numbers` with other names: called by position with all prompts and responses.
     - `f(prompt, response, **columns) -> number`, when the first parameter is named `prompt`: called row by row.
 
-    Of the batch's other columns it gets those that the signature names, as lists of plain Python values (or the plain
-    value of the row); all of them when it has `**kwargs`. A column that only has a default may be missing. True and
-    False count as 1 and 0. Errors: ConfigError when the function cannot be called with two texts.
+    Each may be `async def`; rows of an async function of the last kind run at the same time. Of the batch's other
+    columns it gets those that the signature names, as lists of plain Python values (or the plain value of the row);
+    all of them when it has `**kwargs`, unless a callable object names them in an attribute `reads`. A column that only
+    has a default may be missing. True and False count as 1 and 0; None means that the function does not apply to the
+    row; RowFailure(reason) that the row could not be judged. At level "token" a row's answer is a list of numbers, one
+    per response token. Errors: ConfigError when the function cannot be called in one of these ways.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):
-            raise ConfigError(f"reward function {self.name} has no signature: wrap it in a Python function.") from None
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        variable = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        if len(positional) < 2 and not variable:
-            raise ConfigError(
-                f"reward function {self.name}{inspect.signature(function)} must take (prompts, completions, ...) for "
-                f"all rows, or (prompt, response, ...) for one."
-            )
-        self.per_row = bool(positional) and positional[0].name == "prompt"
-        self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [
-            p for p in parameters if p not in positional[:2] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        self._texts = {"prompt", "response", *(p.name for p in positional[:2])}
-        self._needed = tuple(p.name for p in named if p.default is p.empty)
-        self._optional = tuple(p.name for p in named if p.default is not p.empty)
+    def __init__(self, function: Callable[..., Any], *, level: Level = "sample", column: str = "rewards") -> None:
+        self.function, self.level = function, level
+        self.name = name_of(function)
+        self.signature = read_signature(function, self.name)
+        self.per_row = self.signature.style == "row"
+        self.is_async = is_async(function)
+        components = getattr(function, "components", None)
+        self.components: tuple[str, ...] = () if components is None else tuple(components)
+        place = place_of(function)
+        where = f"[column {column!r}" + (f", {self.name} at {place}]" if place else "]")
+        self.check = AnswerCheck(self.name, where, level, None if components is None else self.components)
 
     @property
     def reads(self) -> tuple[str, ...] | None:
         """Names of the extra columns, "name?" where the parameter has a default; None: every column."""
-        return None if self._all else (*self._needed, *(f"{name}?" for name in self._optional))
+        asked = self.signature
+        if asked.everything:
+            return None
+        needed, optional = list(asked.needed), list(asked.optional)
+        if asked.needs_ids or self.level == "token":
+            needed.append("response_ids")
+        elif "completion_ids" in asked.own:
+            optional.append("response_ids")
+        return (*dict.fromkeys(needed), *(f"{name}?" for name in dict.fromkeys(optional) if name not in needed))
 
     def __call__(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Any],
         responses: Sequence[str],
-        columns: Mapping[str, Column | Sequence[Any]] | None = None,
+        columns: Columns | None = None,
         row_ids: Sequence[int] | None = None,
-    ) -> list[float]:
-        """One finite number per row. `row_ids` are the rows' names in messages (default: their positions).
+    ) -> list[Any]:
+        """One finite number per row (a list of them at level "token"), computed in this process.
 
-        Errors: RewardError naming the function and the row when it raises or answers with the wrong count, None, NaN,
-        an infinity or no number; a reward is never made up.
+        `row_ids` are the rows' names in messages (default: their positions). Errors: RewardError naming the function
+        and the row when it raises or answers with the wrong count, None, NaN, an infinity or no number; a reward is
+        never made up.
         """
-        names = [int(row) for row in row_ids] if row_ids is not None else list(range(len(prompts)))
-        extra = self._plain_columns(columns or {})
-        if not len(prompts):
-            return []
-        if self.per_row:
-            return [
-                self._number(self._call(f"at row {name}", prompt, response, {k: v[i] for k, v in extra.items()}), name)
-                for i, (name, prompt, response) in enumerate(zip(names, prompts, responses, strict=True))
-            ]
-        rows = f"for rows {names[0]}..{names[-1]}"
-        return self._numbers(self._call(rows, list(prompts), list(responses), extra), names)
+        table = self.table(prompts, responses, columns or {}, row_ids)
+        answers = self.answers(table)
+        if nothing := [row for row, answer in zip(table.rows, answers, strict=True) if answer.value is None]:
+            raise self.check.error(f"returned None (NoneType) at row {nothing[0]}; it must be a number.")
+        return [answer.value for answer in answers]
 
-    def _plain_columns(self, columns: Mapping[str, Column | Sequence[Any]]) -> dict[str, list[Any]]:
-        """The columns that the function takes, as lists of plain values."""
-        if missing := [name for name in self._needed if name not in columns]:
+    def table(
+        self, prompts: Sequence[Any], responses: Sequence[str], columns: Columns, row_ids: Sequence[int] | None = None
+    ) -> Table:
+        """The rows as `call` and `row_call` take them. Errors: RewardError for a column that is missing."""
+        asked = self.signature
+        rows = [int(row) for row in row_ids] if row_ids is not None else list(range(len(prompts)))
+        if missing := [name for name in asked.needed if name not in columns]:
             raise RewardError(
                 f"reward function {self.name} needs the column {missing[0]!r}; there are {sorted(columns)}. Add it to "
-                f"the prompts, or give the parameter a default."
+                f"the prompts, or give the parameter a default. {self.check.where}"
             )
-        taken = (
-            [n for n in columns if n not in self._texts]
-            if self._all
-            else [name for name in (*self._needed, *self._optional) if name in columns]
-        )
-        return {name: _as_list(columns[name]) for name in taken}
+        names = columns if asked.everything else [n for n in (*asked.needed, *asked.optional) if n in columns]
+        plain = {name: _as_list(columns[name]) for name in names if not (asked.everything and name in asked.excluded)}
+        lengths = None
+        if self.level == "token" or asked.needs_ids:
+            if "response_ids" not in columns:
+                raise RewardError(f"reward function {self.name} needs the column 'response_ids'. {self.check.where}")
+            lengths = [len(ids) for ids in _as_list(columns["response_ids"])]
+        if asked.style == "keywords":
+            given: dict[str, Any] = {
+                "prompts": list(prompts),
+                "completions": list(map(_completion, prompts, responses)),
+            }
+            if "response_ids" in columns:
+                given["completion_ids"] = _as_list(columns["response_ids"])
+            plain |= {name: given[name] for name in asked.own if name in given}
+        return Table(list(prompts), list(responses), plain, rows, lengths)
 
-    def _call(self, rows: str, prompts: Any, responses: Any, extra: dict[str, Any]) -> Any:
-        try:
-            return self.function(prompts, responses, **extra)
-        except Exception as error:  # it is the user's code: whatever it raises is passed on with its place
-            raise RewardError(
-                f"reward function {self.name} raised {type(error).__name__} {rows}: {error}. Fix the function; "
-                f"hybridflow does not replace a failed reward."
-            ) from error
+    def call(self, table: Table, start: int, stop: int) -> Call:
+        """Arguments for the rows start:stop in one call (not for a function that is called row by row)."""
+        part = slice(start, stop)
+        texts = () if self.signature.style == "keywords" else (table.prompts[part], table.responses[part])
+        return texts, {name: values[part] for name, values in table.columns.items()}
 
-    def _numbers(self, answer: Any, names: Sequence[int]) -> list[float]:
-        values = answer.tolist() if hasattr(answer, "tolist") else answer  # torch and numpy arrays
-        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-            raise RewardError(
-                f"reward function {self.name} returned {_show(answer)} for {len(names)} rows; it must return a list "
-                f"of {len(names)} numbers. To be called once per row instead, name its first parameter `prompt`."
-            )
-        if len(values) != len(names):
-            raise RewardError(
-                f"reward function {self.name} returned {len(values)} rewards for {len(names)} rows "
-                f"({names[0]}..{names[-1]}); it must return one per row, in their order."
-            )
-        return [self._number(value, name) for name, value in zip(names, values, strict=True)]
+    def row_call(self, table: Table, row: int) -> Call:
+        """Arguments for one row of a function that is called row by row."""
+        return (table.prompts[row], table.responses[row]), {name: values[row] for name, values in table.columns.items()}
 
-    def _number(self, answer: Any, row: int) -> float:
-        value = answer.tolist() if hasattr(answer, "tolist") else answer  # torch and numpy scalars
-        if not isinstance(value, numbers.Real):
-            raise RewardError(
-                f"reward function {self.name} returned {_show(answer)} at row {row}; it must be a number."
-            )
-        number = float(value)
-        if not math.isfinite(number):
-            raise RewardError(f"reward function {self.name} returned {number} at row {row}; it must be finite.")
-        return number
+    def answers(self, table: Table, *, raising: bool = True) -> list[RowAnswer]:
+        """What the function says about every row, called in this process.
+
+        Not `raising`: rows that cannot be judged come back with their failure, and a call for all rows that raises is
+        repeated row by row, so that only the guilty rows fail. Errors: RewardError for wrong answers in any case.
+        """
+        if not len(table):
+            return []
+        if not self.per_row:
+            return self._all_at_once(table, raising)
+        calls = [self.row_call(table, row) for row in range(len(table))]
+        found = attempt_together(self.function, calls) if self.is_async else (attempt(self.function, c) for c in calls)
+        return [self.accepted(value, table, row, raising) for row, value in enumerate(found)]
+
+    def accepted(self, value: Any, table: Table, row: int, raising: bool) -> RowAnswer:
+        """The checked answer of one row. Errors: RewardError when it is wrong, or a failure while `raising`."""
+        answer = self.check.one(value, table.rows[row], table.lengths[row] if table.lengths else 0)
+        if raising and answer.failure is not None:
+            raise self.check.failed(answer.failure, f"at row {table.rows[row]}") from answer.failure.error
+        return answer
+
+    def accepted_all(self, values: Any, table: Table, start: int, stop: int, raising: bool) -> list[RowAnswer]:
+        """The checked answers of the rows start:stop, that were judged in one call."""
+        lengths = table.lengths[start:stop] if table.lengths else None
+        answers = self.check.batch(values, table.rows[start:stop], lengths)
+        for row, answer in zip(table.rows[start:stop], answers, strict=True):
+            if raising and answer.failure is not None:
+                raise self.check.failed(answer.failure, f"at row {row}") from answer.failure.error
+        return answers
+
+    def _all_at_once(self, table: Table, raising: bool) -> list[RowAnswer]:
+        values = attempt(self.function, self.call(table, 0, len(table)))
+        if not isinstance(values, RowFailure):
+            return self.accepted_all(values, table, 0, len(table), raising)
+        if raising:
+            raise self.check.failed(values, f"for rows {table.rows[0]}..{table.rows[-1]}") from values.error
+        if len(table) == 1:
+            return [RowAnswer(failure=values)]
+        answers: list[RowAnswer] = []
+        for row in range(len(table)):
+            value = attempt(self.function, self.call(table, row, row + 1))
+            failed = isinstance(value, RowFailure)
+            answers += [RowAnswer(failure=value)] if failed else self.accepted_all(value, table, row, row + 1, False)
+        return answers
+
+
+def _completion(prompt: Any, response: str) -> Any:
+    """The response, as chat messages where the prompt is."""
+    chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
+    return [{"role": "assistant", "content": response}] if chat and prompt else response
 
 
 def _as_list(column: Any) -> list[Any]:
     return column if isinstance(column, list) else column.tolist() if hasattr(column, "tolist") else list(column)
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

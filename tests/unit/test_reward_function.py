@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.rewards.function import FunctionReward
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.ragged import Ragged
+from hybridflow.rewards.function import FunctionReward
 
 PROMPTS, RESPONSES = ["1+1=", "1+2=", "2+2="], ["2", "4", "4"]
 COLUMNS = {"answer": ["2", "3", "4"], "level": torch.tensor([1, 2, 3]), "ids": Ragged.from_rows([[1], [2, 3], []])}
@@ -124,7 +124,7 @@ def test_bad_answers_row_by_row(answer):
 
 def test_functions_that_cannot_be_called_are_refused_at_once():
     with pytest.raises(ConfigError, match=r"must take \(prompts, completions"):
-        FunctionReward(lambda completions: [0.0])
+        FunctionReward(lambda texts: [0.0])
     with pytest.raises(ConfigError, match="must take"):
         FunctionReward(lambda **columns: [0.0])
 

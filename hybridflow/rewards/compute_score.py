@@ -1,0 +1,83 @@
+"""from_compute_score: reward functions written for verl, as the functions that hybridflow calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.calling import is_async
+from hybridflow.rewards.signature import name_of
+
+
+def from_compute_score(
+    function: Callable[..., Any],
+    *,
+    data_source: str | None = "data_source",
+    ground_truth: str = "ground_truth",
+    extra_info: str | None = "extra_info",
+    components: Sequence[str] = (),
+) -> ComputeScore:
+    """A reward function from verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+
+    The function, sync or async, is called by keyword for every row with the response's text, and returns a number or a
+    dict with the entry "score". `data_source`, `ground_truth` and `extra_info` name the columns of the batch; a name
+    with a dot is an entry of a column of dicts ("reward_model.ground_truth" in verl's own Parquet files), None leaves
+    the argument out (data_source: passes None), and rows without `extra_info` are called without it. `components` names
+    the entries of the dict that become columns `rewards/<entry>`, NaN where a row's dict has none. Errors: ConfigError
+    when the function does not take these arguments.
+    """
+    return ComputeScore(function, data_source, ground_truth, extra_info, tuple(components))
+
+
+class ComputeScore:
+    """See `from_compute_score`; a reward function that is called row by row."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        data_source: str | None,
+        ground_truth: str,
+        extra_info: str | None,
+        components: tuple[str, ...],
+    ) -> None:
+        self.inner, self.is_async, self.components = function, is_async(function), components
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            raise ConfigError(f"compute_score function {name_of(function)} has no signature: wrap it in one.") from None
+        taken = {p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        everything = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        if missing := [n for n in ("data_source", "solution_str", "ground_truth") if n not in taken and not everything]:
+            raise ConfigError(
+                f"{name_of(function)}{signature} has no parameter {missing[0]!r}: from_compute_score takes functions "
+                f"(data_source, solution_str, ground_truth, extra_info=None)."
+            )
+        self._data_source, self._ground_truth = data_source, ground_truth
+        self._extra_info = extra_info if everything or "extra_info" in taken else None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        needed = [name.partition(".")[0] for name in (self._data_source, self._ground_truth) if name is not None]
+        extra = [] if self._extra_info is None else [self._extra_info.partition(".")[0]]
+        return (*dict.fromkeys(needed), *(f"{name}?" for name in extra if name not in needed))
+
+    def __call__(self, prompt: Any, response: str, **columns: Any) -> Any:
+        arguments = {
+            "data_source": None if self._data_source is None else _entry(columns, self._data_source),
+            "solution_str": response,
+            "ground_truth": _entry(columns, self._ground_truth),
+        }
+        if self._extra_info is not None and self._extra_info.partition(".")[0] in columns:
+            arguments["extra_info"] = _entry(columns, self._extra_info)
+        return self.inner(**arguments)
+
+
+def _entry(columns: dict[str, Any], name: str) -> Any:
+    """The value of a column, or of an entry in it: "reward_model.ground_truth"."""
+    column, *path = name.split(".")
+    value = columns[column]
+    for key in path:
+        value = value[key]
+    return value
