@@ -27,6 +27,7 @@ from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError
 from hybridflow.ragged import Ragged
 
+quick = settings(max_examples=60, deadline=None)
 SCORES = (0.0, 1.0, 0.5, -1.25, 3.0)
 TOKEN_COLUMNS = ("old_log_probs", "ref_log_probs", "values", "cost_values")
 
@@ -142,6 +143,7 @@ def check(batch: Batch, out: Batch, expected: dict[str, list[np.ndarray]]) -> No
 # The estimators
 
 
+@quick
 @given(batches(), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.95, 1.0]), st.booleans())
 def test_gae(batch, gamma, lam, whiten):
     out = compute_advantage(batch, "gae", gamma=gamma, lam=lam, whiten=whiten, kl_coef=0.1)
@@ -151,6 +153,7 @@ def test_gae(batch, gamma, lam, whiten):
     check(batch, out, {"advantages": whitened(advantages) if whiten else advantages, "returns": returns})
 
 
+@quick
 @given(batches(), st.booleans())
 def test_grpo_and_dr_grpo(batch, normalize):
     scores = batch["rewards"].tolist()
@@ -161,6 +164,7 @@ def test_grpo_and_dr_grpo(batch, normalize):
         check(batch, compute_advantage(batch, "dr_grpo"), expected)
 
 
+@quick
 @given(batches())
 def test_rloo(batch):
     scores = batch["rewards"].tolist()
@@ -172,6 +176,7 @@ def test_rloo(batch):
     check(batch, compute_advantage(batch, "rloo"), {"advantages": per_row(batch, scores, formula)})
 
 
+@quick
 @given(batches())
 def test_opo(batch):
     scores, n = batch["rewards"].tolist(), lengths(batch)
@@ -182,6 +187,7 @@ def test_opo(batch):
     check(batch, compute_advantage(batch, "opo"), {"advantages": per_row(batch, scores, formula)})
 
 
+@quick
 @given(batches())
 def test_gpg(batch):
     scores = batch["rewards"].tolist()
@@ -195,6 +201,7 @@ def test_gpg(batch):
     check(batch, compute_advantage(batch, "gpg"), {"advantages": per_row(batch, scores, formula)})
 
 
+@quick
 @given(batches(), st.sampled_from([None, 2, 3, 5]), st.booleans())
 def test_grpo_passk(batch, k, normalize):
     scores = batch["rewards"].tolist()
@@ -207,7 +214,7 @@ def test_grpo_passk(batch, k, normalize):
     check(batch, out, {"advantages": per_row(batch, scores, formula)})
 
 
-@settings(max_examples=60)
+@quick
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=9), st.integers(2, 9))
 def test_passk_in_closed_form_is_the_enumeration(scores, k):
     groups = Groups.of(torch.zeros(len(scores), dtype=torch.int64))
@@ -224,6 +231,7 @@ def test_passk_of_a_large_group_does_not_overflow():
     assert 0 < float(found[-1]) < 1
 
 
+@quick
 @given(batches(), st.sampled_from([None, (1.0, 0.25)]))
 def test_gdpo(batch, weights):
     out = compute_advantage(batch, "gdpo", components=("a", "b"), weights=weights)
@@ -244,6 +252,7 @@ def test_gdpo_takes_components_per_token():
     assert found.equal(expected)
 
 
+@quick
 @given(batches(), st.sampled_from([1.0, 0.9]))
 def test_remax_reinforce_and_reinforce_plus_plus(batch, gamma):
     returns = [to_go(row, gamma) for row in at_last(batch, "rewards")]
@@ -260,12 +269,14 @@ def test_remax_reinforce_and_reinforce_plus_plus(batch, gamma):
     assert plain["advantages"].equal(compute_advantage(batch, "reinforce_plus_plus", gamma=gamma)["advantages"])
 
 
+@quick
 @given(batches())
 def test_reinforce_plus_plus_baseline(batch):
     centred = grpo_rows(batch, batch["rewards"].tolist(), normalize=False)
     check(batch, compute_advantage(batch, "reinforce_plus_plus_baseline"), {"advantages": whitened(centred)})
 
 
+@quick
 @given(batches(), st.sampled_from([0.0, 0.5, 4.0]), st.booleans(), st.sampled_from([0.0, 0.2]))
 def test_safe_rlhf(batch, multiplier, whiten, kl_coef):
     out = compute_advantage(

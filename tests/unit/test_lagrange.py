@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.algorithms.advantage import compute_advantage
@@ -21,6 +21,8 @@ from hybridflow.columns import Objects
 from hybridflow.errors import ConfigError
 from hybridflow.ragged import Ragged
 
+quick = settings(max_examples=60, deadline=None)
+
 
 def rollout(costs: list[float]) -> Batch:
     """One valid token per row and a masked one; the last row has none."""
@@ -31,6 +33,7 @@ def rollout(costs: list[float]) -> Batch:
     return Batch({"response_mask": mask, "rewards": torch.ones(rows), "costs": torch.tensor(costs), **same})
 
 
+@quick
 @given(st.lists(st.floats(-2, 2), max_size=6), st.floats(0.1, 5), st.floats(0, 1), st.floats(-1, 1))
 def test_the_multiplier_moves_in_log_space(costs, init, lr, limit):
     state, expected = LagrangeState(Lagrange(limit, init=init, lr=lr)), init
@@ -109,6 +112,7 @@ def test_the_helper_keeps_each_state_under_its_name():
     assert float(out["lagrange"][0]) > first * math.exp(0.1 * first)
 
 
+@quick
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=9), st.integers(1, 200), st.integers(1, 200))
 def test_the_overlong_penalty(lengths, max_tokens, cache):
     cache = min(cache, max_tokens)
@@ -151,6 +155,7 @@ def test_figures_of_components_costs_and_failures():
     assert batch_metrics(batch[0:1])["reward/std"] == 0.0
 
 
+@quick
 @given(st.integers(0, 999), st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=6))
 def test_figures_of_engine_mismatch(seed, rows):
     mask = Ragged.from_rows(rows, dtype=torch.bool)
