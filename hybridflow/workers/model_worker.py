@@ -90,7 +90,7 @@ def batch_temperature(batch: Batch) -> float | None:
 
 def _check_save(settings: Settings, call: Any) -> None:
     if settings.get("model") is None:
-        raise ConfigError("this reward is a function: there is nothing to save.")
+        raise ConfigError("this worker calls a function: there is nothing to save.")
     call["path"] = os.path.abspath(call["path"])
 
 

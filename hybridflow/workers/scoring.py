@@ -24,7 +24,7 @@ from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.reward_model import TEXT_READS, Retokenizer, Template, check_reward_model, retokenizes
 
 _OF_FUNCTIONS: dict[str, Any] = {"weights": None, "workers": 0, "timeout": None, "on_failure": "raise"}
-_OF_MODELS: dict[str, Any] = {"template": "auto", "offload": False}
+_OF_MODELS: dict[str, Any] = {"template": "auto"}
 
 
 def scores(role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -397,7 +397,7 @@ def test_a_reward_function_gets_every_row_with_its_columns(pool, policy):
     reward = hf.RewardWorker.on(pool, function=length_reward, tokenizer=policy)
     rows = make_rows()
     found = reward.compute_reward(rows).get()["rewards"]
-    with pytest.raises(hf.errors.ConfigError, match="this reward is a function: there is nothing to save"):
+    with pytest.raises(hf.errors.ConfigError, match="this worker calls a function: there is nothing to save"):
         reward.save("somewhere")
     reward.close()
     texts = tiny_models.TEXT.tokenizer().batch_decode(rows["response_ids"].tolist(), skip_special_tokens=True)
