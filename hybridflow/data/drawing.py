@@ -49,6 +49,8 @@ class Drawing:
         workers: int,
         of: Mapping[str, Any],
     ) -> None:
+        if type(seed) is not int:
+            raise ConfigError(f"seed={seed!r} must be a whole number.")
         self.batch_size, self.steps, self.workers = batch_size, steps, workers
         self._rows, self._order = rows, Order(len(rows), seed, shuffle)
         self._same = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, **of}

@@ -79,6 +79,8 @@ def test_bad_sources_are_refused(tmp_path):
     for bad in ({}, {"steps": 0}, {"batch_size": 2.0}, {"workers": -1}, {"max_prompt_tokens": 0}):
         with pytest.raises(ConfigError, match="whole number of at least 1"):
             PromptSource(prompts(3), **({"batch_size": 2 if bad else 0} | bad))
+    with pytest.raises(ConfigError, match="seed=None must be a whole number"):
+        PromptSource(prompts(3), batch_size=1, seed=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_prompt_tokens=4 counts tokens: give tokenizer="):
         PromptSource(prompts(3), batch_size=1, max_prompt_tokens=4)
 
