@@ -6,6 +6,7 @@ the function.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -52,18 +53,69 @@ class Frames:
 
 
 def live(connection: socket.socket) -> None:
-    """Serve calls until the other end closes: ("ready",) or ("broken", why) first, then one answer per call.
+    """Load the function that comes first, then serve calls until the other end closes.
 
-    An answer is ("value", value), ("raised", reason) or ("memory", reason).
+    Answers are ("ready",) or ("broken", why) first, then ("value", value), ("raised", reason) or ("memory", reason),
+    one per call.
     """
     frames = _received(connection)
     setup = pickle.loads(next(frames))
+    if (function := _loaded(setup, connection)) is not None:
+        _serve(connection, frames, function, setup["memory_mb"])
+
+
+def stem(connection: socket.socket, orders: socket.socket, settle: Callable[[int, bool], None]) -> None:
+    """Load the function once, answer ("ready", forkable) or ("broken", why), then fork a child per order.
+
+    An order carries the child's socket and the end of the pipe that it prints to; the answer is its process id.
+    `settle(output, True)` makes a fresh process a child of the nursery. Where loading has started threads, a fork could
+    find their locks held for ever: then children have to load the function themselves.
+    """
+    setup = pickle.loads(next(_received(connection)))
+    if (function := _loaded(setup, connection)) is None:
+        return
+    gc.collect()
+    gc.freeze()  # what is shared with the children stays shared
+    _answer(connection, ("ready", len(os.listdir("/proc/self/task")) == 1))
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(orders, 1, 2)
+        if not order:
+            return
+        ours, theirs = os.pipe()
+        between = os.fork()  # it ends at once, and the nursery adopts its child
+        if not between:
+            if child := os.fork():
+                os.write(theirs, b"%d" % child)
+                os._exit(0)
+            for end in (ours, theirs):
+                os.close(end)
+            orders.close()
+            connection.close()
+            settle(descriptors[1], True)
+            with socket.socket(fileno=descriptors[0]) as own:
+                _serve(own, _received(own), function, setup["memory_mb"])
+            return
+        os.close(theirs)
+        for end in descriptors:
+            os.close(end)
+        number = os.read(ours, 32)
+        os.close(ours)
+        os.waitpid(between, 0)
+        orders.send(number or b"0")
+
+
+def _loaded(setup: dict[str, Any], connection: socket.socket) -> Callable[..., Any] | None:
     try:
-        function = cloudpickle.loads(setup["function"])
+        return cloudpickle.loads(setup["function"])
     except BaseException as error:  # the function's own imports run here: whatever they raise is answered
         _answer(connection, ("broken", reason_of(error)))
-        return
-    _limit_memory(setup["memory_mb"])
+        return None
+
+
+def _serve(
+    connection: socket.socket, frames: Iterator[bytes], function: Callable[..., Any], memory_mb: float | None
+) -> None:
+    _limit_memory(memory_mb)
     _answer(connection, ("ready",))
     for call in frames:
         _answer(connection, _answered(function, call))

@@ -28,17 +28,18 @@ from hybridflow.rewards.outcome import Outcome
 LOADING = 120.0
 """Seconds that a child may take to import what the function needs."""
 
+_NOT_LOADED = "the reward function cannot be loaded in a child process: it"
 _SHOWN_OUTPUT = 300
 
 
 class Children:
     """Up to `count` child processes that run `function` (sync or async), each call with a limit of `seconds`.
 
-    They start with the first calls, from a small process of their own (this one's threads and memory are not copied),
-    and end with this process, however it ends. Pickling takes the settings only: a copy starts children of its own.
-    `memory_mb` is what a child may allocate beyond what it occupies once the function is loaded. What a function prints
-    is not shown; where a child dies, its last words are part of the reason. Errors: ConfigError for settings out of
-    range; RewardError when the function cannot be loaded in a child.
+    They start with the first calls, from a small process of their own (this one's threads and memory are not copied)
+    that loads the function once, and end with this process, however it ends. Pickling takes the settings only: a copy
+    starts children of its own. `memory_mb` is what a child may allocate beyond what it occupies once the function is
+    loaded. What a function prints is not shown; where a child dies, its last words are part of the reason.
+    Errors: ConfigError for settings out of range; RewardError when the function cannot be loaded in a child.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Children:
             setup = {"function": cloudpickle.dumps(self.function), "memory_mb": self.memory_mb}
             self._running = _Running(Nursery(), frame(pickle.dumps(setup)), self.memory_mb)
             self._finalizer = weakref.finalize(self, self._running.close)
+            self._running.load()
         return _Round(self._running, calls, limits, self.count).outcomes()
 
 
@@ -137,13 +139,31 @@ class _Running:
     def __init__(self, nursery: Nursery, setup: bytes, memory_mb: float | None) -> None:
         self.nursery, self.setup, self.memory_mb = nursery, setup, memory_mb
         self.children: list[_Child] = []
+        self.forks = False
         self.selector = selectors.DefaultSelector()
 
+    def load(self) -> None:
+        """Have the function loaded for all children. Errors: RewardError when that fails."""
+        connection, pid = self.nursery.load()
+        with connection:
+            answer = _first_answer(connection, self.setup)
+            if answer is None:
+                status, output = self.nursery.reap(pid)
+                raise RewardError(f"{_NOT_LOADED} {_ending(status, output)}.")
+        if answer[0] == "broken":
+            raise RewardError(
+                f"{_NOT_LOADED} {answer[1]}. What it imports must be installed and on sys.path where it runs."
+            )
+        self.forks = answer[1]
+        if not self.forks:
+            _ = self.nursery.reap(pid)
+
     def spawn(self) -> None:
-        connection, pid = self.nursery.spawn()
+        connection, pid = self.nursery.fork() if self.forks else self.nursery.spawn()
         connection.setblocking(False)
         until = time.monotonic() + LOADING
-        child = _Child(connection, pid, os.pidfd_open(pid), memoryview(self.setup), until)
+        outbox = memoryview(b"" if self.forks else self.setup)
+        child = _Child(connection, pid, os.pidfd_open(pid), outbox, until)
         self.children.append(child)
         self.selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, child)
         self.selector.register(child.ended, selectors.EVENT_READ, child)
@@ -163,9 +183,7 @@ class _Running:
         """Kill the child and forget it: how it ended, in words."""
         self.children.remove(child)
         self._let_go(child)
-        status, output = self.nursery.reap(child.pid)
-        said = output.strip()[-_SHOWN_OUTPUT:]
-        return _ending(status) + (f"; it printed last: {said}" if said else "")
+        return _ending(*self.nursery.reap(child.pid))
 
     def close(self) -> None:
         for child in self.children:
@@ -248,10 +266,7 @@ class _Round:
         except Exception as error:  # the answer is of a type of the user's, whose unpickling may raise anything
             kind, rest = "raised", [f"answered with what cannot be read here: {type(error).__name__}: {error}"]
         if kind == "broken":
-            raise RewardError(
-                f"the reward function cannot be loaded in a child process: it {rest[0]}. What it imports must be "
-                f"installed and on sys.path where the reward worker runs."
-            )
+            raise RewardError(f"{_NOT_LOADED} {rest[0]}.")
         if kind == "ready":
             child.ready = True
             return
@@ -267,7 +282,7 @@ class _Round:
         ending = self.running.bury(child)
         if not child.ready:
             why = f"took longer than {LOADING:g} s" if late else ending
-            raise RewardError(f"the reward function cannot be loaded in a child process: it {why}.")
+            raise RewardError(f"{_NOT_LOADED} {why}.")
         if child.call is not None:
             limit = f"took longer than {self.limits[child.call]:g} s"
             self.done[child.call] = Outcome(None, limit if late else ending)
@@ -279,13 +294,27 @@ def _has_ended(child: _Child) -> bool:
         return bool(selector.select(0))
 
 
-def _ending(status: int) -> str:
-    """`died with SIGSEGV`, `exited with code 3`: a wait status in words."""
+def _first_answer(connection: socket.socket, setup: bytes) -> tuple | None:
+    """What the process says about loading the function; None when it is late or ended without a word."""
+    connection.settimeout(LOADING)
+    frames = Frames()
+    try:
+        connection.sendall(setup)
+        while piece := connection.recv(1 << 16):
+            for payload in frames.feed(piece):
+                return pickle.loads(payload)
+    except OSError:
+        return None
+    return None
+
+
+def _ending(status: int, output: str) -> str:
+    """`died with SIGSEGV`, `exited with code 3`: a wait status in words, and the last of what was printed."""
     code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exited with code {code}"
     hint = " (killed; perhaps the machine had no memory left)" if -code == signal.SIGKILL else ""
-    return f"died with {signal.Signals(-code).name}{hint}"
+    how = f"exited with code {code}" if code >= 0 else f"died with {signal.Signals(-code).name}{hint}"
+    said = output.strip()[-_SHOWN_OUTPUT:]
+    return how + (f"; it printed last: {said}" if said else "")
 
 
 def _positive(value: Any) -> bool:

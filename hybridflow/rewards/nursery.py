@@ -2,13 +2,16 @@
 
 A process with threads of torch or Ray must not fork, and what a child leaves behind (a process in a session of its
 own, whose parent is gone) goes to whoever adopts it: the nursery does, and kills it. It runs no code of a user's, so it
-always answers; it ends when the process that started it ends, however that happens, and children die with it.
+always answers; it ends when the process that started it ends, however that happens, and children die with it. The
+function is loaded once, in a process beside the children, which are forked from that one and handed to the nursery: a
+child that was killed is replaced within milliseconds, whatever the function imports.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import select
@@ -29,7 +32,11 @@ _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from hybridflow.rewards import nursery
 nursery.serve(int(sys.argv[1]))"""
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Set to 1 for children unless said otherwise: there are many of them, and threads at import prevent forking."""
+
 _KEPT_OUTPUT = 2000
 
 
@@ -47,6 +54,7 @@ class Nursery:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
+                env=dict.fromkeys(_ONE_THREAD, "1") | os.environ,
                 start_new_session=True,  # an interrupt from the terminal is the driver's affair
             )
         try:
@@ -59,14 +67,29 @@ class Nursery:
             if self._process.stderr is not None:
                 self._process.stderr.close()
 
+    def load(self) -> tuple[socket.socket, int]:
+        """A process that loads a function once, for `fork`: our end of its socket, and its process id."""
+        return self._new(b"load")
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """A child that has the function already."""
+        return self._new(b"fork")
+
     def spawn(self) -> tuple[socket.socket, int]:
-        """A new child: our end of its socket, and its process id."""
+        """A child that loads the function itself."""
+        return self._new(b"spawn")
+
+    def _new(self, command: bytes) -> tuple[socket.socket, int]:
         ours, theirs = socket.socketpair()
         with theirs:
-            reply = self._ask(b"spawn", theirs.fileno())
+            try:
+                reply = self._ask(command, theirs.fileno())
+            except RewardError:
+                ours.close()
+                raise
         if "error" in reply:
             ours.close()
-            raise RewardError(f"a child process for a reward function cannot be started: {reply['error']}")
+            raise RewardError(f"a child process for a reward function cannot be started: {reply['error']}.")
         return ours, int(reply["pid"])
 
     def reap(self, pid: int) -> tuple[int, str]:
@@ -124,17 +147,26 @@ class _Kid:
         return bool(piece)
 
 
+@dataclass
+class _State:
+    """The nursery: its children, and its end of the orders to the process that has loaded the function."""
+
+    connection: socket.socket
+    kids: dict[int, _Kid] = field(default_factory=dict)
+    orders: socket.socket | None = None
+
+
 def serve(control: int) -> None:
-    """The nursery's loop: fork on "spawn", kill on "reap PID", until nobody holds the other end of `control`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    kids: dict[int, _Kid] = {}
+    """The nursery's loop: start what is asked for, kill on "reap PID", until the other end of `control` is closed."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = socket.socketpair()
     for end in (woken, wake):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno())
     with socket.socket(fileno=control) as connection:
+        state = _State(connection)
+        kids = state.kids
         connection.send(b"{}")
         os.dup2(1, 2)
         while True:
@@ -146,62 +178,99 @@ def serve(control: int) -> None:
                 with contextlib.suppress(BlockingIOError):
                     _ = woken.recv(1 << 12)
                 _bury(kids)
-            if connection in ready and not _obey(connection, kids, libc):
+            if connection in ready and not _obey(state):
                 break
     for pid in list(kids):
         _ = _reap(pid, kids)
 
 
-def _obey(connection: socket.socket, kids: dict[int, _Kid], libc: ctypes.CDLL) -> bool:
+def _obey(state: _State) -> bool:
     """Do what is asked. False when nobody is there to ask."""
     try:
-        command, descriptors, _, _ = socket.recv_fds(connection, 1 << 12, 1)
+        command, descriptors, _, _ = socket.recv_fds(state.connection, 1 << 12, 1)
     except OSError:
         return False
     if not command:
         return False
     verb, _, number = command.partition(b" ")
-    if verb == b"spawn":
-        reply = _spawn(connection, descriptors[0], kids, libc)
-    else:
-        reply = _reap(int(number), kids)
     try:
-        connection.send(json.dumps(reply).encode())
+        reply = _reap(int(number), state.kids) if verb == b"reap" else _start(verb, descriptors[0], state)
+    except OSError as error:  # no process, no descriptor left, or the process that forks is gone
+        reply = {"error": str(error)}
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    try:
+        state.connection.send(json.dumps(reply).encode())
     except OSError:
         return False
     return True
 
 
-def _spawn(control: socket.socket, descriptor: int, kids: dict[int, _Kid], libc: ctypes.CDLL) -> dict:
-    nursery = os.getpid()
-    theirs, ours = os.pipe()
+def _start(verb: bytes, descriptor: int, state: _State) -> dict:
+    """A new process that talks over `descriptor`: the loader of the function, or a child, forked by it or by us."""
+    output, theirs = os.pipe()
     try:
-        pid = os.fork()
-    except OSError as error:
-        for end in (theirs, ours, descriptor):
-            os.close(end)
-        return {"error": str(error)}
+        pid = _forked(descriptor, theirs, state) if verb == b"fork" else _spawned(verb, descriptor, theirs, state)
+    except OSError:
+        os.close(output)
+        raise
+    finally:
+        os.close(theirs)
+    os.set_blocking(output, False)
+    state.kids[pid] = _Kid(output)
+    return {"pid": pid}
+
+
+def _forked(descriptor: int, output: int, state: _State) -> int:
+    if state.orders is None:
+        raise OSError("no function is loaded")
+    socket.send_fds(state.orders, [b"f"], [descriptor, output])
+    pid = int(state.orders.recv(32) or b"0")
+    if not pid:
+        raise OSError("the process that has loaded the function is gone")
+    return pid
+
+
+def _spawned(verb: bytes, descriptor: int, output: int, state: _State) -> int:
+    nursery = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
     if pid:
-        os.close(ours)
-        os.close(descriptor)
-        os.set_blocking(theirs, False)
-        kids[pid] = _Kid(theirs)
-        return {"pid": pid}
+        theirs.close()
+        if verb == b"load":
+            ours.settimeout(PATIENCE / 2)  # of whoever waits for our answer
+            state.orders = ours
+        else:
+            ours.close()
+        return pid
     status = 1
     try:  # nothing that happens in the child may ever come back to the nursery's loop
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == nursery:
-            control.close()
-            for kid in kids.values():
-                os.close(kid.output)
-            os.close(theirs)
-            child.prepare(ours)
-            with socket.socket(fileno=descriptor) as connection:
+        state.connection.close()
+        ours.close()
+        for kid in state.kids.values():
+            os.close(kid.output)
+        _settle(nursery, output, False)
+        with socket.socket(fileno=descriptor) as connection:
+            if verb == b"load":
+                child.stem(connection, theirs, functools.partial(_settle, nursery))
+            else:
                 child.live(connection)
-            status = 0
+        status = 0
     finally:
         os._exit(status)
     raise AssertionError("a child came back")
+
+
+def _settle(nursery: int, output: int, adopted: bool) -> None:
+    """In a fresh process: become a child that dies with the nursery. `adopted`: it has to be adopted first."""
+    until = time.monotonic() + PATIENCE
+    while adopted and os.getppid() != nursery and time.monotonic() < until:
+        time.sleep(0.0005)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the parent that it has at this moment
+    if os.getppid() != nursery:
+        os._exit(1)
+    child.prepare(output)
 
 
 def _reap(pid: int, kids: dict[int, _Kid]) -> dict:

@@ -52,7 +52,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
         )
     if "completions" in named:
         texts, style = [p for p in parameters if p.name in _OWN], "keywords"
-        own = tuple(key for key in _OWN if key in named or everything)
+        own = tuple(key for key in _OWN if key in named or (everything and not hasattr(function, "reads")))
     else:
         texts, style, own = positional[:2], "row" if per_row else "batch", ()
         if len(texts) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
