@@ -1,6 +1,7 @@
 # Each target sets up .venv by itself, once: see tools/setup_env.py.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 SEED ?= 1
+SEEDS ?= 1
 TESTS ?= tests
 ARGS ?=
 
@@ -14,11 +15,12 @@ BENCHMARKS := controller iteration transition reallocation
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help quickstart test lint format bench clean
+.PHONY: help quickstart recipes test lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart [SEED=1]    PPO on a small model, start to finish, on this machine"
+	@echo "make recipes [SEEDS='1 2 3']  every recipe on that model, and a table of what each reached"
 	@echo "make test [TESTS=path] [ARGS=...]   the tests (pytest)"
 	@echo "make lint                   ruff and pyright"
 	@echo "make format                 let ruff rewrite what it can"
@@ -33,6 +35,9 @@ $(DEV_ENV): pyproject.toml tools/setup_env.py
 
 quickstart: $(RUN_ENV)
 	$(PY) recipes/ppo.py seed=$(SEED) $(ARGS)
+
+recipes: $(RUN_ENV)
+	@$(PY) recipes/run_all.py $(SEEDS) $(ARGS)
 
 test: $(DEV_ENV)
 	$(PY) -m pytest $(TESTS) -q --durations=15 --timeout=300 $(ARGS)

@@ -1,9 +1,9 @@
 """PPO (Schulman et al. 2017; paper, figure 6) with actor, critic, reference and reward.
 
     python recipes/ppo.py                                   a small model that makes itself, on arithmetic
-    python recipes/ppo.py model=DIR prompts=FILE.jsonl devices=[8] actor.train.tp=4 steps=200
+    python recipes/ppo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-Prompts need a column `prompt` and, for the exact-match reward, a column `answer`.
+All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import arithmetic, settings
+from recipes import settings, task
+from recipes.accuracy import Accuracy
 
 DEFAULTS = """
 name: ppo             # figures, samples and the trained model go to runs/<name>
-seed: 1
 steps: 40
 batch_size: 128
 minibatches: 2
 epochs: 1
 devices: [2]          # devices of each node
-model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
-prompts: null         # JSONL
-held_out: null        # JSONL, for greedy accuracy before and after
 kl_coef: 0.02
 clip: 0.2
 actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
@@ -37,23 +34,23 @@ reference: {train: {tp: 2}}
 
 def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
-    files = settings.files(cfg) or arithmetic.make(".cache")
-    loader = hf.PromptLoader(files.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed)
+    job = task.of(cfg)
+    loader = hf.PromptLoader(job.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed, **job.columns)
     pool = hf.ResourcePool(cfg.devices)
     actor = hf.ActorWorker.on(
         pool,
-        model=files.model,
+        model=job.model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
     )
     critic = hf.CriticWorker.on(
-        pool, model=files.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
+        pool, model=job.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
     )
-    reference = hf.ReferenceWorker.on(pool, model=files.model, train=hf.Megatron(**cfg.reference.train))
-    reward = hf.RewardWorker.on(pool, function=arithmetic.exact_match)
+    reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
+    reward = hf.RewardWorker.on(pool, **job.reward)
     tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
-    accuracy = settings.Accuracy(actor, reward, files.held_out, tracker)
+    accuracy = Accuracy(actor, reward, job, tracker)
 
     accuracy.measure("before")
     for prompts in loader:

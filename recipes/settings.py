@@ -1,37 +1,36 @@
-"""What recipes share that is not the algorithm: settings from the command line, and greedy accuracy."""
+"""Settings of a recipe: those that all have, its own, and `key=value` arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-import hybridflow as hf
-from hybridflow.data.prompts import read_prompts
 from hybridflow.errors import ConfigError, nearest
 
-
-@dataclass(frozen=True)
-class Files:
-    """A model and its prompts; `held_out` ones are for greedy accuracy."""
-
-    model: str | Path
-    train: str | Path
-    held_out: str | Path | None
+COMMON = """
+seed: 1
+model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
+prompts: null         # JSONL, Parquet, a dataset's directory or hub name (openai/gsm8k data.name=main data.split=train)
+held_out: null        # the same, for greedy accuracy before and after (data.held_out_split=test)
+reward: exact         # exact, math, numeric, regex, code, FILE.py:FUNCTION, or the directory of a reward model
+data:                 # columns of prompts and of references (unit tests for code), and what is for datasets only
+  {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null,
+   name: null, split: null, held_out_split: null}
+scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # of reward functions; train: of reward models
+"""
 
 
 def read(defaults: str, arguments: Sequence[str]) -> Any:
-    """`defaults` (YAML) changed by `key=value` arguments.
+    """`COMMON` and a recipe's `defaults` (YAML) changed by `key=value` arguments.
 
     What stands in a section of a role (`actor.train.pp=2`) is checked by the strategy that it becomes.
     Errors: ConfigError for an unknown key, with the nearest known one.
     """
-    settings = OmegaConf.create(defaults)
+    settings = OmegaConf.merge(OmegaConf.create(COMMON), OmegaConf.create(defaults))
     for argument in arguments:
         key, given, _ = argument.partition("=")
         if not given or not key:
@@ -54,32 +53,3 @@ def _check(settings: Any, change: Any, key: str, depth: int = 0) -> None:
                 raise ConfigError(f"{key}={change[name]} replaces the settings {', '.join(settings[name])}: name one.")
             if depth == 0:
                 _check(settings[name], change[name], key, depth + 1)
-
-
-def files(cfg: Any) -> Files | None:
-    """The model and the prompts that were asked for; None when neither was. Errors: ConfigError for one alone."""
-    if cfg.model is None and cfg.prompts is None:
-        return None
-    if cfg.model is None or cfg.prompts is None:
-        raise ConfigError(f"model={cfg.model} and prompts={cfg.prompts}: give both, a model and prompts for it.")
-    return Files(cfg.model, cfg.prompts, cfg.held_out)
-
-
-class Accuracy:
-    """Mean reward of greedy answers to held-out prompts; samples of them go to the tracker."""
-
-    def __init__(self, actor: hf.WorkerGroup, reward: hf.WorkerGroup, path: str | Path | None, tracker: hf.Tracker):
-        self.actor, self.reward, self.tracker = actor, reward, tracker
-        self.prompts = None if path is None else hf.Batch.from_dicts(read_prompts(path))
-
-    def measure(self, when: str) -> float | None:
-        if self.prompts is None:
-            return None
-        batch = self.actor.generate_sequences(self.prompts, greedy=True, n=1)
-        batch |= self.reward.compute_reward(batch)
-        found = batch.get(["prompt", "response", "answer", "rewards"])
-        accuracy = float(found["rewards"].mean())
-        title = f"greedy answers {when}: {accuracy:.3f} of {len(found)} held-out prompts right"
-        self.tracker.samples(found[:8].to_dicts(), title=title)
-        self.tracker.note(**{f"accuracy_{when}": accuracy})
-        return accuracy

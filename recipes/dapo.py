@@ -1,0 +1,76 @@
+"""DAPO (Yu et al. 2025): clip-higher, dynamic sampling, token-level loss, a penalty on overlong responses, no KL.
+
+    python recipes/dapo.py                                              a small model that makes itself, on arithmetic
+    python recipes/dapo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
+
+All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hybridflow as hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes import scorers, settings, task
+from recipes.accuracy import Accuracy
+
+DEFAULTS = """
+name: dapo            # figures, samples and the trained model go to runs/<name>
+steps: 40
+batch_size: 16        # prompts of one draw
+n: 8                  # responses to each
+rows: 128             # responses in a batch: of groups whose rewards differ, from up to max_rounds draws
+max_rounds: 4
+overlong: 2           # so many tokens before max_tokens the penalty on length begins
+minibatches: 2
+devices: [2]          # devices of each node
+clip: 0.2
+clip_high: 0.28
+actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+"""
+
+
+def main(arguments: list[str]) -> None:
+    cfg = settings.read(DEFAULTS, arguments)
+    job = task.of(cfg)
+    loader = hf.PromptLoader(job.train, batch_size=cfg.batch_size, seed=cfg.seed, **job.columns)
+    pool = hf.ResourcePool(cfg.devices)
+    actor = hf.ActorWorker.on(
+        pool,
+        model=job.model,
+        train=hf.Megatron(**cfg.actor.train),
+        optim=hf.Adam(**cfg.actor.optim),
+        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+    )
+    overlong = hf.rewards.Overlong(cfg.actor.generate.max_tokens, cfg.overlong)
+    reward = hf.RewardWorker.on(pool, **scorers.together(job.reward, overlong=overlong))
+    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    accuracy = Accuracy(actor, reward, job, tracker)
+
+    def sample(prompts: hf.BatchRef) -> hf.BatchRef:
+        batch = actor.generate_sequences(prompts, n=cfg.n)
+        return batch | reward.compute_reward(batch)
+
+    # groups are chosen by the task's own reward: lengths, and with them penalties, nearly always differ
+    batches = hf.dynamic_sampling(
+        loader, sample, rows=cfg.rows, steps=cfg.steps, max_rounds=cfg.max_rounds, by="rewards/task"
+    )
+    accuracy.measure("before")
+    for batch in batches:
+        batch |= actor.compute_log_prob(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        metrics = actor.update_actor(
+            batch, clip=cfg.clip, clip_high=cfg.clip_high, aggregation="token-mean", minibatches=cfg.minibatches
+        )
+        tracker.log(batch.metrics(), metrics, batches.metrics())
+    accuracy.measure("after")
+    actor.save(f"runs/{cfg.name}/model")
+    tracker.finish()
+    hf.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

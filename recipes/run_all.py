@@ -1,0 +1,98 @@
+"""Runs every recipe on the small arithmetic model, and prints what its objective did.
+
+    python recipes/run_all.py [SEEDS] [RECIPE ...]      make recipes SEEDS="1 2 3"
+
+The reward is that of sampled answers, the mean of the first three and of the last five iterations. A recipe improves
+where it rises by 0.3; Safe-RLHF's cost has to end below its limit, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo")
+RISE, LIMIT, FIRST, LAST = 0.3, 0.25, 3, 5
+_TIMEOUT = 1200.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run left behind. `cost` is None where there are no costs."""
+
+    recipe: str
+    seed: int
+    start: float
+    end: float
+    cost: tuple[float, float] | None
+    seconds: float
+
+    @property
+    def improved(self) -> bool:
+        return self.end - self.start >= RISE and (self.cost is None or self.cost[1] < LIMIT)
+
+    def row(self) -> str:
+        cost = "" if self.cost is None else f"{self.cost[0]:.2f} to {self.cost[1]:.2f}"
+        figures = (
+            f"{self.start:.3f} | {self.end:.3f} | {cost} | {self.seconds:.0f} | {'yes' if self.improved else 'NO'}"
+        )
+        return f"| {self.recipe} | {self.seed} | {figures} |"
+
+
+HEADER = "| recipe | seed | reward at the start | at the end | cost | seconds | improved |\n" + "|---" * 7 + "|"
+
+
+def outcome(recipe: str, seed: int, lines: Sequence[dict[str, float]], seconds: float) -> Outcome:
+    """From the lines of a run's `metrics.jsonl`. With dynamic sampling the reward is that of all answers drawn."""
+
+    def ends(name: str) -> tuple[float, float]:
+        figures = [line[name] for line in lines]
+        return mean(figures[:FIRST]), mean(figures[-LAST:])
+
+    start, end = ends("sampling/reward" if "sampling/reward" in lines[0] else "reward/mean")
+    cost = ends("cost/mean") if "cost/mean" in lines[0] else None
+    return Outcome(recipe=recipe, seed=seed, start=start, end=end, cost=cost, seconds=seconds)
+
+
+def run(recipe: str, seed: int) -> Outcome:
+    """Errors: CalledProcessError, TimeoutExpired; what the recipe shows is in `runs/<recipe>-<seed>.log`."""
+    name, began = f"{recipe}-{seed}", time.perf_counter()
+    home = ROOT / "runs"
+    home.mkdir(exist_ok=True)
+    command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), f"seed={seed}", f"name={name}"]
+    with (home / f"{name}.log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=_TIMEOUT, check=True)
+    seconds = time.perf_counter() - began
+    lines = [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
+    return outcome(recipe, seed, lines, seconds)
+
+
+def main(arguments: list[str]) -> int:
+    seeds = [int(argument) for argument in arguments if argument.isdigit()] or [1]
+    chosen = [argument for argument in arguments if not argument.isdigit()] or list(RECIPES)
+    if unknown := sorted(set(chosen) - set(RECIPES)):
+        sys.exit(f"there is no recipe {unknown[0]!r}: {', '.join(RECIPES)}.")
+    print(HEADER)
+    failed = 0
+    for recipe, seed in itertools.product(chosen, seeds):
+        try:
+            found = run(recipe, seed)
+        except (subprocess.SubprocessError, OSError) as error:
+            failed += 1
+            print(f"| {recipe} | {seed} | failed: {error}; see runs/{recipe}-{seed}.log |", flush=True)
+        else:
+            failed += not found.improved
+            print(found.row(), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""Safe RLHF (Dai et al. 2023; paper, figure 6): rewards rise while costs stay below a limit; with PPO-ptx.
+
+    python recipes/safe_rlhf.py                             a small model that makes itself, on arithmetic
+    python recipes/safe_rlhf.py model=DIR prompts=FILE.jsonl reward=REWARD_MODEL cost=COST_MODEL devices=[8]
+
+All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hybridflow as hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes import scorers, settings, task
+from recipes.accuracy import Accuracy
+
+DEFAULTS = """
+name: safe_rlhf       # figures, samples and the trained model go to runs/<name>
+steps: 40
+batch_size: 128
+minibatches: 2
+devices: [2]          # devices of each node
+kl_coef: 0.02
+clip: 0.2
+cost: too_large       # as reward=: what to keep below the limit; this one is for arithmetic
+limit: 0.25           # of the mean cost of a response
+lagrange_lr: 0.1
+texts: null           # the language-model loss (PPO-ptx) is on these, or on prompts with their answers
+text_tokens: 64       # longest
+pretrain_coef: 0.05
+actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
+cost_critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
+reference: {train: {tp: 2}}
+"""
+
+
+def main(arguments: list[str]) -> None:
+    cfg = settings.read(DEFAULTS, arguments)
+    job = task.of(cfg)
+    loader = hf.PromptLoader(job.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed, **job.columns)
+    pool = hf.ResourcePool(cfg.devices)
+    actor = hf.ActorWorker.on(
+        pool,
+        model=job.model,
+        train=hf.Megatron(**cfg.actor.train),
+        optim=hf.Adam(**cfg.actor.optim),
+        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+    )
+    critic = hf.CriticWorker.on(
+        pool, model=job.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
+    )
+    cost_critic = hf.CriticWorker.on(
+        pool,
+        model=job.model,
+        train=hf.Megatron(**cfg.cost_critic.train),
+        optim=hf.Adam(**cfg.cost_critic.optim),
+        of="costs",
+    )
+    reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
+    reward = hf.RewardWorker.on(pool, **job.reward)
+    cost = hf.CostWorker.on(pool, **scorers.scorer(cfg, "cost"))
+    text = task.texts(cfg, job)
+    lagrange = hf.Lagrange(cfg.limit, lr=cfg.lagrange_lr)
+    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    accuracy = Accuracy(actor, reward, job, tracker)
+
+    accuracy.measure("before")
+    for prompts, examples in zip(loader, text, strict=False):
+        batch = actor.generate_sequences(prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch |= critic.compute_values(batch)
+        batch |= cost_critic.compute_values(batch)
+        batch |= reward.compute_reward(batch)
+        batch |= cost.compute_cost(batch)
+        batch |= hf.compute_advantage(batch, "safe_rlhf", lagrange=lagrange, kl_coef=cfg.kl_coef)
+        critic_metrics = critic.update_critic(batch, minibatches=cfg.minibatches)
+        cost_metrics = cost_critic.update_critic(batch, minibatches=cfg.minibatches)
+        actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
+        text_metrics = actor.update_actor(examples, loss="pretrain", coef=cfg.pretrain_coef)
+        tracker.log(batch.metrics(), critic_metrics, cost_metrics, text_metrics, actor_metrics)
+    accuracy.measure("after")
+    actor.save(f"runs/{cfg.name}/model")
+    tracker.finish()
+    hf.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

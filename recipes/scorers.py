@@ -1,0 +1,76 @@
+"""What scores the answers of a recipe: a verifier by name, a function in a file, or a model."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hybridflow as hf
+from hybridflow.errors import ConfigError, nearest
+
+Scorer = Callable[..., Any]
+
+
+def too_large(prompt: str, response: str, answer: str) -> float:
+    """The cost of the arithmetic task: 1.0 for a number above the answer, else 0.0."""
+    return float(response.isdigit() and int(response) > int(answer))
+
+
+NAMED: dict[str, Callable[[Any], Scorer]] = {
+    "exact": lambda data: hf.rewards.Exact(data.answer),
+    "math": lambda data: hf.rewards.Math(data.answer),
+    "numeric": lambda data: hf.rewards.Numeric(data.answer),
+    "regex": lambda data: hf.rewards.Regex(data.pattern, answer=data.answer),
+    "code": lambda data: hf.rewards.Code(data.answer),
+    "too_large": lambda data: too_large,
+}
+"""Gives a function that reads the column `data.answer`."""
+
+
+def scorer(cfg: Any, which: str) -> dict[str, Any]:
+    """Settings of the worker for `reward=...` or `cost=...`. Errors: ConfigError for a name that says nothing."""
+    name, scoring = str(cfg[which]), {str(key): value for key, value in cfg.scoring.items()}
+    train = scoring.pop("train")
+    if name in NAMED:
+        function = NAMED[name](cfg.data)
+    elif ".py:" in name:
+        function = load(name)
+    elif Path(name).is_dir():
+        return {"model": name, "train": hf.Megatron(**train), "tokenizer": cfg.model}
+    else:
+        raise ConfigError(
+            f"{which}={name} is none of {', '.join(NAMED)}, no FILE.py:FUNCTION and no directory of a model."
+            f"{nearest(name, NAMED)}"
+        )
+    return {"function": function, **scoring}
+
+
+def together(scoring: dict[str, Any], **others: Scorer) -> dict[str, Any]:
+    """`scoring` with further functions, whose scores are added: components `rewards/task` and one for each name.
+
+    Errors: ConfigError where a model gives the rewards.
+    """
+    if "function" not in scoring:
+        raise ConfigError(f"{', '.join(others)} can only be added to rewards of functions, {scoring['model']} is none.")
+    return scoring | {"function": {"task": scoring["function"], **others}}
+
+
+def load(name: str) -> Scorer:
+    """The function of `FILE.py:FUNCTION`, which travels to other processes whole. Errors: ConfigError."""
+    path, _, function = name.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"{name}: there is no file {path}.")
+    module = types.ModuleType(f"recipe_file_{Path(path).stem}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    try:
+        exec(compile(Path(path).read_text(), path, "exec"), vars(module))
+    finally:
+        del sys.modules[module.__name__]  # what has no module to be found in is pickled by value
+    found = vars(module).get(function)
+    if not callable(found):
+        raise ConfigError(f"{name}: {path} has no function {function!r}.{nearest(function, vars(module))}")
+    return found

@@ -1,0 +1,69 @@
+"""What a recipe trains on: a model, prompts for it, and what scores its answers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hybridflow as hf
+from hybridflow.errors import ConfigError
+from recipes import arithmetic
+from recipes.scorers import scorer
+
+_WORKSHEETS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`columns` are settings of a PromptLoader for the prompts in `train`; those in `held_out` are for accuracy.
+
+    `reward` are settings of a RewardWorker.
+    """
+
+    model: str | Path
+    train: str | Path
+    held_out: str | Path | None
+    columns: dict[str, Any] = field(default_factory=dict)
+    held_out_columns: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any]
+
+
+def of(cfg: Any) -> Task:
+    """What was asked for, or the small arithmetic task. Errors: ConfigError for a model or prompts alone."""
+    reward = scorer(cfg, "reward")
+    if cfg.model is None and cfg.prompts is None:
+        files = arithmetic.make(".cache")
+        return Task(model=files.model, train=files.train, held_out=files.held_out, reward=reward)
+    if cfg.model is None or cfg.prompts is None:
+        raise ConfigError(f"model={cfg.model} and prompts={cfg.prompts}: give both, a model and prompts for it.")
+    data = cfg.data
+    columns: dict[str, Any] = {"prompt": data.prompt, "name": data.name}
+    limit = {"max_prompt_tokens": data.max_prompt_tokens, "tokenizer": cfg.model} if data.max_prompt_tokens else {}
+    return Task(
+        model=cfg.model,
+        train=cfg.prompts,
+        held_out=cfg.held_out,
+        columns=columns | {"split": data.split} | limit,
+        held_out_columns=columns | {"split": data.held_out_split},
+        reward=reward,
+    )
+
+
+def texts(cfg: Any, job: Task) -> hf.TextLoader:
+    """Texts for the language-model loss: `texts=...` with a column `text`, else prompts with their answers.
+
+    For the arithmetic task they are worksheets as the model was trained on, most of them wrong.
+    """
+    sizes = {"batch_size": cfg.batch_size, "max_tokens": cfg.text_tokens, "tokenizer": job.model, "seed": cfg.seed}
+    if cfg.texts is not None:
+        return hf.TextLoader(cfg.texts, **sizes)
+    columns = {"prompt": cfg.data.prompt, "completion": cfg.data.answer}
+    if cfg.model is not None:
+        return hf.TextLoader(job.train, **columns, split=cfg.data.split, name=cfg.data.name, **sizes)
+    rng, (pairs, _) = random.Random(cfg.seed), arithmetic.Arithmetic().problems()
+    sheets = (arithmetic.Arithmetic().worksheet(pairs, rng) for _ in range(_WORKSHEETS))
+    return hf.TextLoader(
+        [{"prompt": asked, "answer": told} for asked, told in sheets], prompt="prompt", completion="answer", **sizes
+    )

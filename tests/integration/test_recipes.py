@@ -1,0 +1,65 @@
+"""Recipes as they are started: two of them improve in a few iterations, the others run and log what they claim."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import arithmetic, run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def task() -> arithmetic.ArithmeticFiles:
+    """The small model where the quickstart keeps it: made once, by whoever comes first."""
+    return arithmetic.make(ROOT / ".cache")
+
+
+def figures(recipe: str, home: Path, *arguments: str) -> list[dict[str, float]]:
+    """The lines of `metrics.jsonl` that a recipe leaves in a directory of its own."""
+    (home / ".cache").symlink_to(ROOT / ".cache")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *arguments, "name=short"],
+        cwd=home,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (home / "runs/short/metrics.jsonl").read_text().splitlines()]
+
+
+def test_grpo_improves(tmp_path):
+    found = run_all.outcome("grpo", 1, figures("grpo", tmp_path, f"steps={STEPS}"), 0.0)
+    assert found.end > found.start + 0.15, found
+
+
+def test_safe_rlhf_lowers_the_cost_while_the_reward_rises(tmp_path):
+    lines = figures("safe_rlhf", tmp_path, f"steps={STEPS}")
+    found = run_all.outcome("safe_rlhf", 1, lines, 0.0)
+    assert found.cost is not None
+    assert found.cost[0] > 0.6
+    assert found.cost[1] < found.cost[0] - 0.3, found
+    assert found.end > found.start + 0.15, found
+    multipliers = [line["lagrange/multiplier"] for line in lines]
+    rising = [line["cost/mean"] > 0.25 for line in lines[1:]]
+    assert rising == [b > a for a, b in itertools.pairwise(multipliers)]
+    assert {"critic/loss", "cost_critic/loss", "actor/pretrain_loss", "actor/loss"} <= set(lines[-1])
+
+
+def test_dapo_draws_until_groups_differ(tmp_path):
+    lines = figures("dapo", tmp_path, "steps=2", "rows=32", "batch_size=4", "n=4")
+    assert len(lines) == 2
+    for line in lines:
+        assert line["sampling/rounds"] >= 2
+        assert line["sampling/filled"] < 1
+        assert {"sampling/reward", "reward/task/mean", "reward/overlong/mean", "actor/clip_fraction"} <= set(line)
