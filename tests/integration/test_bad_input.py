@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import hybridflow as hf
 from hybridflow import errors
-from recipes import ppo, settings
+from recipes import ppo, settings, task
 from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
@@ -296,7 +296,7 @@ def test_a_recipes_strategies_check_their_own_settings():
     with pytest.raises(errors.ConfigError, match=r"Megatron has no setting 'tpp'\. Did you mean 'tp'"):
         hf.Megatron(**cfg.actor.train)
     with pytest.raises(errors.ConfigError, match="model=somewhere and prompts=None: give both"):
-        settings.files(cfg)
+        task.of(cfg)
 
 
 # Rows and columns
