@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import os
 import pickle
 import re
@@ -294,3 +295,32 @@ def test_functions_that_cannot_be_loaded_are_an_error(tmp_path, monkeypatch):
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Children(behave, **{"count": 1, "seconds": 1.0} | settings)
+
+
+SLOW_TO_LOAD = """
+import os, threading, time
+time.sleep(0.3)
+with open({log!r}, "a") as log:
+    log.write("loaded ")
+if {threads}:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+def score(value):
+    if value < 0:
+        os._exit(1)
+    return value, os.getpid()
+"""
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_function_is_loaded_once_unless_it_starts_threads(tmp_path, monkeypatch, threads):
+    """A process with threads must not be forked: then every child loads the function itself."""
+    name, log = f"slow_to_load_{threads}", tmp_path / "log"
+    (tmp_path / f"{name}.py").write_text(SLOW_TO_LOAD.format(log=str(log), threads=threads))
+    monkeypatch.syspath_prepend(tmp_path)
+    score = importlib.import_module(name).score
+    log.write_text("")
+    with Children(score, 1, seconds=20) as one:
+        outcomes = one.map([((value,), {}) for value in (1, -1, -1, 2)])
+    assert [outcome.ok for outcome in outcomes] == [True, False, False, True]
+    assert len({outcome.value[1] for outcome in outcomes if outcome.ok}) == 2
+    assert log.read_text().count("loaded") == (4 if threads else 1)
