@@ -1,0 +1,45 @@
+"""Every loss with options that matter, and every aggregation: cases for the tests of split invariance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hybridflow as hf
+from hybridflow.algorithms.loss import Loss, policy_loss, value_loss
+from hybridflow.ragged import Ragged
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+SHARED = {"entropy_coef": 0.02, "kl_coef": 0.1}
+
+
+def row_ratio(log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged, mask: Ragged) -> torch.Tensor:
+    """A user's loss of whole rows: the ratio of the row's geometric mean probabilities, at every token of the row."""
+    difference = log_probs.with_values(log_probs.values - old_log_probs.values)
+    per_row = difference.row_sum() / mask.lengths.clamp(min=1)
+    return -mask.expand(per_row.exp()) * advantages.values
+
+
+LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ppo": ("ppo", {}),
+    "ppo-shared": ("ppo", {"dual_clip": 1.5, "clip_high": 0.3, "rollout_correction": "token", **SHARED}),
+    "gspo": ("gspo", {"clip": 0.1, "clip_high": 0.1}),
+    "gspo-shared": ("gspo", {"clip": 0.2, "clip_high": 0.2, "rollout_correction": "sequence", **SHARED}),
+    "cispo": ("cispo", {"rollout_correction": hf.RolloutCorrection("geometric", mode="reject", high=1.1)}),
+    "geo_mean": ("geo_mean", {"clip": 0.2, **SHARED}),
+    "sapo": ("sapo", {}),
+    "reinforce": ("reinforce", {"rollout_correction": hf.RolloutCorrection("sequence", mode="reject", high=1.5)}),
+    "pretrain": ("pretrain", {"coef": 0.3}),
+    "row_ratio": (row_ratio, SHARED),
+    "value": ("value", {"clip": 0.1}),
+    "value-plain": ("value", {"clip": None}),
+}
+
+
+def make_loss(case: str, aggregation: str, norm: float | None = None) -> Loss:
+    """The loss of a case; `norm` is used where the aggregation takes one."""
+    loss, options = LOSSES[case]
+    norms = {"norm": norm} if norm and aggregation == "seq-mean-token-sum-norm" else {}
+    make = value_loss if loss == "value" else policy_loss
+    return make(loss, **options, aggregation=aggregation, **norms)
