@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from hybridflow.algorithms.value_loss import value_terms
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError, nearest
 
-Of = Literal["rewards", "costs"]
 _ARGUMENTS = 3  # outputs, rows, totals; what follows are options
 
 
@@ -80,11 +79,7 @@ def policy_loss(loss: str | Callable[..., Any] = "ppo", **options: Any) -> Loss:
 
     Errors: ConfigError for an unknown name or option, with the nearest known one, or an option out of range.
     """
-    if (
-        not isinstance(loss, str)
-        and callable(loss)
-        and next(iter(inspect.signature(loss).parameters), "") == "log_probs"
-    ):
+    if not isinstance(loss, str) and callable(loss) and _is_per_token(loss):
         name = _name(loss)
         per_token = PolicyLoss(loss, getattr(loss, "aggregation", "token-mean"))
         per_token.check(f"policy loss {name!r}", options, values=False)
@@ -92,16 +87,10 @@ def policy_loss(loss: str | Callable[..., Any] = "ppo", **options: Any) -> Loss:
     return _find("policy loss", loss, {**POLICY_LOSSES, "pretrain": PretrainLoss()}, options)
 
 
-def value_loss(loss: str | Callable[..., Any] = "value", of: Of = "rewards", **options: Any) -> Loss:
+def value_loss(loss: str | Callable[..., Any] = "value", **options: Any) -> Loss:
     """The critic's loss by name ("value"), or a user's `f(outputs, rows, totals, **options)` (default `outputs`:
-    "values").
-
-    A critic `of` costs reads `cost_values` and `cost_returns`, and its metrics are called `cost_critic/...`.
-    """
-    if of not in get_args(Of):
-        raise ConfigError(f"a critic of {of!r} is unknown: give 'rewards' or 'costs'.")
-    known = ValueLoss() if of == "rewards" else ValueLoss("cost_values", "cost_returns", "cost_critic")
-    return _find("value loss", loss, {"value": known}, options)
+    "values"). Errors: those of `policy_loss`."""
+    return _find("value loss", loss, {"value": ValueLoss()}, options)
 
 
 class _Known(Protocol):
@@ -149,11 +138,7 @@ class PretrainLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The squared error of values; `old`, `returns` and `prefix` are those of a critic of rewards or of costs."""
-
-    old: str = "values"
-    returns: str = "returns"
-    prefix: str = "critic"
+    """The clipped squared error of the critic's values."""
 
     def check(self, what: str, options: Mapping[str, Any]) -> None:
         check_options(what, self.__call__, options, _ARGUMENTS)
@@ -161,7 +146,7 @@ class ValueLoss:
         check_aggregation(options.get("aggregation", "token-mean"), options.get("norm"))
 
     def reads(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        return (self.old, self.returns, "response_mask")
+        return ("values", "returns", "response_mask")
 
     def outputs(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("values",)
@@ -178,13 +163,13 @@ class ValueLoss:
     ) -> Share:
         mask = token_column(rows, "response_mask")
         weights = TokenWeights(mask, totals)
-        old, returns = (token_column(rows, name, mask).values for name in (self.old, self.returns))
+        old, returns = (token_column(rows, name, mask).values for name in ("values", "returns"))
         terms = value_terms(outputs["values"].values, old, returns, mask.values, clip=clip)
         scalar = weights.reduce(terms.loss, aggregation, norm)
         return scalar, {
-            f"{self.prefix}/loss": scalar.detach(),
-            f"{self.prefix}/clip_fraction": weights.mean(terms.clipped),
-            f"{self.prefix}/squared_error": weights.mean(terms.error.square()),
+            "critic/loss": scalar.detach(),
+            "critic/clip_fraction": weights.mean(terms.clipped),
+            "critic/squared_error": weights.mean(terms.error.square()),
         }
 
 

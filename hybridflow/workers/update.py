@@ -17,17 +17,16 @@ _OWN = ("minibatches", "epochs", "loss", "batch")  # every other setting of the 
 class UpdateCall:
     """The declaration of an update operation, for `@register(reads=..., check=...)`.
 
-    `find_loss(loss, **options)` gives the loss of a call, and is told the worker's `settings` of these names too;
-    `also_reads` are columns beside prompts, responses and those that the loss reads.
+    `find_loss(loss, **options)` gives the loss of a call; `also_reads` are columns beside prompts, responses and those
+    that the loss reads.
     """
 
     role: str
     find_loss: Callable[..., Loss]
     also_reads: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
 
     def reads(self, settings: Settings, call: Settings) -> tuple[str, ...] | None:
-        own = self._loss(settings, call).reads
+        own = self._loss(call).reads
         return None if own is None else ("prompt_ids", "response_ids", *own, *self.also_reads)
 
     def check(self, settings: Settings, call: Settings) -> None:
@@ -37,13 +36,10 @@ class UpdateCall:
             raise ConfigError(f"this {self.role} has no optimizer: give {worker}.on(..., optim=hf.Adam(lr=...)).")
         _check_spelling(call, _OWN)
         _check_positive(call, "minibatches", "epochs")
-        _ = self._loss(settings, call)
+        _ = self._loss(call)
 
-    def _loss(self, settings: Settings, call: Settings) -> Loss:
-        options = {name: value for name, value in call.items() if name not in _OWN}
-        if given := [name for name in self.settings if name in options]:
-            raise ConfigError(f"{given[0]}={options[given[0]]!r} is a setting of the {self.role}, not of a call.")
-        return self.find_loss(call["loss"], **{name: settings[name] for name in self.settings}, **options)
+    def _loss(self, call: Settings) -> Loss:
+        return self.find_loss(call["loss"], **{name: value for name, value in call.items() if name not in _OWN})
 
 
 def _check_spelling(call: Settings, known: Sequence[str]) -> None:

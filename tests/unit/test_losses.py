@@ -319,14 +319,12 @@ def test_k3_is_kept_within_what_float32_can_say():
 
 
 @settings(max_examples=30, deadline=None)
-@given(batches(), st.sampled_from(AGGREGATIONS), st.sampled_from([None, 0.1]), st.sampled_from(["rewards", "costs"]))
-def test_value_loss(made_batch, how, clip, of):
+@given(batches(), st.sampled_from(AGGREGATIONS), st.sampled_from([None, 0.1]))
+def test_value_loss(made_batch, how, clip):
     batch, outputs = made_batch
-    if of == "costs":
-        batch = batch.with_columns(cost_values=batch["values"], cost_returns=batch["returns"]).without("values")
-    value, leaves, metrics = run(value_loss("value", of=of, clip=clip, aggregation=how), batch, outputs)
+    value, leaves, metrics = run(value_loss("value", clip=clip, aggregation=how), batch, outputs)
     mask, v = batch["response_mask"], outputs["values"].values.numpy()
-    old, r = (batch["cost_values" if of == "costs" else "values"].values.numpy(), batch["returns"].values.numpy())
+    old, r = (batch["values"].values.numpy(), batch["returns"].values.numpy())
     expected, gradient = 0.0, np.zeros(len(v))
     for i, weight in enumerate(token_weights(mask, how, None)):
         for at in np.arange(int(mask.offsets[i]), int(mask.offsets[i + 1]))[mask.row(i).numpy()]:
@@ -336,8 +334,7 @@ def test_value_loss(made_batch, how, clip, of):
             gradient[at] = weight * (v[at] - r[at]) * (plain >= cut or bounded == v[at])
     assert value == pytest.approx(expected, rel=1e-9, abs=1e-12)
     np.testing.assert_allclose(leaves["values"].grad, gradient, rtol=1e-9, atol=1e-12)
-    prefix = "cost_critic" if of == "costs" else "critic"
-    assert metrics.keys() == {f"{prefix}/{name}" for name in ("loss", "clip_fraction", "squared_error")}
+    assert metrics.keys() == {f"critic/{name}" for name in ("loss", "clip_fraction", "squared_error")}
 
 
 def test_sums_are_divided_by_a_norm():
@@ -386,7 +383,7 @@ def test_bad_options_are_refused_by_name(loss, options, message):
 def test_bad_value_loss_and_rollout_settings_are_refused():
     for call, message in (
         (lambda: value_loss("value", clip=-1.0), "clip=-1.0 must be a finite number above 0 or None"),
-        (lambda: value_loss("value", of="cost"), "a critic of 'cost' is unknown"),
+        (lambda: value_loss("value", clp=0.1), "Did you mean 'clip'"),
         (lambda: hf.RolloutCorrection(mode="drop"), "mode='drop'"),
         (lambda: hf.RolloutCorrection(high=0.0), "high=0.0 must be"),
         (lambda: hf.RolloutCorrection(low=3.0), "from 3 to 2: the lower limit must be below"),
