@@ -14,6 +14,7 @@ ends without any of 1 to 4 was cut short: it has no final answer.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ _END = re.compile(
 )
 _NEXT_PROBLEM = re.compile(
     r"^[ \t#*]*(?:(?:new |next )?(?:question|problem|exercise|instruction|input|user|human)\b(?:[ \t]*\d+)?|Q)"
-    r"[ \t]*\**:",
+    r"[ \t]*\**:|^#{1,6}[ \t]*(?:question|problem|exercise|instruction)(?:[ \t]*\d+)?[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
 )
 _SECOND_THOUGHTS = re.compile(
@@ -43,27 +44,33 @@ _SECOND_THOUGHTS = re.compile(
     re.I,
 )
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_HASHES = re.compile(r"#{4,}[ \t]*([^\n]*)")
+_HASHES = re.compile(r"#{4,}[ \t]*([^\n#]*)")
 _HEADING = re.compile(
     r"[\s*_]*(?:step|part|phase|stage|question|problem|example|case|exercise|method|solution|section|given|option)\b",
     re.I,
 )
 _NUMBERED_HEADING = re.compile(r"[\s*_]*\d{1,2}[.):]\s*[^\W\d]|[\s*_]*\d{1,2}[.)]\s*\**[^\W\d]")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.IGNORECASE | re.DOTALL)
-_BOX = re.compile(r"(?:\\+b|\x08)oxed\s*(?=[{\d])|\\+fbox\s*(?=\{)")
+_BOX = re.compile(r"(?:(?:\\+b|\x08)oxed|\\+fbox)[ \t]*(?=\{)")
+_BARE_BOX = re.compile(r"\\+boxed[ \t]*(\d+)")
+_BRACE = re.compile(r"(?<!\\)[{}]")
+# What repeats itself without end must not take long: so many marks are read, from the last, and so much of each line.
+_STATEMENTS, _LINE = 20, 2000
 _BETWEEN_BOXES = re.compile(r"[\s$.,;()]*(?:\\[()\[\]]|and|or|\$|,|\\text\{\s*(?:and|or)\s*\})*[^\n]{0,12}")
 
 _MARKS = r"[\s*_`\"]*"
+_ASIDE = rf"(?:\([^)\n]{{0,60}}\){_MARKS})?"
 _IS = re.compile(
     r"\b(?:answer|final results?|final values?)\b(?:\s+(?:to|for|of|in|from|we|you|i|here|then|now|thus|therefore)\b"
     r"[^.\n:=]{0,100}?)?"
-    rf"{_MARKS}(?:\([^)\n]*\){_MARKS})?(?:\b(?:is|are|was|equals?|(?:would|should|will|must) be|comes (?:out )?to)"
+    rf"{_MARKS}{_ASIDE}(?:\b(?:is|are|was|equals?|(?:would|should|will|must) be|comes (?:out )?to)"
     rf"\b|=|->|→){_MARKS}:?",
     re.IGNORECASE,
 )
 _LABEL = re.compile(
-    rf"(?:^[\s>#*_-]*|(?<=[\s*(\"]))(?:(?:the\s+)?(?:final|correct|numerical)\s+(?:numerical\s+)?(?:answer|result)|(?:the\s+)?answer|ans)"
-    rf"{_MARKS}(?:\([^)\n]*\){_MARKS})?(?::|：|(?<=[a-z*_])[*_]*\s*$)|^[\s*_]*A{_MARKS}:",
+    r"(?:^[ \t>#*_-]*|(?<=[\s*(\"]))"
+    r"(?:(?:the\s+)?(?:final|correct|numerical)\s+(?:numerical\s+)?(?:answer|result)|(?:the\s+)?answer|ans)"
+    rf"{_MARKS}{_ASIDE}(?::|：|(?<=[a-z*_])[*_]*\s*$)|^[ \t*_]*A{_MARKS}:",
     re.IGNORECASE | re.MULTILINE,
 )
 _EXPLAINS = re.compile(
@@ -74,6 +81,7 @@ _EXPLAINS = re.compile(
 _CONCLUDES = re.compile(
     r"[\s*_]*(?:therefore|thus|so|hence|in total|in conclusion|altogether|finally|overall|in all)\b", re.I
 )
+_FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _POSTSCRIPT = re.compile(
     r"[\s*_(>-]*(?:note\b|please\b|disclaimer|remember|i hope|let me know|feel free|check\b|verif|to (?:check|verify))",
     re.I,
@@ -116,26 +124,30 @@ def _own_words(text: str) -> str:
         if text[: end.start()].strip():
             text = text[: end.start()]
             break
+    bullet = _BULLET.match(text)
+    begun = re.compile(r"\d").search(text, bullet.end() if bullet else 0)
     for start in _NEXT_PROBLEM.finditer(text):
-        if re.search(r"\d", _BULLET.sub("", text[: start.start()])):
+        if begun is not None and start.start() > begun.start():
             text = text[: start.start()]
             break
     return _before_another_problem(text)
 
 
 def _before_another_problem(text: str) -> str:
-    """Cut behind a `#### 18` when a question or a calculation follows; second thoughts on the same question are kept."""
-    for found in _HASHES.finditer(text):
-        rest = text[found.end() :]
-        another = ("?" in rest or "<<" in rest) and not _SECOND_THOUGHTS.search(rest.partition("####")[0])
-        if another and parse_number(found[1]) is not None:
+    """Cut behind a `#### 18` when a question or a calculation follows; second thoughts on the same one are kept."""
+    last = max(text.rfind("?"), text.rfind("<<"))
+    for found, following in itertools.pairwise([*_HASHES.finditer(text), None]):
+        if found is None or found.end() > last:
+            break
+        end = len(text) if following is None else following.start()
+        if parse_number(found[1]) is not None and not _SECOND_THOUGHTS.search(text, found.end(), end):
             return text[: found.end()]
     return text
 
 
 def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
-    for found in reversed(list(_HASHES.finditer(text))):
-        line, rest = found[1].strip(), text[found.end() :]
+    for found in list(_HASHES.finditer(text))[: -_STATEMENTS - 1 : -1]:
+        line, rest = found[1].strip()[:_LINE], text[found.end() :]
         if _HEADING.match(line) or (rest.strip() and _NUMBERED_HEADING.match(line)):
             continue
         if not line or re.fullmatch(r"[*_\s]*(?:the\s+)?(?:final\s+)?(?:answer|result)[*_\s:]*", line, re.IGNORECASE):
@@ -159,8 +171,8 @@ def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
 
 
 def _tagged(text: str, numeric: bool) -> FinalAnswer | None:
-    for found in reversed(list(_TAG.finditer(text))):
-        if content := found[1].strip():
+    for found in list(_TAG.finditer(text))[: -_STATEMENTS - 1 : -1]:
+        if content := found[1].strip()[-_LINE:]:
             inner = _boxed(content, numeric) or _statement(content, numeric)
             return inner or FinalAnswer(_mathematics(content), number_in(content) if numeric else parse_number(content))
     return None
@@ -170,12 +182,12 @@ def _boxed(text: str, numeric: bool) -> FinalAnswer | None:
     boxes = [box for box in _boxes(text) if box[2].strip()]
     if not boxes:
         return None
-    content = boxes[-1][2].strip()
+    content = boxes[-1][2].strip()[:_LINE]
     if numeric:
         return FinalAnswer(content, _boxed_number(content))
     together = [content]
     for left, right in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
-        if not _BETWEEN_BOXES.fullmatch(text[left[1] : right[0]]):
+        if right[0] - left[1] > 60 or not _BETWEEN_BOXES.fullmatch(text[left[1] : right[0]]):
             break
         together.insert(0, left[2].strip())
     content = ", ".join(together)
@@ -195,21 +207,16 @@ def _boxed_number(content: str) -> Number | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Start, end and content of every complete `\\boxed{}`, braces within it matched."""
-    found = []
-    for box in _BOX.finditer(text):
-        if text[box.end()] != "{":
-            digits = re.match(r"\d+", text[box.end() :])
-            found.append((box.start(), box.end() + digits.end(), digits[0])) if digits else None
-            continue
-        depth = 0
-        for at in range(box.end(), len(text)):
-            if text[at] in "{}" and text[at - 1] != "\\":
-                depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                found.append((box.start(), at + 1, text[box.end() + 1 : at]))
-                break
-    return found
+    """Start, end and content of every complete `\\boxed{}`, braces within it matched, in order of their starts."""
+    found = [(box.start(), box.end(), box[1]) for box in _BARE_BOX.finditer(text)]
+    starts = {box.end(): box.start() for box in _BOX.finditer(text)}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text) if starts else ():
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened and (inside := opened.pop()) in starts:
+            found.append((starts[inside], brace.end(), text[inside + 1 : brace.start()]))
+    return sorted(found)
 
 
 def _statement(text: str, numeric: bool) -> FinalAnswer | None:
@@ -218,7 +225,7 @@ def _statement(text: str, numeric: bool) -> FinalAnswer | None:
     found = [(match.end(), True) for match in _IS.finditer(text)]
     for match in _LABEL.finditer(text):
         found.append((match.end(), bool(re.search("final|correct|numerical", match[0], re.IGNORECASE))))
-    for end, certain in sorted(found, reverse=True):
+    for end, certain in sorted(found, reverse=True)[:_STATEMENTS]:
         said = _stated(text, end, certain, numeric)
         if said is not None:
             return said
@@ -226,18 +233,22 @@ def _statement(text: str, numeric: bool) -> FinalAnswer | None:
 
 
 def _stated(text: str, start: int, certain: bool, numeric: bool) -> FinalAnswer | None:
-    region = re.sub(r"^(?:[\s*_`:>]|\\\[|\$\$(?=\s))+", "", text[start:])
+    region = re.sub(r"^(?:[\s*_`:>]|\\\[|\$\$(?=\s))+", "", text[start : start + 5 * _LINE])
     line, _, rest = region.partition("\n")
     first, *others = _sentences(line)
     if not first.strip():
         return None
     last = not re.search(r"\d", "".join(others) + rest)
+    first = first[:_LINE]
     if not numeric:
         sure = certain or last or not rest.strip() or _EXPLAINS.match(rest.lstrip())
         return FinalAnswer(_mathematics(first), parse_number(first)) if sure else None
     number = parse_number(first)
     if number is None and certain:
         number = leading(first)
+    if number is None and certain and (formula := _FORMULA.match(first)):
+        content = (formula[1] or formula[2] or formula[3]).strip()
+        return FinalAnswer(content, _boxed_number(content))
     if number is None and (last or (certain and "=" in first) or _EXPLAINS.match(rest.lstrip())):
         number = stated_in(first, computed(text[:start])) or spelt(first)
     return None if number is None else FinalAnswer(first, number)
@@ -248,11 +259,13 @@ def _last_line(text: str, numeric: bool) -> FinalAnswer | None:
     if not lines:
         return None
     if not numeric:
-        return FinalAnswer(_mathematics(lines[-1]), parse_number(lines[-1]))
+        return FinalAnswer(_mathematics(lines[-1][-_LINE:]), parse_number(lines[-1]))
     told = [line for line in lines if not _POSTSCRIPT.match(line)]
-    lines = told if any(find_numbers(plain(line)) for line in told) else lines
+    lines = told if any(re.search(r"\d", line) for line in told) else lines
     for at in range(len(lines) - 1, -1, -1):
-        line = _BULLET.sub("", lines[at])
+        line = _BULLET.sub("", lines[at])[-_LINE:]
+        if not re.search(r"[\d½¼¾⅓⅔]", line):
+            continue
         sentences = [sentence for sentence in _sentences(line) if find_numbers(plain(sentence))]
         if not sentences:
             continue
@@ -260,7 +273,8 @@ def _last_line(text: str, numeric: bool) -> FinalAnswer | None:
         sentence = (concluding or sentences)[-1]
         earlier = "\n".join(lines[:at]) + "\n" + line[: line.find(sentence)]
         return FinalAnswer(sentence, stated_in(sentence, computed(earlier)))
-    return FinalAnswer(lines[-1], spelt(lines[-1]))
+    number = spelt(lines[-1][-_LINE:])
+    return None if number is None else FinalAnswer(lines[-1], number)
 
 
 def _sentences(line: str) -> list[str]:
@@ -269,7 +283,7 @@ def _sentences(line: str) -> list[str]:
 
 def _mathematics(text: str) -> str:
     """The formula in a line of text where it has one, else the line without punctuation at its end."""
-    formulas = re.findall(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", text)
+    formulas = _FORMULA.findall(text)
     if formulas:
         return next(part for part in formulas[-1] if part).strip()
     return text.strip().strip("*`").rstrip(" .,;").strip("*`").strip()

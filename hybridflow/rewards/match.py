@@ -78,7 +78,9 @@ class Regex:
             return self.pattern.fullmatch(completion.strip())
         if self.answer is None:
             return self.pattern.search(completion)
-        return next(reversed(list(self.pattern.finditer(completion))), None)
+        found = list(self.pattern.finditer(completion))
+        # `(.*)` matches once more, nothing, at the end of the text
+        return next((match for match in reversed(found) if match[0]), found[-1] if found else None)
 
     def _score(self, match: re.Match[str] | None, reference: Any) -> float | RowFailure:
         references = accepted(reference)

@@ -77,6 +77,8 @@ def judge(solution: str, reference: str) -> bool | tuple[str, str]:
         return False
     if number is not None and answer.number is not None:
         return same_number(answer.number, number)
+    if number is not None and ":" in answer.text:  # a time of day or a ratio, which math-verify would divide
+        return False
     if chosen := _CHOICE.fullmatch(_bare(reference)):
         found = _CHOSEN.match(_without_text(answer.text))
         return bool(found) and (found[1] or found[2]).upper() == chosen[1].upper()

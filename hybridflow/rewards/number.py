@@ -100,7 +100,7 @@ def plain(text: str) -> str:
     text = re.sub(
         r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("⁄", "/"), text
     )
-    text = re.sub(r"</?(?:b|strong|i|em|u|br|p|span|code)\b[^<>]*>", " ", text)
+    text = re.sub(r"</?(?:b|strong|i|em|u|br|p|span|code)\b[^<>]*>|~~[^~\n]+~~", " ", text)
     text = re.sub(r"[\u200b-\u200d\u2060\ufeff]", "", text)
     text = re.sub(r"[−﹣－]|(?<![\w)])[–‒‐‑](?=\s?[\d$])|\\-", "-", text)
     text = text.translate(str.maketrans("：，％＝", ":,%="))

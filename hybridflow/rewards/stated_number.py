@@ -19,6 +19,7 @@ _FILLER = re.compile(
 _OPERATOR = re.compile(r"\s*(?:[-+*×/÷·^–]|x(?=\s*\d)|to\s+(?=\d))\s*[\d(√\\]|!?\s*[\\^√π(]\S")
 _SO = re.compile(r"(?:,|;|\.)?\s(?:so|thus|therefore|hence|meaning|which means|that means|that is)\b", re.IGNORECASE)
 _MODIFIER = re.compile(r"(?:st|nd|rd|th)\b|-[a-z]", re.IGNORECASE)
+_CALCULATIONS = 20  # that are read, from the last
 _BOLD = re.compile(r"\*\*([^*\n]+?)\*\*(?!\s*:)")
 
 
@@ -75,7 +76,7 @@ def leading(words: str) -> Number | None:
 
 def computed(text: str) -> Number | None:
     """The result of the last calculation in a text: the number behind the last "=" that one follows."""
-    for sign in reversed(list(_EQUALS.finditer(text))):
+    for sign in list(_EQUALS.finditer(text))[: -_CALCULATIONS - 1 : -1]:
         if (number := leading(text[sign.end() : sign.end() + 200].partition("\n")[0])) is not None:
             return number
     return None
