@@ -56,10 +56,33 @@ def test_safe_rlhf_lowers_the_cost_while_the_reward_rises(tmp_path):
     assert {"critic/loss", "cost_critic/loss", "actor/pretrain_loss", "actor/loss"} <= set(lines[-1])
 
 
-def test_dapo_draws_until_groups_differ(tmp_path):
-    lines = figures("dapo", tmp_path, "steps=2", "rows=32", "batch_size=4", "n=4")
+def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(tmp_path, task):
+    """Parquet prompts with other columns, a reward function in a file, and held-out prompts in JSONL."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = [json.loads(line) for line in task.train.read_text().splitlines()]
+    columns = {"question": [r["prompt"] for r in records], "solution": [r["answer"] for r in records]}
+    pq.write_table(pa.table(columns), tmp_path / "prompts.parquet")
+    held_out = [dict(zip(columns, pair, strict=True)) for pair in list(zip(*columns.values(), strict=True))[:9]]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
+    (tmp_path / "judge.py").write_text("def right(prompt, response, solution):\n    return response == solution\n")
+    lines = figures(
+        *(
+            "dapo",
+            tmp_path,
+            "steps=2",
+            "rows=32",
+            "batch_size=4",
+            "n=4",
+            f"model={task.model}",
+            "prompts=prompts.parquet",
+        ),
+        *("held_out=held_out.jsonl", "data.prompt=question", "data.max_prompt_tokens=8", "reward=judge.py:right"),
+    )
     assert len(lines) == 2
     for line in lines:
         assert line["sampling/rounds"] >= 2
         assert line["sampling/filled"] < 1
         assert {"sampling/reward", "reward/task/mean", "reward/overlong/mean", "actor/clip_fraction"} <= set(line)
+    assert set(json.loads((tmp_path / "runs/short/notes.json").read_text())) == {"accuracy_before", "accuracy_after"}

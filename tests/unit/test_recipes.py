@@ -12,8 +12,9 @@ import pytest
 from ray import cloudpickle
 
 import hybridflow as hf
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError
-from recipes import arithmetic, run_all, scorers, settings, task
+from recipes import arithmetic, run_all, safe_rlhf, scorers, settings, task
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = {"safe_rlhf": 15}
@@ -140,13 +141,25 @@ def test_the_cost_of_arithmetic_is_that_of_large_numbers():
     assert [cost("2+3=", response, "5") for response in ("6", "5", "4", "", "5+")] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_texts_of_arithmetic_are_worksheets(tmp_path):
+def test_texts_are_worksheets_or_what_was_asked_for(tmp_path):
+    """For arithmetic worksheets as the model knows them; else prompts with their answers, or texts of one's own."""
     files = arithmetic.make(ROOT / ".cache")
-    job = task.Task(model=files.model, train=files.train, held_out=None, reward={})
-    cfg = config() | {"texts": None, "text_tokens": 64, "batch_size": 64}
-    batch = next(iter(task.texts(cfg, job).source))
-    assert len(batch) == 64
-    assert int(batch["num_tokens"].max()) <= len("29+29=59") + 1
+    (tmp_path / "texts.jsonl").write_text('{"text": "1+1=2"}\n' * 9)
+
+    def batch(*arguments: str) -> hf.Batch:
+        cfg = settings.read(safe_rlhf.DEFAULTS, [*arguments, "batch_size=8"])
+        return next(iter(task.texts(cfg, task.of(cfg)).source))
+
+    sheets = batch()
+    assert len(sheets) == 8
+    assert int(sheets["num_tokens"].max()) <= len("29+29=59") + 1
+    own = (f"model={files.model}", f"prompts={files.train}")
+    answered = batch(*own)
+    for prompt, response in zip(answered["prompt_ids"].tolist(), answered["response_ids"].tolist(), strict=True):
+        a, b = load_tokenizer(files.model).decode([prompt])[0].removesuffix("=").split("+")
+        assert load_tokenizer(files.model).decode([response]) == [str(int(a) + int(b))]
+    texts = batch(*own, f"texts={tmp_path / 'texts.jsonl'}")
+    assert texts["response_ids"].lengths.tolist() == [len("+1=2") + 1] * 8
 
 
 def test_a_run_is_judged_by_its_first_and_last_iterations():
