@@ -339,4 +339,6 @@ LAST_WRONG = [
     ("So she makes nothing.", "18"),
     ("So the profit is 70.000", "70000"),
     ("So Tom has 18 apples and Jerry has 20.", "18"),
+    ("<think>16-3-4 = 9\n9*2 = 18, so perhaps 18", "18"),
+    ("<think>It is 18</think>It is 20.", "18"),
 ]

@@ -9,7 +9,7 @@
 
 What comes after the answer because the model did not stop ("Question: ..." and its answer, an end token) is cut off
 first, and so is what was thought before `</think>`. A solution with GSM8K's calculator annotations (`<<9*2=18>>`) that
-ends without any of 1 to 4 was cut short: it has no final answer.
+ends without any of 1 to 4 was cut short, and so were thoughts that are still open: they have no final answer.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def final_answer(solution: str, *, numeric: bool) -> FinalAnswer | None:
     if not text.strip():
         return None
     stated = _hashes(text, numeric) or _tagged(text, numeric) or _boxed(text, numeric) or _statement(text, numeric)
-    if stated is not None or _ANNOTATION.search(text):
+    if stated is not None or _ANNOTATION.search(text) or "<think>" in text:
         return stated
     return _last_line(text, numeric)
 
