@@ -1,0 +1,187 @@
+"""Code: programs in responses, run against unit tests where they are contained."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.contain.limits import CONTAINED, Limits, Status
+from hybridflow.rewards.contain.sandbox import Mechanism, Sandbox
+from hybridflow.rewards.outcome import RowFailure
+from hybridflow.rewards.unit_tests import UnitTests, read_tests, same_output
+
+_FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_PYTHON = ("python", "python3", "py", "py3", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeResult:
+    """How one response did: its `score`, `passed` of `total` tests, and `status`, with a `reason` unless it is "ok".
+
+    "failed" is a wrong program. Any other status names the limit that stopped it (see `ContainedResult`): such a
+    program was not judged to its end, and is answered as a RowFailure.
+    """
+
+    score: float
+    passed: int
+    total: int
+    status: Status
+    reason: str
+
+    @property
+    def contained(self) -> bool:
+        return self.status in CONTAINED
+
+
+class Code:
+    """A verifier: 1 for a response whose program passes the unit tests of its row, else 0.
+
+    The program is the last fenced block of Python in the response, or the whole response. It runs contained (see
+    `Sandbox`), apart from the tests, which see only what its functions return. Column `tests` holds one of the forms
+    of `read_tests`; `entry_point` and `setup` name columns that may be missing: the function that is tested, and
+    source that runs before the tests.
+
+    A wrong program scores 0, or with `all_or_nothing=False` the share of tests that it passes. One that a limit
+    stopped (time, memory, output, recursion, processes, sockets, files outside its directory) is a RowFailure: the
+    setting on_failure of the reward says whether that is an error, 0, or masks the row. `results` tells the reason for
+    every response. Limits hold for each run: `seconds` for all tests of a row, or for each of its inputs; `limits`
+    sets the others. `workers` programs run at the same time (default: the processors of this process).
+    Errors: ConfigError for settings, and where this machine cannot contain a program.
+    """
+
+    def __init__(
+        self,
+        tests: str = "tests",
+        *,
+        language: str = "python",
+        seconds: float = 5.0,
+        memory_mb: int = 512,
+        workers: int | None = None,
+        all_or_nothing: bool = True,
+        entry_point: str = "entry_point",
+        setup: str = "test_setup_code",
+        limits: Limits | None = None,
+        mechanism: Mechanism | None = None,
+    ) -> None:
+        if language != "python":
+            raise ConfigError(f"Code(language={language!r}): programs in Python are what it can run.")
+        if workers is not None and (type(workers) is not int or workers < 1):
+            raise ConfigError(f"Code(workers={workers!r}): give a whole number of at least 1.")
+        self.limits = limits if limits is not None else Limits(seconds=seconds, memory_mb=memory_mb)
+        self.tests, self.entry_point, self.setup = tests, entry_point, setup
+        self.workers, self.all_or_nothing = workers, all_or_nothing
+        self.mechanism: Mechanism | None = mechanism
+        Sandbox(mechanism).close()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that it takes; "name?" where they may be missing."""
+        return (self.tests, f"{self.entry_point}?", f"{self.setup}?")
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | RowFailure]:
+        """A score per row, or a RowFailure with the reason for a program that a limit stopped."""
+        found = self.results(
+            completions,
+            columns[self.tests],
+            entry_points=columns.get(self.entry_point),
+            setups=columns.get(self.setup),
+        )
+        return [RowFailure(result.reason) if result.contained else result.score for result in found]
+
+    def results(
+        self,
+        completions: Sequence[Any],
+        tests: Sequence[Any],
+        *,
+        entry_points: Sequence[str | None] | None = None,
+        setups: Sequence[str | None] | None = None,
+    ) -> list[CodeResult]:
+        """One CodeResult per response, with the reason where it did not pass.
+
+        Errors: RewardError for tests that cannot be read, ConfigError where this machine cannot contain a program.
+        """
+        rows = len(completions)
+        given = (tests, entry_points or [None] * rows, setups or [None] * rows)
+        if any(len(column) != rows for column in given):
+            raise RewardError(f"Code got {rows} completions and {len(tests)} rows of tests; give one per completion.")
+        suites = [_suite(row, *values) for row, values in enumerate(zip(*given))]
+        programs = [extract_program(_text(completion)) for completion in completions]
+        if not rows:
+            return []
+        workers = min(rows, self.workers or len(os.sched_getaffinity(0)))
+        with Sandbox(self.mechanism) as sandbox, ThreadPoolExecutor(workers, "contained") as threads:
+            try:
+                return list(threads.map(self._judge, [sandbox] * rows, programs, suites, given[1]))
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _judge(self, sandbox: Sandbox, program: str, tests: UnitTests, entry_point: str | None) -> CodeResult:
+        if not program.strip():
+            reason = "there is no program in the response"
+            return CodeResult(score=0.0, passed=0, total=0, status="failed", reason=reason)
+        if tests.calls is None:
+            return self._run_pairs(sandbox, program, tests.pairs)
+        found = sandbox.judge(
+            program, tests.calls, entry_point=entry_point or "", stop=self.all_or_nothing, limits=self.limits
+        )
+        return self._scored(found.passed, found.total, found.status, found.reason)
+
+    def _run_pairs(self, sandbox: Sandbox, program: str, pairs: Sequence[tuple[str, str]]) -> CodeResult:
+        passed, reason = 0, ""
+        for number, (given, wanted) in enumerate(pairs, 1):
+            result = sandbox.run(program, stdin=given, limits=self.limits)
+            if result.contained:
+                return self._scored(passed, len(pairs), result.status, result.reason)
+            right = result.status == "ok" and same_output(result.stdout, wanted)
+            passed += right
+            if not right:
+                what = result.reason or f"printed {_show(result.stdout)}, expected {_show(wanted)}"
+                reason = reason or f"input {number} of {len(pairs)}: {what}"
+                if self.all_or_nothing:
+                    break
+        return self._scored(passed, len(pairs), "failed" if reason else "ok", reason)
+
+    def _scored(self, passed: int, total: int, status: Status, reason: str) -> CodeResult:
+        share = 1.0 if status == "ok" else passed / total if total and status == "failed" else 0.0
+        score = share if not self.all_or_nothing or status == "ok" else 0.0
+        return CodeResult(score=score, passed=passed, total=total, status=status, reason=reason)
+
+
+def extract_program(response: str) -> str:
+    """The last fenced block of Python (or of no named language) in a response; without any fence, all of it.
+
+    A block that the response does not close reaches to its end.
+    """
+    blocks = [(found[2].lower(), found[3]) for found in _FENCE.finditer(response)]
+    if not blocks:
+        return response
+    return next((text for language, text in reversed(blocks) if language in _PYTHON), "")
+
+
+def _suite(row: int, tests: Any, entry_point: str | None, setup: str | None) -> UnitTests:
+    try:
+        return read_tests(tests, entry_point=entry_point or "", setup=setup or "")
+    except RewardError as error:
+        raise RewardError(f"Code, row {row} of the call: {error}") from error
+
+
+def _text(completion: Any) -> str:
+    """The text of a completion: itself, or what the last of its chat messages says."""
+    if isinstance(completion, str):
+        return completion
+    try:
+        content = completion[-1]["content"]
+    except (TypeError, KeyError, IndexError):
+        raise RewardError(f"Code got a completion {_show(completion)}; give a text or chat messages.") from None
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
