@@ -85,13 +85,10 @@ class Code:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | RowFailure]:
         """A score per row, or a RowFailure with the reason for a program that a limit stopped."""
-        found = self.results(
-            completions,
-            columns[self.tests],
-            entry_points=columns.get(self.entry_point),
-            setups=columns.get(self.setup),
+        found = self._judged(
+            completions, columns[self.tests], *(columns.get(n) for n in (self.entry_point, self.setup))
         )
-        return [RowFailure(result.reason) if result.contained else result.score for result in found]
+        return [_answer(result) for result in found]
 
     def results(
         self,
@@ -105,30 +102,48 @@ class Code:
 
         Errors: RewardError for tests that cannot be read, ConfigError where this machine cannot contain a program.
         """
+        found = self._judged(completions, tests, entry_points, setups)
+        for row, result in enumerate(found):
+            if isinstance(result, RewardError):
+                raise RewardError(f"Code.results, row {row}: {result}") from result
+        return [result for result in found if isinstance(result, CodeResult)]
+
+    def _judged(
+        self, completions: Sequence[Any], tests: Sequence[Any], entry_points: Any, setups: Any
+    ) -> list[CodeResult | RewardError]:
+        """Every row's result, or what is wrong with its tests."""
         rows = len(completions)
-        given = (tests, entry_points or [None] * rows, setups or [None] * rows)
+        given = [tests, *(column if column is not None else [None] * rows for column in (entry_points, setups))]
         if any(len(column) != rows for column in given):
             raise RewardError(f"Code got {rows} completions and {len(tests)} rows of tests; give one per completion.")
-        suites = [_suite(row, *values) for row, values in enumerate(zip(*given))]
         programs = [extract_program(_text(completion)) for completion in completions]
         if not rows:
             return []
         workers = min(rows, self.workers or len(os.sched_getaffinity(0)))
         with Sandbox(self.mechanism) as sandbox, ThreadPoolExecutor(workers, "contained") as threads:
             try:
-                return list(threads.map(self._judge, [sandbox] * rows, programs, suites, given[1]))
+                return list(threads.map(self._row, [sandbox] * rows, programs, *given))
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _judge(self, sandbox: Sandbox, program: str, tests: UnitTests, entry_point: str | None) -> CodeResult:
+    def _row(
+        self, sandbox: Sandbox, program: str, tests: Any, entry_point: str | None, setup: str | None
+    ) -> CodeResult | RewardError:
+        try:
+            read = read_tests(tests, entry_point=entry_point or "", setup=setup or "")
+        except RewardError as error:
+            return error
+        return self._judge(sandbox, program, read, entry_point or "")
+
+    def _judge(self, sandbox: Sandbox, program: str, tests: UnitTests, entry_point: str) -> CodeResult:
         if not program.strip():
             reason = "there is no program in the response"
             return CodeResult(score=0.0, passed=0, total=0, status="failed", reason=reason)
         if tests.calls is None:
             return self._run_pairs(sandbox, program, tests.pairs)
         found = sandbox.judge(
-            program, tests.calls, entry_point=entry_point or "", stop=self.all_or_nothing, limits=self.limits
+            program, tests.calls, entry_point=entry_point, stop=self.all_or_nothing, limits=self.limits
         )
         return self._scored(found.passed, found.total, found.status, found.reason)
 
@@ -164,11 +179,10 @@ def extract_program(response: str) -> str:
     return next((text for language, text in reversed(blocks) if language in _PYTHON), "")
 
 
-def _suite(row: int, tests: Any, entry_point: str | None, setup: str | None) -> UnitTests:
-    try:
-        return read_tests(tests, entry_point=entry_point or "", setup=setup or "")
-    except RewardError as error:
-        raise RewardError(f"Code, row {row} of the call: {error}") from error
+def _answer(result: CodeResult | RewardError) -> float | RowFailure:
+    if isinstance(result, RewardError):
+        return RowFailure(f"could not read its tests: {result}".rstrip("."), result)
+    return RowFailure(result.reason) if result.contained else result.score
 
 
 def _text(completion: Any) -> str:

@@ -11,6 +11,7 @@ import errno
 import json
 import linecache
 import os
+import signal
 import socket
 import sys
 import threading
@@ -54,6 +55,8 @@ def run(job: dict[str, Any], directory: str, limits: dict[str, Any]) -> NoReturn
     """Run the job as this process, to its end."""
     os.environ.update(HOME=directory, TMPDIR=directory, PWD=directory)
     if job["kind"] == "command":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.execvpe(job["command"][0], job["command"], os.environ)
     # A lone surrogate that a program prints is its own business; it must not become an exception here.
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)

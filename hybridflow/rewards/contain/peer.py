@@ -91,7 +91,7 @@ class Peer:
     def _check(self, operation: str, arguments: list[Any]) -> None:
         if self._open_to is None:
             return
-        subject = arguments[0]
+        subject = arguments[0] if arguments else None
         held = operation in _USES and self._ours.get(self._numbers.get(id(subject), -1)) is subject
         named = operation not in ("get", "set") or self._open_to(subject, arguments[1])
         if not (held and named):

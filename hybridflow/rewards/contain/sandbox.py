@@ -25,7 +25,7 @@ from hybridflow.rewards.contain.running import Running, watch
 
 Mechanism = Literal["namespaces", "landlock"]
 _ROOT = str(Path(__file__).resolve().parents[3])
-_MAIN = "import json, sys; c = json.loads(sys.argv[1]); sys.path.insert(0, c['root']); "
+_MAIN = "import json, sys; c = json.loads(sys.argv[1]); sys.path.append(c['root']); "
 _MAIN += "from hybridflow.rewards.contain.zygote import main; main(c)"
 _START_SECONDS = 60.0
 _JUDGE_SECONDS = 5.0  # more than the program has: its end is told first

@@ -98,6 +98,7 @@ def main(config: dict[str, Any]) -> NoReturn:
     while True:
         request, ends, _, _ = socket.recv_fds(connection, 1 << 16, 16)
         if not request:
+            _remove_empty(config["scratch"])
             os._exit(0)
         if os.fork() == 0:
             with _told(ends[1]):
@@ -158,6 +159,8 @@ def _supervise(zygote: Zygote, request: dict[str, Any], ends: Ends, parent: int)
         if not zygote.namespaces:
             _gather(slot)
             shutil.rmtree(directory, ignore_errors=True)
+            if os.getppid() != parent:  # the caller is gone, and cannot do it
+                _remove_empty(zygote.config["scratch"])
     os._exit(0)
 
 
@@ -194,6 +197,12 @@ def _occupied(directory: str) -> int:
                     if entry.is_dir(follow_symlinks=False):
                         stack.append(entry.path)
     return total
+
+
+def _remove_empty(directory: str | None) -> None:
+    if directory is not None:
+        with suppress(OSError):  # another supervisor is not done with it yet, or the caller was faster
+            os.rmdir(directory)
 
 
 def _gather(uid: int | None) -> None:
@@ -254,6 +263,7 @@ def _program(zygote: Zygote, request: dict[str, Any], ends: Ends, directory: str
         job = json.loads(file.read())
     others = 0 if zygote.namespaces or zygote.root else _tasks_of(os.getuid())
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _keep_only([ends.stdin, ends.stdout, ends.stderr, ends.report, *ends.channel])
     os.chdir(directory)
     inside.write_files(job.get("files", {}), slot if not zygote.namespaces else None)
