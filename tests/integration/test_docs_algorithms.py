@@ -76,7 +76,9 @@ def test_the_loop_of_a_page_runs(page: Path, names: Any):
         "hf": hf,
         "tracker": tracker,
         "loader": hf.PromptLoader(task.train, batch_size=ROWS, steps=1, seed=3),
-        "text": hf.TextLoader(task.train, tokenizer=task.model, prompt="prompt", completion="answer", batch_size=ROWS),
+        "text": hf.TextLoader(
+            task.train, tokenizer=task.model, batch_size=ROWS, max_tokens=32, prompt="prompt", completion="answer"
+        ),
         "lagrange": hf.Lagrange(limit=0.25),
     }
     if "dynamic_sampling" in loop(page):
