@@ -243,6 +243,19 @@ def test_tests_that_check_nothing_do_not_pass(code):
     assert [(result.score, result.reason) for result in results] == [(0.0, "the tests check nothing")] * 2
 
 
+def test_tests_that_end_or_hang_by_themselves_do_not_pass():
+    code = Code(limits=Limits(seconds=1, memory_mb=256), workers=2)
+    for tests, status, reason in (
+        ("import os\nassert add(1, 2) == 3\nos._exit(0)", "failed", "its tests: they ended without a verdict"),
+        ("import sys\nassert add(1, 2) == 3\nsys.exit(0)", "failed", "SystemExit"),
+        ("assert add(1, 2) == 3\nwhile True: pass", "timeout", "longer than"),
+        ("assert add(1, 2) == 3\nx = bytearray(10 * 2**30)", "failed", "MemoryError"),
+    ):
+        (result,) = code.results([RIGHT], [tests])
+        assert (result.score, result.status) == (0.0, status), tests
+        assert reason in result.reason
+
+
 def test_the_program_of_a_response():
     assert extract_program("x = 1") == "x = 1"
     assert extract_program("a\n```py\nx = 1\n```\nb\n```\nx = 2\n```\n```json\n{}\n```") == "x = 2\n"

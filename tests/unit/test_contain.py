@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.contain import ContainedResult, Limits, Sandbox, containment, run_contained
 from hybridflow.rewards.contain import sandbox as sandbox_module
 
@@ -91,11 +91,13 @@ def test_ordinary_programs_find_what_they_need(sandbox):
 
 def test_a_command_runs_contained(sandbox):
     result = sandbox.run(
-        ["/bin/sh", "-c", "echo hi; cat in.txt; echo x > /tmp/y"], files={"in.txt": "there\n"}, limits=SEVERAL
+        ["/bin/sh", "-c", "echo hi; cat in.txt; echo x > /tmp/hybridflow-evil-y"],
+        files={"in.txt": "there\n"},
+        limits=SEVERAL,
     )
     assert result.stdout == "hi\nthere\n"
     assert result.status == "failed"  # the last of the commands
-    assert not Path("/tmp/y").exists()
+    assert not Path("/tmp/hybridflow-evil-y").exists()
 
 
 def test_each_run_has_an_empty_directory(sandbox):
@@ -339,3 +341,12 @@ def test_limits_and_files_are_checked():
         for path in ("/etc/x", "../x", "a/../../x"):
             with pytest.raises(ConfigError, match="inside the program's directory"):
                 sandbox.run("", files={path: ""})
+
+
+def test_a_closed_sandbox_says_so():
+    sandbox = Sandbox()
+    sandbox.close()
+    with pytest.raises(RewardError, match="could not be started"):
+        sandbox.run("print(1)")
+    with pytest.raises(RewardError, match="could not be started"):
+        sandbox.judge("", {"source": "assert 1", "setup": ""}, limits=FAST)

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from hybridflow.errors import ConfigError, nearest
+from hybridflow.errors import ConfigError, RewardError, nearest
 from hybridflow.rewards.contain.limits import ContainedResult, Judgement, Limits
 from hybridflow.rewards.contain.running import Running, watch
 
@@ -104,28 +104,16 @@ class Sandbox:
         patient = replace(limits, seconds=limits.seconds + _JUDGE_SECONDS)
         try:
             solving = self._launch({"kind": "serve", "source": program}, limits, "", (there[0], back[1]))
-            judging = self._launch(job, patient, "", (back[0], there[1]))
+            try:
+                judging = self._launch(job, patient, "", (back[0], there[1]))
+            except BaseException:
+                solving.close()
+                raise
         finally:
             for end in (*there, *back):
                 os.close(end)
         watch([judging, solving], together=True)
-        program_ended, tests_ended, verdict = solving.result(), judging.result(), judging.report
-        stopped = (
-            solving.facts["end"] == "stopped" and program_ended.status == "killed"
-        )  # by us: the tests were through
-        passed, total = int(verdict.get("passed", 0)), int(verdict.get("total", 0))
-        if tests_ended.status != "ok" or "passed" not in verdict:
-            passed, reason = 0, f"its tests: {tests_ended.reason or 'they gave no verdict'}"
-            if stopped or not program_ended.contained:
-                return Judgement(passed=0, total=total, status=tests_ended.status, reason=reason)
-        if passed == total and total and tests_ended.status == "ok":
-            return Judgement(passed=passed, total=total, status="ok", reason="")
-        if program_ended.contained and not stopped:
-            return Judgement(passed=passed, total=total, status=program_ended.status, reason=program_ended.reason)
-        reason = str(verdict.get("reason", ""))
-        if verdict.get("ended") and program_ended.returncode is not None:
-            reason = f"exited with code {program_ended.returncode} before the tests were through"
-        return Judgement(passed=passed, total=total, status="failed", reason=reason)
+        return _judgement(solving, judging)
 
     def close(self) -> None:
         """End the zygote, and with it whatever still runs."""
@@ -186,11 +174,32 @@ class Sandbox:
             request = json.dumps({"slot": slot, "limits": settings}).encode()
             with self._lock:
                 socket.send_fds(self._socket, [request], [*ends, *channel])
-        except BaseException:
+        except OSError as error:
             running.close()
-            raise
+            raise RewardError(
+                f"A contained program could not be started: {error}. Its sandbox may be closed."
+            ) from error
         running.started()
         return running
+
+
+def _judgement(solving: Running, judging: Running) -> Judgement:
+    """What the ends of a program and of its tests, and the verdict of the latter, come to."""
+    program, tests, verdict = solving.result(), judging.result(), judging.report
+    passed, total = int(verdict.get("passed", 0)), int(verdict.get("total", 0))
+    judged = tests.status == "ok" and total > 0
+    if judged and passed == total:
+        return Judgement(passed=passed, total=total, status="ok", reason="")
+    through = solving.facts["end"] == "stopped" and program.status == "killed"  # by us, when the tests were through
+    if program.contained and not through:
+        return Judgement(passed=passed, total=total, status=program.status, reason=program.reason)
+    if not judged:
+        reason = f"its tests: {tests.reason or 'they ended without a verdict'}"
+        return Judgement(passed=0, total=0, status=tests.status if tests.contained else "failed", reason=reason)
+    reason = str(verdict.get("reason", ""))
+    if verdict.get("ended") and program.returncode is not None:
+        reason = f"exited with code {program.returncode} before the tests were through"
+    return Judgement(passed=passed, total=total, status="failed", reason=reason)
 
 
 class _UnavailableError(Exception):
