@@ -53,8 +53,8 @@ def compute_advantage(
     batch: BatchRef | Batch,
     estimator: str | Callable[..., Any],
     *,
-    kl_coef: float | FixedKL | AdaptiveKL = 0.0,
-    kl: str = "k1",
+    kl_coef: float | FixedKL | AdaptiveKL | None = None,
+    kl: str | None = None,
     **options: Any,
 ) -> BatchRef:
     """`advantages` and `returns`, ragged [B, R] float32, computed on the helper process (paper, table 4).
@@ -65,9 +65,15 @@ def compute_advantage(
     `f(token_rewards, batch, **options) -> (advantages, returns)`, or -> a mapping of columns with these two; its
     attributes `reads` and `writes` name the other columns.
 
-    `kl_coef` * KL(actor || reference) per token, as estimated by `kl` ("k1", "k2", "k3", "abs"), is taken from the
-    rewards. An `AdaptiveKL`, and a `Lagrange` among the options, keep what they learn from one iteration to the next.
-    Returns at once. Errors: ConfigError, MissingColumnError.
+    `kl_coef` * KL(actor || reference) per token, as estimated by `kl` ("k1", the default, "k2", "k3", "abs"), is taken
+    from the rewards. An `AdaptiveKL`, and a `Lagrange` among the options, keep what they learn from one iteration to
+    the next, in no checkpoint, and learn nothing from a call that fails.
+
+    Estimators over groups write as `returns` the score of the row, its summed reward, at every valid token (verl: the
+    advantages). They leave rows without a valid token out of the statistics of their group (verl and TRL count them).
+
+    Returns at once. Errors: ConfigError (also for `kl` without `kl_coef`), MissingColumnError; where the result is
+    used, BatchError for numbers that are not finite, and when every group has one row.
     """
     session = Session.current()
     if isinstance(batch, Batch):

@@ -6,6 +6,8 @@ Shapes: B rows, R response tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from hybridflow.algorithms.credit import token_rewards
 from hybridflow.algorithms.estimators import ESTIMATORS, Estimator, EstimatorFunction, Options
-from hybridflow.algorithms.kl import FixedKL, KLState, check_kl_kind, kl_estimate, penalise
-from hybridflow.algorithms.typed_columns import token_column
+from hybridflow.algorithms.kl import FixedKL, KLState, check_kl_kind, penalise
+from hybridflow.algorithms.lagrange import LagrangeState
+from hybridflow.algorithms.typed_columns import check_finite, mask_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError, EmptyBatchError, nearest
 from hybridflow.ragged import Ragged
@@ -38,12 +41,17 @@ def find_estimator(estimator: str | EstimatorFunction) -> Estimator:
 
 
 def check_advantage(
-    estimator: str | EstimatorFunction, options: Options, *, kl_coef: Any = 0.0, kl: str = "k1"
+    estimator: str | EstimatorFunction, options: Options, *, kl_coef: Any = None, kl: str | None = None
 ) -> Estimator:
     """Check a call of `compute_advantage` without data. Errors: ConfigError, with the nearest name."""
     found = find_estimator(estimator)
     found.check(options)
-    check_kl_kind(kl)
+    if kl is not None:
+        check_kl_kind(kl)
+        if kl_coef is None:
+            raise ConfigError(
+                f"compute_advantage(kl={kl!r}) without kl_coef takes no penalty: give kl_coef=..., or leave out kl."
+            )
     if _uses_kl(kl_coef) and found.kl == "unused":
         raise ConfigError(
             f"advantage estimator {found.name!r} does not look at the total reward, so a KL penalty in it would be "
@@ -53,7 +61,7 @@ def check_advantage(
 
 
 def advantage_reads(
-    estimator: str | EstimatorFunction, options: Options | None = None, *, kl_coef: Any = 0.0
+    estimator: str | EstimatorFunction, options: Options | None = None, *, kl_coef: Any = None
 ) -> tuple[str, ...] | None:
     """Columns that `compute_advantage` reads (None: every column)."""
     own = find_estimator(estimator).columns_read(options or {})
@@ -62,51 +70,68 @@ def advantage_reads(
     return ("rewards", "response_mask", *own, *(("old_log_probs", "ref_log_probs") if _uses_kl(kl_coef) else ()))
 
 
-def advantage_writes(estimator: str | EstimatorFunction, *, kl_coef: Any = 0.0) -> tuple[str, ...]:
+def advantage_writes(estimator: str | EstimatorFunction, *, kl_coef: Any = None) -> tuple[str, ...]:
     """Columns that `compute_advantage` writes."""
     own = find_estimator(estimator).writes
     return ("advantages", "returns", *own, *(("kl", "kl_coef") if _uses_kl(kl_coef) else ()))
 
 
 def compute_advantage(
-    batch: Batch, estimator: str | EstimatorFunction, *, kl_coef: KLCoef = 0.0, kl: str = "k1", **options: Any
+    batch: Batch,
+    estimator: str | EstimatorFunction,
+    *,
+    kl_coef: KLCoef | None = None,
+    kl: str | None = None,
+    **options: Any,
 ) -> Batch:
     """A batch of `advantages` and `returns`, ragged [B, R] float32, exactly 0 at masked tokens (paper, table 4).
 
     Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards),
-    `response_mask`, what the estimator reads, and with a KL penalty `old_log_probs` and `ref_log_probs`. The
-    penalty `kl_coef` * kl_t (estimated as `kl`) is taken from the reward of every valid token; then `kl` [B] float32
-    (k1, nats per row) and `kl_coef` [B] float32 are written too. A `KLState` gives the coefficient of this batch and
-    then takes in its KL.
+    `response_mask` (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` and
+    `ref_log_probs`. The penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is taken from the reward of every
+    valid token; then `kl` [B] float32 (k1, nats per row) and `kl_coef` [B] float32 are written too. A `KLState` gives
+    the coefficient of this batch and then takes in its KL. Computed in float64, and rounded to float32 at the end.
 
-    Errors: ConfigError for an unknown estimator or option, MissingColumnError, EmptyBatchError, and BatchError when a
-    reward or a result is not finite.
+    Estimators over groups write as `returns` the score of the row, its summed reward, at every valid token (verl: the
+    advantages). They leave rows without a valid token out of the statistics of their group (verl and TRL count them).
+
+    Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`; MissingColumnError;
+    EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an estimator over groups
+    when every group has one row. A state that learns (`KLState`, `LagrangeState`) moves only when the call succeeds.
     """
     found = check_advantage(estimator, options, kl_coef=kl_coef, kl=kl)
     if len(batch) == 0:
         raise EmptyBatchError("compute_advantage was given a batch without rows.")
-    mask = token_column(batch, "response_mask")
+    mask = mask_column(batch)
+    batch = batch.with_columns(response_mask=mask) if batch.peek("response_mask").dtype != mask.dtype else batch  # type: ignore[union-attr]
     rewards = token_rewards(batch.peek("rewards"), mask)
-    kl_rewards, kl_columns = _kl_rewards(batch, mask, kl_coef, kl)
+    kl_rewards, kl_columns = _kl_rewards(batch, mask, kl_coef, kl or "k1")
+    trial = {name: replace(value) if isinstance(value, LagrangeState) else value for name, value in options.items()}
     if found.kl == "split":
-        result = found.function(rewards, batch, kl_rewards, **options)
+        result = found.function(rewards, batch, kl_rewards, **trial)
     else:
-        result = found.function(rewards.with_values(rewards.values + kl_rewards.values), batch, **options)
-    return Batch({**_columns(found, result, mask), **kl_columns})
-
-
-def _kl_rewards(batch: Batch, mask: Ragged, kl_coef: KLCoef, kl: str) -> tuple[Ragged, dict[str, Tensor]]:
-    """-kl_coef * kl_t of every valid token, ragged [B, R] float32 (0 without a penalty), and `kl`, `kl_coef` [B]."""
-    nothing = mask.with_values(torch.zeros(len(mask.values)))
-    if not _uses_kl(kl_coef):
-        return nothing, {}
-    coef = kl_coef if isinstance(kl_coef, int | float) else kl_coef.coef
-    log_probs, reference = token_column(batch, "old_log_probs", mask), token_column(batch, "ref_log_probs", mask)
-    token_kl = kl_estimate(log_probs.values, reference.values, "k1")
-    row_kl = mask.with_values(torch.where(mask.values, token_kl, 0.0)).row_sum()
+        rewards = rewards.with_values(rewards.values + kl_rewards.values)
+        result = found.function(rewards if found.built_in else rewards.to(torch.float32), batch, **trial)
+    out = Batch({**_columns(found, result, mask), **kl_columns})
+    for name, state in trial.items():
+        if isinstance(state, LagrangeState):
+            options[name].log_multiplier = state.log_multiplier
     if isinstance(kl_coef, KLState):
-        kl_coef.update(float(row_kl.mean()), len(batch))
-    columns = {"kl": row_kl, "kl_coef": torch.full((len(batch),), float(coef))}
+        kl_coef.update(float(kl_columns["kl"].mean()), len(batch))
+    return out
+
+
+def _kl_rewards(batch: Batch, mask: Ragged, kl_coef: KLCoef | None, kl: str) -> tuple[Ragged, dict[str, Tensor]]:
+    """-kl_coef * kl_t of every valid token, ragged [B, R] float64 (0 without a penalty), and `kl`, `kl_coef` [B]."""
+    nothing = mask.with_values(torch.zeros(len(mask.values), dtype=torch.float64))
+    if kl_coef is None or not _uses_kl(kl_coef):
+        return nothing, {}
+    coef = float(kl_coef.coef if isinstance(kl_coef, FixedKL | KLState) else kl_coef)
+    log_probs, reference = token_column(batch, "old_log_probs", mask), token_column(batch, "ref_log_probs", mask)
+    for name, column in (("old_log_probs", log_probs), ("ref_log_probs", reference)):
+        check_finite(name, column, mask.values)
+    row_kl = -penalise(nothing, log_probs, reference, mask, 1.0, "k1").row_sum()
+    columns = {"kl": row_kl.to(torch.float32), "kl_coef": torch.full((len(batch),), coef)}
     return penalise(nothing, log_probs, reference, mask, coef, kl), columns
 
 
@@ -142,7 +167,7 @@ def _column(estimator: str, name: str, column: Any, mask: Ragged) -> Tensor | Ra
         row = int(mask.row_index()[at]) if per_token else at
         raise BatchError(
             f"advantage estimator {estimator!r}: {name} of row {row} is {float(flat[at])}. The rewards are finite: "
-            f"look at the other columns that it reads."
+            f"look at what else it reads, and at what it computes."
         )
     return mask.with_values(flat) if per_token else flat
 
@@ -151,7 +176,9 @@ def _uses_kl(kl_coef: Any) -> bool:
     """Errors: ConfigError when it is no coefficient."""
     if isinstance(kl_coef, KLState | FixedKL):
         return isinstance(kl_coef, KLState) or kl_coef.coef > 0
-    if isinstance(kl_coef, bool) or not isinstance(kl_coef, int | float):
+    if kl_coef is None:
+        return False
+    if isinstance(kl_coef, bool) or not isinstance(kl_coef, Real):
         raise ConfigError(
             f"kl_coef={kl_coef!r} is no KL coefficient: give a number, FixedKL(...), or KLState(AdaptiveKL(...)), "
             f"which keeps the coefficient from one iteration to the next."

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.gae import valid_lengths
 from hybridflow.algorithms.totals import Totals
+from hybridflow.algorithms.valid_lengths import valid_lengths
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.ragged import Ragged
 
@@ -44,7 +44,7 @@ class TokenWeights:
         `seq-mean-token-sum`      sum over valid tokens / rows of the mini-batch
         `seq-mean-token-sum-norm` the same / `norm`, a constant such as the most tokens that a response may have (Liu
                                   et al., "Understanding R1-Zero-like training", 2025: Dr. GRPO); without it, the
-                                  longest response of the mini-batch
+                                  longest response of the mini-batch, which changes from one to the next
 
         Rows without a valid token count among the rows (verl leaves them out unless it is given the number of rows).
         Errors: ConfigError for an unknown aggregation, and without `norm` where the longest response is not known.

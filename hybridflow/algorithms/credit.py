@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.gae import valid_lengths
+from hybridflow.algorithms.typed_columns import check_finite
+from hybridflow.algorithms.valid_lengths import valid_lengths
 from hybridflow.columns import Column
 from hybridflow.errors import BatchError
 from hybridflow.ragged import Ragged
@@ -19,8 +20,25 @@ def every_token(per_row: Tensor, mask: Ragged) -> Ragged:
     return mask.with_values(torch.where(mask.values, mask.expand(per_row), 0.0))
 
 
+def row_scores(column: Column, mask: Ragged | None, name: str = "rewards") -> Tensor:
+    """[B] float64: the score of each row, [B] as it is, or token scores ragged [B, R] summed over valid tokens.
+
+    Without a `mask` every token counts. Errors: BatchError, with the `name` of the column, when it has no such shape.
+    """
+    if isinstance(column, Ragged) and column.values.ndim == 1:
+        if mask is None:
+            return column.to(torch.float64).row_sum()
+        if torch.equal(column.offsets, mask.offsets):
+            return mask.with_values(torch.where(mask.values, column.values.to(torch.float64), 0.0)).row_sum()
+    if isinstance(column, Tensor) and column.ndim == 1:
+        return column.to(torch.float64)
+    found = tuple(column.shape) if isinstance(column, Tensor) else column
+    found = "a column of Python objects" if isinstance(column, list) else found
+    raise BatchError(f"{name} {found}: scores must be [rows], or ragged like the response {mask or ''}".rstrip() + ".")
+
+
 def token_rewards(rewards: Column, mask: Ragged, name: str = "rewards") -> Ragged:
-    """Ragged [B, R] float32: token rewards as they are, or [B] rewards at the last valid token of each row.
+    """Ragged [B, R] float64: token rewards as they are, or [B] rewards at the last valid token of each row.
 
     Exactly 0 at masked tokens; a row without valid tokens keeps none, whatever its reward. `name` of the column is for
     messages. Errors: BatchError for a wrong shape or a reward that is not finite, with its row.
@@ -36,12 +54,8 @@ def token_rewards(rewards: Column, mask: Ragged, name: str = "rewards") -> Ragge
             f"like the response."
         )
     counts = valid_lengths(mask)
-    bad = ~torch.isfinite(flat) & (mask.values if per_token else counts > 0)
-    if bool(bad.any()):
-        at = int(bad.nonzero()[0, 0])
-        row = int(mask.row_index()[at]) if per_token else at
-        raise BatchError(f"{name}: row {row} is {float(flat[at])}; {name} must be finite numbers.")
-    flat = flat.to(torch.float32)
+    check_finite(name, rewards, mask.values if per_token else counts > 0)
+    flat = flat.to(torch.float64)
     if per_token:
         return mask.with_values(torch.where(mask.values, flat, 0.0))
     last = mask.values.nonzero()[:, 0][(counts.cumsum(0) - 1)[counts > 0]]

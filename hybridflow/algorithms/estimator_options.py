@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.algorithms.lagrange import Lagrange, LagrangeState
+from hybridflow.algorithms.options import is_number, is_whole
 from hybridflow.errors import ConfigError
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _share(value: Any) -> bool:
-    return _number(value) and 0 <= value <= 1
+    return is_number(value) and 0 <= value <= 1
 
 
 def _switch(value: Any) -> bool:
@@ -28,21 +24,21 @@ def _names(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> bool:
-    return value is None or (isinstance(value, Sequence) and not isinstance(value, str) and all(map(_number, value)))
+    return value is None or (isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_number, value)))
 
 
 def _set_size(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 2)
+    return value is None or (is_whole(value) and value >= 2)
 
 
 def _multiplier(value: Any) -> bool:
-    return isinstance(value, LagrangeState) or (_number(value) and value >= 0)
+    return isinstance(value, LagrangeState) or (is_number(value) and value >= 0)
 
 
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "gamma": (_share, "a number from 0 to 1"),
     "lam": (_share, "a number from 0 to 1"),
-    "eps": (lambda value: _number(value) and value > 0, "a number above 0"),
+    "eps": (lambda value: is_number(value) and value > 0, "a number above 0"),
     "normalize": (_switch, "True or False"),
     "whiten": (_switch, "True or False"),
     "k": (_set_size, "None (the whole group) or a whole number of at least 2"),

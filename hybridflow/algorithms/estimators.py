@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms import whitening
-from hybridflow.algorithms.credit import every_token, token_rewards
+from hybridflow.algorithms.credit import every_token, row_scores, token_rewards
 from hybridflow.algorithms.estimator_options import check_values
-from hybridflow.algorithms.gae import gae, valid_lengths
+from hybridflow.algorithms.gae import gae
 from hybridflow.algorithms.gdpo import gdpo
 from hybridflow.algorithms.gpg import gpg
 from hybridflow.algorithms.group import Groups
@@ -26,20 +26,21 @@ from hybridflow.algorithms.grpo import dr_grpo, grpo
 from hybridflow.algorithms.grpo_passk import grpo_passk
 from hybridflow.algorithms.lagrange import LagrangeState
 from hybridflow.algorithms.opo import opo
-from hybridflow.algorithms.options import check_options
+from hybridflow.algorithms.options import check_options, takes_options_of
 from hybridflow.algorithms.reinforce import reinforce
 from hybridflow.algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from hybridflow.algorithms.remax import remax
 from hybridflow.algorithms.rloo import rloo
 from hybridflow.algorithms.safe_rlhf import safe_rlhf
-from hybridflow.algorithms.typed_columns import row_column, token_column
+from hybridflow.algorithms.typed_columns import check_finite, mask_column, row_column, token_column
+from hybridflow.algorithms.valid_lengths import valid_lengths
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError
 from hybridflow.ragged import Ragged
 
 EstimatorFunction = Callable[..., tuple[Ragged, Ragged] | Mapping[str, Ragged | Tensor]]
 """`estimator(token_rewards, batch, **options) -> (advantages, returns)`, ragged [B, R] like the response, or a mapping
-of columns with these two."""
+of columns with these two. Token rewards are float64 for those of this file, float32 for a user's."""
 
 Options = Mapping[str, Any]
 
@@ -78,83 +79,80 @@ class Estimator:
             check_values(what, options)
 
 
-def _gae(rewards: Ragged, batch: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True):
-    mask = token_column(batch, "response_mask")
-    advantages, returns = gae(rewards, token_column(batch, "values", mask), mask, gamma=gamma, lam=lam)
+@takes_options_of(gae)
+def _gae(rewards: Ragged, batch: Batch, *, whiten: bool = True, **options: Any):
+    mask = mask_column(batch)
+    advantages, returns = gae(rewards, _finite(batch, "values", mask), mask, **options)
     return whitening.whiten(advantages, mask) if whiten else advantages, returns
 
 
-def _safe_rlhf(
-    rewards: Ragged,
-    batch: Batch,
-    kl_rewards: Ragged,
-    *,
-    lagrange: float | LagrangeState,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    whiten: bool = False,
-):
-    mask = token_column(batch, "response_mask")
+@takes_options_of(safe_rlhf, without=("multiplier",))
+def _safe_rlhf(rewards: Ragged, batch: Batch, kl_rewards: Ragged, *, lagrange: float | LagrangeState, **options: Any):
+    mask = mask_column(batch)
     costs = token_rewards(batch.peek("costs"), mask, "costs")
-    counted = _scores(costs)[valid_lengths(mask) > 0]
+    values, cost_values = _finite(batch, "values", mask), _finite(batch, "cost_values", mask)
+    counted = row_scores(costs, mask)[valid_lengths(mask) > 0]
     multiplier = lagrange.update(counted.mean().item()) if isinstance(lagrange, LagrangeState) else float(lagrange)
     half = kl_rewards.values / 2  # the penalty is shared: A would otherwise count it 1 / (1 + lambda) times
     columns = safe_rlhf(
         rewards.with_values(rewards.values + half),
         costs.with_values(costs.values - half),
-        token_column(batch, "values", mask),
-        token_column(batch, "cost_values", mask),
+        values,
+        cost_values,
         mask,
         multiplier=multiplier,
-        gamma=gamma,
-        lam=lam,
-        whiten=whiten,
+        **options,
     )
     return {**columns, "lagrange": torch.full((len(batch),), multiplier)}
 
 
-def _remax(rewards: Ragged, batch: Batch, *, gamma: float = 1.0):
-    return remax(rewards, row_column(batch, "baseline"), token_column(batch, "response_mask"), gamma=gamma)
+@takes_options_of(remax)
+def _remax(rewards: Ragged, batch: Batch, **options: Any):
+    mask, baseline = mask_column(batch), row_column(batch, "baseline")
+    check_finite("baseline", baseline, valid_lengths(mask) > 0)
+    return remax(rewards, baseline, mask, **options)
 
 
-def _reinforce(rewards: Ragged, batch: Batch, *, gamma: float = 1.0, normalize: bool = False):
-    return reinforce(rewards, token_column(batch, "response_mask"), gamma=gamma, normalize=normalize)
+@takes_options_of(reinforce)
+def _reinforce(rewards: Ragged, batch: Batch, **options: Any):
+    return reinforce(rewards, mask_column(batch), **options)
 
 
-def _reinforce_plus_plus(rewards: Ragged, batch: Batch, *, gamma: float = 1.0):
-    return reinforce_plus_plus(rewards, token_column(batch, "response_mask"), gamma=gamma)
+@takes_options_of(reinforce_plus_plus)
+def _reinforce_plus_plus(rewards: Ragged, batch: Batch, **options: Any):
+    return reinforce_plus_plus(rewards, mask_column(batch), **options)
 
 
 def _reinforce_plus_plus_baseline(rewards: Ragged, batch: Batch):
-    mask, scores = token_column(batch, "response_mask"), _scores(rewards)
+    mask = mask_column(batch)
+    scores = row_scores(rewards, mask)
     return reinforce_plus_plus_baseline(scores, _groups(batch), mask), every_token(scores, mask)
 
 
-def _gdpo(
-    rewards: Ragged,
-    batch: Batch,
-    *,
-    components: Sequence[str],
-    weights: Sequence[float] | None = None,
-    eps: float = 1e-6,
-):
-    mask = token_column(batch, "response_mask")
-    scores = [_component(batch, name, mask) for name in components]
-    weights = [1.0] * len(scores) if weights is None else weights
-    return gdpo(scores, _groups(batch), mask, weights=weights, eps=eps), every_token(_scores(rewards), mask)
+@takes_options_of(gdpo)
+def _gdpo(rewards: Ragged, batch: Batch, *, components: Sequence[str], **options: Any):
+    mask = mask_column(batch)
+    scores = [_component(batch, f"rewards/{name}", mask) for name in components]
+    return gdpo(scores, _groups(batch), mask, **options), every_token(row_scores(rewards, mask), mask)
 
 
 def _component(batch: Batch, name: str, mask: Ragged) -> Tensor:
-    """[B] float64: a component's score of each row, token rewards summed over valid tokens."""
-    name = f"rewards/{name}"
-    if not isinstance(batch.peek(name), Ragged):
-        return row_column(batch, name).to(torch.float64)
-    tokens = token_column(batch, name, mask)
-    return _scores(tokens.with_values(torch.where(mask.values, tokens.values, 0.0)))
+    """[B] float64: a component's score of each row, nan where it does not apply to the row."""
+    scores = row_scores(batch.peek(name), mask, name)
+    check_finite(name, scores, valid_lengths(mask) > 0, nan=True)
+    return scores
+
+
+def _finite(batch: Batch, name: str, mask: Ragged) -> Ragged:
+    """A column of one value per response token. Errors: BatchError, with the row, for one that is not finite."""
+    column = token_column(batch, name, mask)
+    check_finite(name, column, mask.values)
+    return column
 
 
 def _opo(rewards: Ragged, batch: Batch):
-    mask, scores = token_column(batch, "response_mask"), _scores(rewards)
+    mask = mask_column(batch)
+    scores = row_scores(rewards, mask)
     return every_token(opo(scores, _groups(batch), valid_lengths(mask)), mask), every_token(scores, mask)
 
 
@@ -163,15 +161,11 @@ def _per_response(function: Callable[..., Tensor]) -> EstimatorFunction:
 
     @functools.wraps(function)  # so that its options are known by its signature
     def estimator(rewards: Ragged, batch: Batch, **options: Any):
-        mask, scores = token_column(batch, "response_mask"), _scores(rewards)
+        mask = mask_column(batch)
+        scores = row_scores(rewards, mask)
         return every_token(function(scores, _groups(batch), **options), mask), every_token(scores, mask)
 
     return estimator
-
-
-def _scores(rewards: Ragged) -> Tensor:
-    """[B] float64: the sum of each row; masked tokens have no reward."""
-    return rewards.to(torch.float64).row_sum()
 
 
 def _groups(batch: Batch) -> Groups:
@@ -185,7 +179,7 @@ def _groups(batch: Batch) -> Groups:
             f"{len(batch)} rows fall into {len(groups.sizes)} groups of one response, which have no other response to "
             f"be compared with. Generate n >= 2 responses per prompt."
         )
-    return groups.only(valid_lengths(token_column(batch, "response_mask")) > 0)
+    return groups.only(valid_lengths(mask_column(batch)) > 0)
 
 
 def _gdpo_reads(options: Options) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.precision import result_dtype
+from hybridflow.algorithms.valid_lengths import valid_lengths
 from hybridflow.ragged import Ragged
 
 
@@ -23,38 +25,29 @@ def gae(
         A_t     = delta_t + gamma * lam * A_{t+1}
         R_t     = A_t + v_t
 
-    `rewards` and `values` ragged [B, R] float32 (or float64), `mask` ragged [B, R] bool.
+    `rewards` and `values` ragged [B, R] of any type of number, `mask` ragged [B, R] bool. Summed in float64; the
+    results are float64 where one of the inputs is, else float32.
     Schulman et al., "High-dimensional continuous control using generalized advantage estimation" (2016), eq. 16.
     """
-    valid = mask.values
-    # Summed in float64: over a row of thousands of tokens float32 loses digits.
+    valid, dtype = mask.values, result_dtype(rewards.dtype, values.dtype)
     reward_V, value_V = rewards.values[valid].to(torch.float64), values.values[valid].to(torch.float64)
-    delta_V = reward_V + gamma * _next_in_row(value_V, mask) - value_V
-    advantage_V = discounted_sum(delta_V, valid_lengths(mask), gamma * lam)
-    advantages, returns = torch.zeros_like(values.values), torch.zeros_like(values.values)
-    advantages[valid] = advantage_V.to(values.dtype)
-    returns[valid] = (advantage_V + value_V).to(values.dtype)
-    return values.with_values(advantages), values.with_values(returns)
+    delta_V = reward_V + float(gamma) * _next_in_row(value_V, mask) - value_V
+    advantage_V = discounted_sum(delta_V, valid_lengths(mask), float(gamma) * float(lam))
+    return _at_valid(advantage_V, mask, dtype), _at_valid(advantage_V + value_V, mask, dtype)
 
 
 def rewards_to_go(rewards: Ragged, mask: Ragged, gamma: float = 1.0) -> Ragged:
-    """Ragged [B, R]: r_t + gamma * r_{t+1} + ... over the valid tokens of each row, exactly 0 at masked tokens."""
-    out = torch.zeros_like(rewards.values)
-    to_go_V = discounted_sum(rewards.values[mask.values].to(torch.float64), valid_lengths(mask), gamma)
-    out[mask.values] = to_go_V.to(rewards.dtype)
-    return rewards.with_values(out)
+    """Ragged [B, R]: r_t + gamma * r_{t+1} + ... over the valid tokens of each row, exactly 0 at masked tokens.
 
-
-def valid_lengths(mask: Ragged) -> Tensor:
-    """[B] int64: valid tokens of each row of `mask` ragged [B, R] bool."""
-    return mask.with_values(mask.values.to(torch.int64)).row_sum()
+    Summed in float64; float64 where the rewards are, else float32.
+    """
+    to_go_V = discounted_sum(rewards.values[mask.values].to(torch.float64), valid_lengths(mask), float(gamma))
+    return _at_valid(to_go_V, mask, result_dtype(rewards.dtype))
 
 
 def discounted_sum(x_V: Tensor, lengths: Tensor, factor: float) -> Tensor:
     """[V]: y_t = x_t + factor * y_{t+1} within each of the rows of `lengths` [B] int64, for all rows at once."""
-    if len(x_V) == 0:
-        return x_V.clone()
-    if factor == 0.0:
+    if len(x_V) == 0 or factor == 0.0:
         return x_V.clone()
     row_V = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     at_V = torch.arange(len(x_V)) - (lengths.cumsum(0) - lengths)[row_V]
@@ -73,3 +66,10 @@ def _next_in_row(x_V: Tensor, mask: Ragged) -> Tensor:
     last = (ends.cumsum(0) - 1)[ends > 0]
     shifted[last] = 0
     return shifted
+
+
+def _at_valid(x_V: Tensor, mask: Ragged, dtype: torch.dtype) -> Ragged:
+    """Ragged [B, R] of the type: the values at valid tokens, exactly 0 at masked ones."""
+    out = x_V.new_zeros(len(mask.values), dtype=dtype)
+    out[mask.values] = x_V.to(dtype)
+    return mask.with_values(out)

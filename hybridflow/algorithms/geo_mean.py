@@ -30,7 +30,9 @@ def geo_mean_terms(
 
     All inputs ragged [B, R] float, `mask` bool; terms [N]. Every valid token of a row has the row's loss, so that
     "seq-mean-token-mean" is the paper's mean over rows. The paper has one advantage per row; where tokens differ, sign
-    and size are those of their mean (verl takes the sign of each token). Ranges are of the log-ratio: 0.4 is
+    and size are those of their mean (verl clips each token by the sign of its own). A `rollout_correction` of level
+    "token" weighs the row's loss at each token, so that the row gets the arithmetic mean of these weights, not their
+    geometric one. Ranges are of the log-ratio: 0.4 is
     (e^-0.4, e^0.4) of the ratio. A token counts as clipped when it gets no gradient because of a clip.
     Zhao et al., "Geometric-mean policy optimization" (2025), arXiv 2507.20673.
     """

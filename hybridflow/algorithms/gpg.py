@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.group import Groups
+from hybridflow.algorithms.precision import result_dtype
 
 
 def gpg(scores: Tensor, groups: Groups) -> Tensor:
@@ -16,4 +17,4 @@ def gpg(scores: Tensor, groups: Groups) -> Tensor:
     Chu et al., "GPG: a simple and strong reinforcement learning baseline for model reasoning" (2025).
     """
     differing = groups.differs(scores).sum()
-    return (groups.centred(scores) * groups.counts.sum() / differing.clamp(min=1)).to(scores.dtype)
+    return (groups.centred(scores) * groups.counts.sum() / differing.clamp(min=1)).to(result_dtype(scores.dtype))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.gae import discounted_sum
 from hybridflow.algorithms.group import Groups
+from hybridflow.algorithms.precision import result_dtype
 
 
 def grpo_passk(
@@ -39,7 +40,7 @@ def grpo_passk(
     share_V = torch.where(below_V >= drawn_V, (_log_binom(below_V, drawn_V) - _log_binom(n_V - 1, drawn_V)).exp(), 0.0)
     out = torch.zeros_like(scores, dtype=torch.float64)
     out[rows_V] = discounted_sum(lead_V * share_V, groups.sizes, 1.0)
-    return (out / (groups.std(scores) + eps) if normalize else out).to(scores.dtype)
+    return (out / (groups.std(scores) + eps) if normalize else out).to(result_dtype(scores.dtype))
 
 
 def _log_binom(n: Tensor, k: Tensor) -> Tensor:

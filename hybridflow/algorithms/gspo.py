@@ -28,7 +28,8 @@ def gspo_terms(
         loss  = -min(s_t * A_t, clamp(s_t, 1 - clip, 1 + clip_high) * A_t)
 
     All inputs ragged [B, R] float, `mask` bool; terms [N]. Aggregated by "seq-mean-token-mean", with one advantage per
-    row, it is the sequence objective (eq. 5) and has its gradient. Token log-ratios are kept within +-20.
+    row, it is the sequence objective (eq. 5) and has its gradient. The log-ratio of each token is kept
+    within +-20 before the mean; verl leaves them alone and bounds the log of s_t, by 10 from above.
     Zheng et al., "Group sequence policy optimization" (2025), eq. 13 and 14; clip ranges of section 5.1.
     """
     valid = mask.values

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.options import is_number
+from hybridflow.algorithms.precision import result_dtype
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.ragged import Ragged
 
@@ -50,10 +52,12 @@ def penalise(
 ) -> Ragged:
     """Token rewards with the KL penalty: r_t - coef * kl_t, ragged [B, R], exactly 0 at masked tokens.
 
+    Computed in float64; float64 where the rewards are, else float32.
     Ziegler et al., "Fine-tuning language models from human preferences" (2019), eq. 2; InstructGPT (2022), eq. 2.
     """
-    kl = kl_estimate(log_probs.values, ref_log_probs.values, kind)
-    return rewards.with_values(torch.where(mask.values, rewards.values - coef * kl, 0.0).to(rewards.dtype))
+    kl = kl_estimate(log_probs.values.to(torch.float64), ref_log_probs.values.to(torch.float64), kind)
+    penalised = rewards.values.to(torch.float64) - float(coef) * kl
+    return rewards.with_values(torch.where(mask.values, penalised, 0.0).to(result_dtype(rewards.dtype)))
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class FixedKL:
     coef: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.coef) and self.coef >= 0):
+        if not (is_number(self.coef) and self.coef >= 0):
             raise ConfigError(f"FixedKL(coef={self.coef!r}): must be a finite number of at least 0.")
 
     @property
@@ -81,6 +85,10 @@ class AdaptiveKL:
         e    = clip(measured / target - 1, -0.2, 0.2)
         coef = coef * (1 + e * rows / horizon)
 
+    Measured is the k1 estimate summed over the valid tokens of a row, mean over the rows of the batch (the column
+    `kl`), whatever estimator the penalty itself uses: `target` is in these units. One object is one coefficient, kept
+    from iteration to iteration for as long as the session lives and in no checkpoint: a run that continues starts from
+    `init`, so give it the last figure `kl/coef`.
     Ziegler et al. (2019), section 2.2. Errors: ConfigError when a number is not positive and finite.
     """
 
@@ -90,14 +98,14 @@ class AdaptiveKL:
 
     def __post_init__(self) -> None:
         for name in ("init", "target", "horizon"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(f"AdaptiveKL({name}={getattr(self, name)!r}): must be a finite number above 0.")
+            if not (is_number(value := getattr(self, name)) and value > 0):
+                raise ConfigError(f"AdaptiveKL({name}={value!r}): must be a finite number above 0.")
 
     def next(self, coef: float, measured: float, rows: int) -> float:
         """The coefficient after a batch of `rows` rows whose mean KL per row was `measured`."""
-        error = min(max(measured / self.target - 1.0, -0.2), 0.2)
+        error = min(max(measured / float(self.target) - 1.0, -0.2), 0.2)
         # never below 0, which a batch of more than 5 horizons would reach
-        return coef * max(0.0, 1.0 + error * rows / self.horizon)
+        return coef * max(0.0, 1.0 + error * rows / float(self.horizon))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from hybridflow.algorithms.options import is_number
 from hybridflow.errors import ConfigError
 
 _LOG_STEP = 1.0
@@ -20,9 +21,12 @@ class Lagrange:
 
         log lambda = log lambda + lr * lambda * (mean cost - limit)
 
-    the gradient ascent of lambda * (mean cost - limit) in log lambda, from lambda = `init`, never above `maximum`
-    (None: unbounded). One batch changes lambda by a factor of e at most, which the paper does not say: the step grows
-    with lambda, and otherwise runs away. One object is one multiplier, kept from iteration to iteration.
+    the gradient ascent of lambda * (mean cost - limit) in log lambda, from lambda = `init`, never above `maximum`. Of
+    itself lambda stays between e^-20 and e^20 (2e-9 to 5e8): a higher `maximum` is without effect. One batch changes it
+    by a factor of e at most, which the paper does not say: the step grows with lambda, and otherwise runs away.
+
+    One object is one multiplier, kept from iteration to iteration for as long as the session lives and in no
+    checkpoint: a run that continues starts from `init`, so give it the last figure `lagrange/multiplier`.
 
     Dai et al., "Safe RLHF" (2023), equation 31; their code takes the mean over a window of the last responses, this one
     over the batch.
@@ -37,7 +41,7 @@ class Lagrange:
     def __post_init__(self) -> None:
         for name in ("limit", "init", "lr", *(("maximum",) if self.maximum is not None else ())):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not is_number(value):
                 raise ConfigError(f"Lagrange({name}={value!r}): must be a finite number.")
         if self.init <= 0 or self.lr < 0:
             raise ConfigError(f"Lagrange(init={self.init}, lr={self.lr}): init must be above 0, and lr at least 0.")
@@ -46,7 +50,7 @@ class Lagrange:
 
     def next(self, log_multiplier: float, mean_cost: float) -> float:
         """log lambda after a batch whose mean cost per response was `mean_cost`."""
-        step = self.lr * math.exp(log_multiplier) * (mean_cost - self.limit)
+        step = float(self.lr) * math.exp(log_multiplier) * (mean_cost - float(self.limit))
         moved = log_multiplier + max(-_LOG_STEP, min(step, _LOG_STEP))
         highest = _LOG_BOUND if self.maximum is None else min(_LOG_BOUND, math.log(self.maximum))
         return max(-_LOG_BOUND, min(moved, highest))

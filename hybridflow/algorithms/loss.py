@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregate import TokenWeights, check_aggregation
-from hybridflow.algorithms.options import check_above, check_options
-from hybridflow.algorithms.policy_loss import PER_TOKEN, POLICY_LOSSES, Outputs, PolicyLoss, Share
+from hybridflow.algorithms.aggregate import Aggregation, TokenWeights, check_aggregation
+from hybridflow.algorithms.options import check_above, check_options, takes_options_of
+from hybridflow.algorithms.policy_loss import POLICY_LOSSES, Outputs, PolicyLoss, Share
 from hybridflow.algorithms.pretrain import negative_log_likelihood
 from hybridflow.algorithms.totals import Totals
-from hybridflow.algorithms.typed_columns import response_mask, token_column
+from hybridflow.algorithms.typed_columns import mask_column, response_mask, token_column
 from hybridflow.algorithms.value_loss import value_terms
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError, nearest
@@ -50,7 +50,9 @@ class Loss:
                 token_column(rows, name, token_column(rows, "response_ids"))
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals) -> Share:
-        """Errors: BatchError when a user's loss gives no scalar, or metrics that are none."""
+        """Errors: BatchError when a user's loss gives no scalar, or metrics that are none, and for a wrong mask."""
+        if "response_mask" in rows and token_column(rows, "response_mask").dtype != torch.bool:
+            rows = rows.with_columns(response_mask=mask_column(rows))  # so that a user's loss need not ask
         found = self.function(outputs, rows, totals, **self.options)
         scalar, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not isinstance(metrics, Mapping):
@@ -67,15 +69,20 @@ def policy_loss(loss: str | Callable[..., Any] = "ppo", **options: Any) -> Loss:
     """The actor's loss by name ("ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain"), or a user's.
 
     All but "pretrain" take, beside their own options, `entropy_coef`, `kl_coef` with `kl`, `rollout_correction`,
-    `aggregation` and `norm`. A user's function has one of two forms:
+    `aggregation` and `norm`; "pretrain" takes `coef`, `aggregation` and `norm`. `kl` is "k3" where it is not given, and
+    refused without `kl_coef`. A user's function has one of two forms:
 
     `f(log_probs, old_log_probs, advantages, mask, **options)` gives the loss of each token: a tensor [N], ragged
     [B, R], or `PolicyTerms`. Its first parameter is called log_probs; parameters without a default name what it reads,
-    so it may read less or more (`entropy` of the engine; any column of the batch), all ragged and 0 at masked tokens.
-    It is aggregated, by "token-mean" or its attribute `aggregation`, and takes all the options above.
+    so it may read less or more (`entropy` of the engine; any column of the batch). Columns of floats with one value per
+    response token come ragged [B, R] and 0 at masked tokens; all others, such as [B] or integers, as they are. The
+    loss is aggregated, by "token-mean" or its attribute `aggregation`, and takes all the options above.
 
     `f(outputs, rows, totals, **options)` gives the micro-batch's share of the whole loss, a scalar or (scalar,
     metrics). It may carry attributes `reads` (default: every column) and `outputs` (default: "log_probs").
+
+    Figures: `actor/loss`, `actor/clip_fraction`, `actor/ratio`, `actor/entropy`, `actor/kl_loss`, and `actor/ppo_kl`,
+    the k3 estimate of KL(old policy || new policy) in nats per token (verl's is k1).
 
     Errors: ConfigError for an unknown name or option, with the nearest known one, or an option out of range.
     """
@@ -102,23 +109,30 @@ class _Known(Protocol):
 
     def outputs(self, options: Mapping[str, Any]) -> tuple[str, ...]: ...
 
+    def per_token(self, options: Mapping[str, Any]) -> tuple[str, ...]: ...
+
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals) -> Share: ...
 
 
 @dataclass(frozen=True)
 class PretrainLoss:
-    """The language-model loss of response tokens: PPO-ptx, Safe-RLHF."""
+    """The language-model loss of response tokens: PPO-ptx, Safe-RLHF. `aggregation` where a call names none."""
+
+    aggregation: Aggregation = "token-mean"
 
     def check(self, what: str, options: Mapping[str, Any]) -> None:
         check_options(what, self.__call__, options, _ARGUMENTS)
         check_above(what, options, {"coef": -math.inf, "norm": 0.0}, ("norm",))
-        check_aggregation(options.get("aggregation", "token-mean"), options.get("norm"))
+        check_aggregation(options.get("aggregation") or self.aggregation, options.get("norm"))
 
     def reads(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("response_mask?",)
 
     def outputs(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("log_probs",)
+
+    def per_token(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("response_mask",)
 
     def __call__(
         self,
@@ -127,23 +141,25 @@ class PretrainLoss:
         totals: Totals,
         *,
         coef: float = 1.0,
-        aggregation: str = "token-mean",
+        aggregation: str | None = None,
         norm: float | None = None,
     ) -> Share:
         mask = response_mask(rows)
         token_loss = negative_log_likelihood(outputs["log_probs"].values, mask.values)
-        share = TokenWeights(mask, totals).reduce(token_loss, aggregation, norm)
+        share = TokenWeights(mask, totals).reduce(token_loss, aggregation or self.aggregation, norm)
         return coef * share, {"actor/pretrain_loss": share.detach()}
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The clipped squared error of the critic's values."""
+    """The clipped squared error of the critic's values. `aggregation` where a call names none."""
+
+    aggregation: Aggregation = "token-mean"
 
     def check(self, what: str, options: Mapping[str, Any]) -> None:
         check_options(what, self.__call__, options, _ARGUMENTS)
         check_above(what, options, {"clip": 0.0, "norm": 0.0}, ("clip", "norm"))
-        check_aggregation(options.get("aggregation", "token-mean"), options.get("norm"))
+        check_aggregation(options.get("aggregation") or self.aggregation, options.get("norm"))
 
     def reads(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("values", "returns", "response_mask")
@@ -151,21 +167,25 @@ class ValueLoss:
     def outputs(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("values",)
 
+    def per_token(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.reads(options)
+
+    @takes_options_of(value_terms)
     def __call__(
         self,
         outputs: Outputs,
         rows: Batch,
         totals: Totals,
         *,
-        clip: float | None = 0.2,
-        aggregation: str = "token-mean",
+        aggregation: str | None = None,
         norm: float | None = None,
+        **options: Any,
     ) -> Share:
-        mask = token_column(rows, "response_mask")
+        mask = mask_column(rows)
         weights = TokenWeights(mask, totals)
         old, returns = (token_column(rows, name, mask).values for name in ("values", "returns"))
-        terms = value_terms(outputs["values"].values, old, returns, mask.values, clip=clip)
-        scalar = weights.reduce(terms.loss, aggregation, norm)
+        terms = value_terms(outputs["values"].values, old, returns, mask.values, **options)
+        scalar = weights.reduce(terms.loss, aggregation or self.aggregation, norm)
         return scalar, {
             "critic/loss": scalar.detach(),
             "critic/clip_fraction": weights.mean(terms.clipped),
@@ -188,10 +208,7 @@ def _find(what: str, loss: str | Callable[..., Any], known: Mapping[str, _Known]
 
 
 def _bound(name: str, entry: _Known, options: dict[str, Any]) -> Loss:
-    reads = entry.reads(options)
-    columns = (column.removesuffix("?") for column in reads)
-    per_token = tuple(c for c in columns if c in PER_TOKEN or isinstance(entry, ValueLoss))
-    return Loss(name, entry, options, reads, entry.outputs(options), per_token)
+    return Loss(name, entry, options, entry.reads(options), entry.outputs(options), entry.per_token(options))
 
 
 def _is_per_token(function: Callable[..., Any]) -> bool:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.gae import valid_lengths
-from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.credit import row_scores
+from hybridflow.algorithms.kl import MAX_LOG_RATIO, kl_estimate
 from hybridflow.algorithms.typed_columns import response_mask, token_column
+from hybridflow.algorithms.valid_lengths import valid_lengths
 from hybridflow.algorithms.whitening import masked_moments
 from hybridflow.batch import Batch
-from hybridflow.columns import Column
 from hybridflow.ragged import Ragged
 
 METRIC_COLUMNS = (
@@ -49,8 +49,6 @@ _TOKEN_COLUMNS = (
     "cost_values",
     "cost_returns",
 )
-_LOG_BOUND = 20.0
-"""Log-weights are kept within this, so that one token of probability 0 leaves the figures finite."""
 _SCORES = {"rewards": "reward", "costs": "cost"}
 
 
@@ -63,7 +61,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     """Flat figures of one batch, from whatever columns are there; an empty batch has none.
 
     `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `reward/<name>/mean` of a component
-    over the rows that it applies to; `reward/failed`, the share of rows that could not be graded;
+    over the rows that it applies to; neither counts rows without a valid token or that could not be graded, of which
+    `reward/failed` is the share of all rows;
     `response/length_{mean,max}` in response tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean
     per row, where some are masked); `response/finished` as a fraction; `kl/ref` in nats per valid token (k1) and
     `kl/ref_row` per row; `kl/coef`; `lagrange/multiplier`; `advantage/{mean,std,max,min}` and `return/mean` over valid
@@ -81,11 +80,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     out: dict[str, float] = {}
     mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
     for column, name in _SCORES.items():
-        if column in batch:
-            out |= _row_figures(name, _row_scores(batch.peek(column), mask))
-        out |= _components(batch, column, name, mask)
-        if f"{name}_failure" in batch and isinstance(reasons := batch.peek(f"{name}_failure"), list):
-            out[f"{name}/failed"] = sum(reason is not None for reason in reasons) / len(batch)
+        out |= _score_figures(batch, column, name, mask)
     if "response_ids" in batch:
         out |= _lengths(batch, mask)
     if "finished" in batch:
@@ -101,23 +96,22 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return out
 
 
-def _components(batch: Batch, column: str, name: str, mask: Ragged | None) -> dict[str, float]:
-    """Means of the columns `rewards/<component>`, without rows of nan, to which the component does not apply."""
+def _score_figures(batch: Batch, column: str, name: str, mask: Ragged | None) -> dict[str, float]:
+    """Those of the columns `rewards`, `rewards/<component>` and `reward_failure`, or the same of costs."""
+    counts = torch.ones(len(batch), dtype=torch.bool) if mask is None else valid_lengths(mask) > 0
     out: dict[str, float] = {}
+    if f"{name}_failure" in batch and isinstance(reasons := batch.peek(f"{name}_failure"), list):
+        failed = torch.tensor([reason is not None for reason in reasons])
+        out[f"{name}/failed"] = _dense(failed).mean().item()
+        counts &= ~failed
+    if column in batch and bool(counts.any()):
+        out |= _row_figures(name, row_scores(batch.peek(column), mask, column)[counts])
     for found in batch.columns:
         if found.startswith(f"{column}/"):
-            scores = _row_scores(batch.peek(found), mask)
-            if bool((applies := ~scores.isnan()).any()):
+            scores = row_scores(batch.peek(found), mask, found)
+            if bool((applies := counts & ~scores.isnan()).any()):  # nan: the component does not apply to the row
                 out[f"{name}/{found.removeprefix(f'{column}/')}/mean"] = scores[applies].mean().item()
     return out
-
-
-def _row_scores(scores: Column, mask: Ragged | None) -> Tensor:
-    """[B] float64: per-row scores, token scores summed over valid tokens."""
-    if not isinstance(scores, Ragged):
-        return _dense(scores)
-    kept = scores.values if mask is None else torch.where(mask.values, scores.values, 0.0)
-    return scores.with_values(kept.to(torch.float64)).row_sum()
 
 
 def _row_figures(name: str, scores_B: Tensor) -> dict[str, float]:
@@ -174,7 +168,7 @@ def _mismatch(sampled: Ragged, trained: Ragged, mask: Ragged) -> dict[str, float
     sampled_N, trained_N = sampled.values.to(torch.float64), trained.values.to(torch.float64)
     drift_N = torch.where(mask.values, sampled_N - trained_N, 0.0)
     drift = drift_N[mask.values]
-    weights = (-drift).clamp(-_LOG_BOUND, _LOG_BOUND).exp()
+    weights = (-drift).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     moment = weights.square().mean()
     counts = valid_lengths(mask)
     row_drift = (mask.with_values(drift_N).row_sum() / counts)[counts > 0]
@@ -185,7 +179,7 @@ def _mismatch(sampled: Ragged, trained: Ragged, mask: Ragged) -> dict[str, float
         "rollout/kl_k3": kl_estimate(sampled_N[mask.values], trained_N[mask.values], "k3").mean().item(),
         "rollout/chi2": moment.item() - 1.0,
         "rollout/ess": (weights.mean().square() / moment).item(),
-        "rollout/ppl_ratio": row_drift.clamp(-_LOG_BOUND, _LOG_BOUND).exp().mean().item(),
+        "rollout/ppl_ratio": row_drift.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().mean().item(),
     }
 
 

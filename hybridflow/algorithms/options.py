@@ -6,10 +6,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
-from numbers import Real
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, TypeGuard, TypeVar
 
 from hybridflow.errors import ConfigError, nearest
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_options(what: str, function: Callable[..., object], options: Iterable[str], after: int) -> None:
@@ -46,6 +48,32 @@ def inputs_of(function: Callable[..., object]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in positional and p.default is p.empty)
 
 
+def takes_options_of(pure: Callable[..., object], *, without: Iterable[str] = ()) -> Callable[[_F], _F]:
+    """For a function that hands its `**options` on to `pure`: its signature then shows the keyword-only parameters of
+    `pure` (all but `without`) in their place, so that names and defaults are written down once."""
+
+    def named(function: _F) -> _F:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        hidden = {p.name for p in own} | set(without)
+        theirs = inspect.signature(pure).parameters.values()
+        passed = [p for p in theirs if p.kind is p.KEYWORD_ONLY and p.name not in hidden]
+        function.__signature__ = signature.replace(parameters=[*own, *passed])  # type: ignore[attr-defined]
+        return function
+
+    return named
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number, of Python or numpy; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number, of Python or numpy; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_above(what: str, options: Mapping[str, Any], limits: Mapping[str, float], optional: Iterable[str]) -> None:
     """Errors: ConfigError for an option of `limits` that is no finite number above its limit.
 
@@ -55,8 +83,14 @@ def check_above(what: str, options: Mapping[str, Any], limits: Mapping[str, floa
         value, limit = options[name], limits[name]
         if value is None and name in optional:
             continue
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-        if not (math.isfinite(number) and number > limit):
+        if not (is_number(value) and value > limit):
             above = "" if limit == -math.inf else f" above {limit:g}"
             none = " or None" if name in optional else ""
             raise ConfigError(f"{what}: {name}={value!r} must be a finite number{above}{none}.")
+
+
+def check_not_negative(what: str, options: Mapping[str, Any], *names: str) -> None:
+    """Errors: ConfigError for one of these options that is no finite number of at least 0."""
+    for name in names:
+        if name in options and not (is_number(options[name]) and options[name] >= 0):
+            raise ConfigError(f"{what}: {name}={options[name]!r} must be a finite number of at least 0.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.options import is_whole
 from hybridflow.errors import ConfigError
 
 
@@ -17,7 +18,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, cache: int) -> Tensor:
     Yu et al., "DAPO" (2025), section 3.4, equation 13.
     """
     for name, value in (("max_tokens", max_tokens), ("cache", cache)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value) or value < 1:
             raise ConfigError(f"overlong penalty: {name}={value!r} must be a whole number of at least 1.")
     if cache > max_tokens:
         raise ConfigError(

@@ -20,14 +20,14 @@ from hybridflow.algorithms.cispo import cispo_terms
 from hybridflow.algorithms.geo_mean import geo_mean_terms
 from hybridflow.algorithms.gspo import gspo_terms
 from hybridflow.algorithms.kl import check_kl_kind, kl_estimate
-from hybridflow.algorithms.options import check_above, check_names, inputs_of, options_of
+from hybridflow.algorithms.options import check_above, check_names, check_not_negative, inputs_of, options_of
 from hybridflow.algorithms.policy_gradient import policy_gradient_terms
 from hybridflow.algorithms.policy_terms import PolicyTerms, log_ratio, policy_kl
 from hybridflow.algorithms.ppo import ppo_terms
 from hybridflow.algorithms.rollout_correction import RolloutCorrection
 from hybridflow.algorithms.sapo import sapo_terms
 from hybridflow.algorithms.totals import Totals
-from hybridflow.algorithms.typed_columns import token_column
+from hybridflow.algorithms.typed_columns import mask_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError
 from hybridflow.ragged import Ragged
@@ -39,7 +39,7 @@ Columns = Callable[[str], Any]
 PER_TOKEN = ("old_log_probs", "advantages", "response_mask", "ref_log_probs", "log_probs")
 _FROM_ENGINE = ("log_probs", "entropy")
 _LIMITS = {"clip": 0.0, "clip_high": 0.0, "dual_clip": 1.0, "tau_pos": 0.0, "tau_neg": 0.0}
-_SHARED_LIMITS = {"norm": 0.0, "entropy_coef": -math.inf, "kl_coef": -math.inf}
+_SHARED_LIMITS = {"norm": 0.0, "entropy_coef": -math.inf}
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class PolicyLoss:
     """A loss per token with what all policy losses share; a `LossFunction` once its options are bound.
 
     `terms` is called with the columns that `inputs` names ("log_probs" and "entropy" are the engine's, "mask" is the
-    response_mask), each exactly 0 at masked tokens: ragged [B, R], or where it is `flat`, as tensors [N]. It returns
-    `PolicyTerms` or the loss [N] alone. `aggregation` is used where a call names none.
+    response_mask): those of floats per token are 0 at masked ones, and ragged [B, R], or where it is `flat` tensors
+    [N]; others come as they are. It returns `PolicyTerms` or the loss [N] alone. `aggregation` is used where a call
+    names none.
     """
 
     terms: Callable[..., PolicyTerms | Tensor | Ragged]
@@ -74,7 +75,11 @@ class PolicyLoss:
             check_above(what, options, _LIMITS, unset)
         check_above(what, options, _SHARED_LIMITS, ("norm",))
         check_aggregation(options.get("aggregation") or self.aggregation, options.get("norm"))
-        check_kl_kind(options.get("kl", "k3"))
+        check_not_negative(what, options, "kl_coef")
+        if (kl := options.get("kl")) is not None:
+            check_kl_kind(kl)
+            if "kl_coef" not in options:
+                raise ConfigError(f"{what}: kl={kl!r} without kl_coef adds no KL: give kl_coef=..., or leave out kl.")
         _ = RolloutCorrection.of(options.get("rollout_correction"))
 
     def reads(self, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -92,6 +97,10 @@ class PolicyLoss:
         entropy = "entropy" in self.inputs or options.get("entropy_coef", 0.0) != 0.0
         return ("log_probs", "entropy") if entropy else ("log_probs",)
 
+    def per_token(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of the columns read that are known to have one value per response token."""
+        return tuple(name for name in self.reads(options) if name in PER_TOKEN)
+
     def __call__(
         self,
         outputs: Outputs,
@@ -100,7 +109,7 @@ class PolicyLoss:
         *,
         entropy_coef: float = 0.0,
         kl_coef: float = 0.0,
-        kl: str = "k3",
+        kl: str | None = None,
         rollout_correction: RolloutCorrection | str | None = None,
         aggregation: str | None = None,
         norm: float | None = None,
@@ -110,7 +119,7 @@ class PolicyLoss:
 
         A rollout correction weighs the loss of the policy alone. All three are reduced by the same aggregation.
         """
-        mask = token_column(rows, "response_mask")
+        mask = mask_column(rows)
         weights, columns = TokenWeights(mask, totals), _masked(outputs, rows, mask)
         terms = self._terms([columns(name) for name in self.inputs], mask, options)
         token_loss, metrics = terms.loss, self._figures(terms, columns, weights)
@@ -128,7 +137,7 @@ class PolicyLoss:
             token_loss = token_loss - entropy_coef * entropy
             metrics["actor/entropy"] = weights.mean(entropy)
         if kl_coef != 0.0:
-            divergence = kl_estimate(columns("log_probs").values, columns("ref_log_probs").values, kl)
+            divergence = kl_estimate(columns("log_probs").values, columns("ref_log_probs").values, kl or "k3")
             token_loss = token_loss + kl_coef * divergence
             metrics["actor/kl_loss"] = weights.mean(divergence)
         scalar = weights.reduce(token_loss, aggregation or self.aggregation, norm)
@@ -174,7 +183,7 @@ SHARED_OPTIONS = frozenset(
 
 
 def _masked(outputs: Outputs, rows: Batch, mask: Ragged) -> Columns:
-    """Inputs by name, 0 at masked tokens: what stands there must not reach the loss, nor its gradient."""
+    """Inputs by name, floats per token 0 at masked ones: what stands there must not reach the loss or its gradient."""
 
     def column(name: str) -> Any:
         if name == "mask":

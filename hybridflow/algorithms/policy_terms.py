@@ -15,7 +15,8 @@ from hybridflow.algorithms.kl import MAX_LOG_RATIO, kl_estimate
 
 class PolicyTerms(NamedTuple):
     """Per token: `loss` [N] differentiable; `clipped` [N] 0/1, None where the loss has no clip; `kl` [N] (k3, old
-    policy to new one), None where it is not known."""
+    policy to new one), None where it is not known. Means of them are the figures `actor/clip_fraction` and
+    `actor/ppo_kl`, of which the latter is k1, mean(old_log_probs - log_probs), in verl."""
 
     loss: Tensor
     clipped: Tensor | None = None

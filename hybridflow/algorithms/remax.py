@@ -16,5 +16,5 @@ def remax(rewards: Ragged, baseline: Tensor, mask: Ragged, *, gamma: float = 1.0
     Li et al., "ReMax" (2023), algorithm 1.
     """
     returns = rewards_to_go(rewards, mask, gamma)
-    advantages = returns.values - returns.expand(baseline.to(returns.dtype))
-    return returns.with_values(torch.where(mask.values, advantages, 0.0)), returns
+    advantages = returns.values.to(torch.float64) - returns.expand(baseline.to(torch.float64))
+    return returns.with_values(torch.where(mask.values, advantages, 0.0).to(returns.dtype)), returns

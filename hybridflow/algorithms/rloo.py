@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.group import Groups
+from hybridflow.algorithms.precision import result_dtype
 
 
 def rloo(scores: Tensor, groups: Groups) -> Tensor:
@@ -15,4 +16,4 @@ def rloo(scores: Tensor, groups: Groups) -> Tensor:
     Ahmadian et al., "Back to basics: revisiting REINFORCE-style optimization" (2024), section 3.2.
     """
     size = groups.size
-    return (groups.centred(scores) * size / (size - 1).clamp(min=1)).to(scores.dtype)
+    return (groups.centred(scores) * size / (size - 1).clamp(min=1)).to(result_dtype(scores.dtype))

@@ -41,7 +41,7 @@ class RolloutCorrection:
     `mode="truncate"`: min(w, high), and at least `low` where that is given. `mode="reject"`: w, and 0 outside
     [low, high]; `low` is 1 / high where it is not given. Log-weights are kept within +-20. Denominators of the loss do
     not change when tokens are rejected, so that it does not depend on how the batch was split (verl leaves rejected
-    tokens out of them).
+    tokens out of them). Losses that are one number per row ("geo_mean") get the arithmetic mean of token weights.
     Truncation: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); rejection
     of tokens: Ling team, "IcePop" (2025); of sequences: Liu et al., "When speed kills stability" (2025).
     Errors: ConfigError for an unknown level or mode, and for limits with nothing between them.

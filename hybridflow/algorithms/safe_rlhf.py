@@ -35,6 +35,7 @@ def safe_rlhf(
     cost_advantages, cost_returns = gae(costs, cost_values, mask, gamma=gamma, lam=lam)
     if whiten:
         advantages, cost_advantages = whitening.whiten(advantages, mask), whitening.whiten(cost_advantages, mask)
+    multiplier = float(multiplier)
     weighed = (advantages.values - multiplier * cost_advantages.values) / (1.0 + multiplier)
     return {
         "advantages": advantages.with_values(weighed),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.gae import valid_lengths
+from hybridflow.algorithms.valid_lengths import valid_lengths
 from hybridflow.ragged import Ragged
 
 

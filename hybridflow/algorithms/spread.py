@@ -1,6 +1,6 @@
 """Which groups of responses differ in their scores: only those can teach a group-relative algorithm something.
 
-Shapes: B rows.
+Shapes: B rows, G groups.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.credit import row_scores
+from hybridflow.algorithms.group import Groups
 from hybridflow.algorithms.typed_columns import response_mask, row_column
+from hybridflow.algorithms.valid_lengths import valid_lengths
 from hybridflow.batch import Batch
-from hybridflow.ragged import Ragged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +37,15 @@ def group_spread(scores: Tensor, group_id: Tensor, counts: Tensor) -> Spread:
     counts. The paper keeps groups with some, but not all answers right; with other rewards than 0 and 1 that is a
     group with two different scores.
     """
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(group_id.tolist()):
-        members.setdefault(group, []).append(row)
+    groups = Groups.of(group_id, counts)
+    differs_G = torch.zeros(len(groups.sizes), dtype=torch.bool)
+    differs_G[groups.number[groups.differs(scores)]] = True
+    members_G = groups.number.argsort(stable=True).split(groups.number.bincount(minlength=len(differs_G)).tolist())
     kept: list[list[int]] = []
     flat: list[list[int]] = []
-    for rows in members.values():
-        found = scores[rows][counts[rows]]
-        (kept if len(found) and bool(found.max() > found.min()) else flat).append(rows)
-    return Spread(kept=kept, flat=flat, total=float(scores[counts].sum()), rows=int(counts.sum()))
+    for rows, differs in zip(members_G, differs_G.tolist(), strict=True):
+        (kept if differs else flat).append(rows.tolist())
+    return Spread(kept=sorted(kept), flat=sorted(flat), total=float(scores[counts].sum()), rows=int(counts.sum()))
 
 
 def batch_spread(batch: Batch, by: str) -> Spread:
@@ -52,15 +54,9 @@ def batch_spread(batch: Batch, by: str) -> Spread:
     A row without a valid token or with a score of NaN (a reward that does not apply to it) does not count.
     Errors: BatchError when `by` or `group_id` is no column of numbers.
     """
-    masked = "response_mask" in batch
-    mask = response_mask(batch) if masked else None
-    column = batch.peek(by)
-    if isinstance(column, Ragged):
-        values = column.values if mask is None else torch.where(mask.values, column.values, 0.0)
-        scores = column.with_values(values.double()).row_sum()
-    else:
-        scores = row_column(batch, by).double()
+    mask = response_mask(batch) if "response_mask" in batch else None
+    scores = row_scores(batch.peek(by), mask, by)
     counts = ~scores.isnan()
     if mask is not None:
-        counts &= mask.with_values(mask.values.long()).row_sum() > 0
+        counts &= valid_lengths(mask) > 0
     return group_spread(scores, row_column(batch, "group_id"), counts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.precision import result_dtype
 from hybridflow.ragged import Ragged
 
 
@@ -23,14 +24,13 @@ def masked_moments(values_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (valid - mean).square().sum() / max(len(valid) - 1, 1)
 
 
-def whiten(values: Ragged, mask: Ragged, *, shift_mean: bool = True, eps: float = 1e-8) -> Ragged:
+def whiten(values: Ragged, mask: Ragged, *, eps: float = 1e-8) -> Ragged:
     """Ragged [B, R]: (x - mean) / sqrt(var + eps) over all valid tokens; exactly 0 at masked ones.
 
-    With `shift_mean=False` the mean is added back. `mask` ragged [B, R] bool. The variance has Bessel's correction, so
-    this is `masked_whiten` of TRL and verl, which however refuse a single token, that is 0 here, and leave values at
-    masked ones; `whiten` of Ziegler et al. (2019) has the population variance.
+    `mask` ragged [B, R] bool. Computed in float64; float64 where the values are, else float32. The variance has
+    Bessel's correction, so this is `masked_whiten` of TRL and verl, which however refuse a single token, that is 0
+    here, and leave values at masked ones; `whiten` of Ziegler et al. (2019) has the population variance.
     """
     mean, variance = masked_moments(values.values, mask.values)
-    white = (values.values - mean) * torch.rsqrt(variance + eps)
-    white = white if shift_mean else white + mean
-    return values.with_values(torch.where(mask.values, white, 0.0).to(values.dtype))
+    white = (values.values.to(torch.float64) - mean) * torch.rsqrt(variance + eps)
+    return values.with_values(torch.where(mask.values, white, 0.0).to(result_dtype(values.dtype)))

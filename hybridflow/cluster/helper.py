@@ -35,8 +35,8 @@ class Helper:
         self,
         batch: Batch,
         estimator: str | Callable,
-        kl_coef: float | FixedKL | KLState,
-        kl: str,
+        kl_coef: float | FixedKL | KLState | None,
+        kl: str | None,
         options: dict[str, Any],
         states: dict[str, str],
     ) -> Batch:

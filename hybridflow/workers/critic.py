@@ -34,20 +34,19 @@ class Signal:
             return found
         reads = None if found.reads is None else tuple(self._own(name) for name in found.reads)
         per_token = tuple(self._own(name) for name in found.per_token)
-        return replace(found, function=self._renaming(found.function), reads=reads, per_token=per_token)
+        return replace(found, function=self._renaming(found), options={}, reads=reads, per_token=per_token)
 
     def _own(self, read: str) -> str:
         name = read.removesuffix("?")
         return self.columns.get(name, name) + read[len(name) :]
 
-    def _renaming(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` with this signal's columns under the names that it knows, and its figures under ours."""
+    def _renaming(self, loss: Loss) -> Callable[..., Any]:
+        """`loss` with this signal's columns under the names that it knows, and its figures under ours."""
 
-        def of_signal(outputs: Any, rows: Batch, totals: Any, **options: Any) -> Any:
+        def of_signal(outputs: Any, rows: Batch, totals: Any) -> Any:
             known = {own: name for name, own in self.columns.items() if own in rows}
-            scalar, metrics = function(
-                outputs, rows.without(*(n for n in known.values() if n in rows)).rename(known), totals, **options
-            )
+            hidden = [name for name in known.values() if name in rows]
+            scalar, metrics = loss(outputs, rows.without(*hidden).rename(known), totals)
             return scalar, {_moved(name, "critic/", f"{self.figures}/"): value for name, value in metrics.items()}
 
         return of_signal

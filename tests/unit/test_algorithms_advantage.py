@@ -16,7 +16,7 @@ from hybridflow.algorithms.metrics import METRIC_COLUMNS, batch_metrics
 from hybridflow.algorithms.totals import Totals
 from hybridflow.algorithms.whitening import whiten
 from hybridflow.batch import Batch
-from hybridflow.errors import BatchError, ConfigError, EmptyBatchError, MissingColumnError
+from hybridflow.errors import BatchError, ConfigError, EmptyBatchError
 from hybridflow.ragged import Ragged
 
 
@@ -75,22 +75,6 @@ def test_gae_with_kl_penalty_and_whitening_is_its_parts():
     assert tuple(out.columns) == advantage_writes("gae", kl_coef=0.1)
 
 
-@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "remax", "reinforce"])
-def test_every_estimator_reads_what_it_says_and_is_zero_where_masked(name):
-    batch = rollout()
-    reads = advantage_reads(name, kl_coef=0.1)
-    assert reads is not None
-    out = compute_advantage(batch.select(*reads), name, kl_coef=0.1)
-    masked = ~batch["response_mask"].values
-    for column in ("advantages", "returns"):
-        assert out[column].dtype == torch.float32
-        assert torch.all(out[column].values[masked] == 0)
-        assert torch.any(out[column].values != 0)
-    for missing in reads:
-        with pytest.raises(MissingColumnError, match=missing):
-            compute_advantage(batch.select(*reads).without(missing), name, kl_coef=0.1)
-
-
 def test_token_rewards_are_taken_as_they_are():
     batch = rollout()
     tokens = batch["response_mask"].map(lambda m: torch.arange(len(m), dtype=torch.float32))
@@ -114,6 +98,11 @@ def test_an_adaptive_coefficient_is_used_and_then_updated():
     assert fixed["advantages"].equal(out["advantages"])
 
 
+def types_seen(rewards: Ragged, batch: Batch):
+    assert (rewards.dtype, batch["response_mask"].dtype) == (torch.float32, torch.bool)
+    return rewards, rewards
+
+
 def test_a_users_estimator():
     def centred(rewards: Ragged, batch: Batch, *, scale: float = 1.0):
         scores = rewards.row_sum()
@@ -121,6 +110,9 @@ def test_a_users_estimator():
         return spread, spread
 
     assert advantage_reads(centred) is None
+    numbers = rollout().with_columns(response_mask=rollout()["response_mask"].to(torch.int64))
+    whole = compute_advantage(rollout(), types_seen)
+    assert compute_advantage(numbers, types_seen)["advantages"].equal(whole["advantages"])
     assert len(compute_advantage(rollout(), centred, scale=2.0)["advantages"]) == 12
     with pytest.raises(ConfigError, match="Did you mean 'scale'"):
         compute_advantage(rollout(), centred, scal=2.0)
@@ -139,6 +131,10 @@ def test_wrong_names_are_found_without_data():
         check_advantage("gae", {}, kl_coef=-0.1)
     with pytest.raises(ConfigError, match="KL estimator 'k9'"):
         check_advantage("gae", {}, kl="k9")
+    with pytest.raises(ConfigError, match=r"kl='k3'. without kl_coef"):
+        check_advantage("gae", {}, kl="k3")
+    for nothing in (0.0, 0, FixedKL(0.0)):  # said so
+        check_advantage("gae", {}, kl="k3", kl_coef=nothing)
 
 
 def test_bad_rewards_are_refused():
@@ -172,58 +168,6 @@ def trained(seed: int = 0) -> tuple[Batch, dict[str, Ragged]]:
 
 def totals(batch: Batch) -> Totals:
     return Totals(float(batch["response_mask"].values.sum()), float(len(batch)))
-
-
-def gradients(loss, batch: Batch, outputs: dict[str, Ragged], cuts: list[int]):
-    """The loss, its metrics and gradients with the mini-batch cut into micro-batches at `cuts`."""
-    leaves = {name: outputs[name].values.clone().requires_grad_(True) for name in loss.outputs}
-    value, metrics = 0.0, {}
-    for start, stop in zip([0, *cuts], [*cuts, len(batch)]):
-        micro = {name: outputs[name].with_values(leaf).slice(start, stop) for name, leaf in leaves.items()}
-        reads = [name.removesuffix("?") for name in loss.reads]
-        share, parts = loss(micro, batch[start:stop].select(*reads), totals(batch))
-        share.backward()
-        value += float(share.detach())
-        metrics = {name: metrics.get(name, 0.0) + float(part) for name, part in parts.items()}
-    return value, metrics, {name: leaf.grad for name, leaf in leaves.items()}
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (policy_loss, {"loss": "ppo", "entropy_coef": 0.01, "kl_coef": 0.1}),
-        (policy_loss, {"loss": "pretrain"}),
-        (value_loss, {"loss": "value", "clip": 0.1}),
-    ],
-)
-def test_loss_metrics_and_gradients_do_not_depend_on_the_split(make, options, aggregation):
-    batch, outputs = trained()
-    loss = make(aggregation=aggregation, **options)
-    whole = gradients(loss, batch, outputs, [])
-    for cuts in ([1], [4, 9], [3, 3, 12], list(range(1, 13))):
-        parts = gradients(loss, batch, outputs, cuts)
-        assert parts[0] == pytest.approx(whole[0], rel=1e-5)
-        assert parts[1] == pytest.approx(whole[1], rel=1e-4, abs=1e-6)
-        for name, grad in whole[2].items():
-            torch.testing.assert_close(parts[2][name], grad, rtol=1e-5, atol=1e-7)
-            assert torch.all(grad[~batch["response_mask"].values] == 0)
-            assert torch.any(grad != 0)
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_aggregations_are_what_they_are_called(aggregation):
-    batch, outputs = trained()
-    value, metrics, _ = gradients(policy_loss("pretrain", aggregation=aggregation), batch, outputs, [])
-    mask = batch["response_mask"]
-    rows = [outputs["log_probs"].row(i)[mask.row(i)].neg() for i in range(len(batch))]
-    expected = {
-        "token-mean": torch.cat(rows).mean(),
-        "seq-mean-token-mean": torch.stack([r.mean() if len(r) else torch.tensor(0.0) for r in rows]).mean(),
-        "seq-mean-token-sum": torch.stack([r.sum() for r in rows]).mean(),
-    }[aggregation]
-    assert value == pytest.approx(float(expected), rel=1e-5)
-    assert metrics["actor/pretrain_loss"] == pytest.approx(value)
 
 
 def test_pretraining_needs_no_mask():
@@ -269,7 +213,8 @@ def test_batch_metrics():
     figures = batch_metrics(batch)
     valid = batch["response_mask"].values
     drift = (batch["log_probs"].values - batch["old_log_probs"].values)[valid].abs()
-    assert figures["reward/mean"] == pytest.approx(float(batch["rewards"].mean()))
+    counts = torch.stack([mask.any() for mask in batch["response_mask"].rows()])
+    assert figures["reward/mean"] == pytest.approx(float(batch["rewards"][counts].mean()))
     assert figures["response/length_max"] == float(batch["response_ids"].lengths.max())
     assert figures["response/tokens"] == len(batch["response_ids"].values)
     assert figures["actor/rollout_log_prob_diff"] == pytest.approx(float(drift.mean()), rel=1e-5)

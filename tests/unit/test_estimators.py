@@ -40,10 +40,12 @@ def batches(draw, garbage: float = math.nan) -> Batch:
         draw(st.lists(st.lists(st.booleans(), max_size=7), min_size=rows, max_size=rows)), dtype=torch.bool
     )
     groups = draw(st.lists(st.sampled_from([11, 3, 7, 400]), min_size=rows - 1, max_size=rows - 1))
-    return make(mask, [*groups, groups[0]], draw(st.integers(0, 9999)), garbage)
+    spread = draw(st.sampled_from([None, 1.0, 1e-4]))
+    return make(mask, [*groups, groups[0]], draw(st.integers(0, 9999)), garbage, spread)
 
 
-def make(mask: Ragged, groups: list[int], seed: int, garbage: float = math.nan) -> Batch:
+def make(mask: Ragged, groups: list[int], seed: int, garbage: float = math.nan, spread: float | None = None) -> Batch:
+    """Scores are a few numbers, many of them equal, or with a `spread` all different and far from 0."""
     rng = np.random.default_rng(seed)
     rows, tokens = len(mask), len(mask.values)
     columns: dict[str, Any] = {"response_mask": mask, "group_id": torch.tensor(groups)}
@@ -51,7 +53,8 @@ def make(mask: Ragged, groups: list[int], seed: int, garbage: float = math.nan) 
         values = torch.tensor(rng.normal(size=tokens), dtype=torch.float32)
         columns[name] = mask.with_values(torch.where(mask.values, values, garbage))
     for name in ("rewards", "costs", "baseline", "rewards/a", "rewards/b"):
-        columns[name] = torch.tensor(rng.choice(SCORES, rows), dtype=torch.float32)
+        scores = rng.choice(SCORES, rows) if spread is None else 100 + spread * rng.normal(size=rows)
+        columns[name] = torch.tensor(scores, dtype=torch.float32)
     columns["rewards/b"][torch.tensor(rng.random(rows) < 0.3)] = math.nan  # does not apply
     return Batch(columns)
 
@@ -322,6 +325,10 @@ def test_an_estimator_reads_what_it_says_and_nothing_at_masked_tokens(name):
         assert torch.any(out[column].values != 0)
         assert torch.all(out[column].values[~mask.values] == 0)
         assert again[column].equal(out[column])
+    for dtype in (torch.int64, torch.float32, torch.uint8):  # 0 and 1 are a mask as well
+        numbers = other.select(*reads).with_columns(response_mask=mask.to(dtype))
+        found = compute_advantage(numbers, name, kl_coef=kl_coef, **options)
+        assert all(found[column].equal(out[column]) for column in ("advantages", "returns"))
     for missing in reads:
         with pytest.raises(MissingColumnError, match=missing):
             compute_advantage(other.select(*reads).without(missing), name, kl_coef=kl_coef, **options)
@@ -358,6 +365,8 @@ def test_pure_functions_on_known_groups():
     np.testing.assert_allclose(rloo(scores, groups), [0.5, -1.0, 0.0, -1.0, 0.5, 1.0], atol=1e-12)
     weights = torch.tensor([3, 1, 2, 1, 4, 1])
     np.testing.assert_allclose(opo(scores, groups, weights)[[0, 3, 4]], np.array([1, 0, 1]) - 7 / 8, atol=1e-12)
+    alone = Groups.of(torch.arange(3))
+    assert torch.equal(opo(torch.tensor([0.1, 0.7, 100.3]), alone, torch.tensor([3, 7, 49])), torch.zeros(3))
     assert torch.equal(grpo(torch.ones(4), Groups.of(torch.tensor([0, 0, 1, 1]))), torch.zeros(4))
     assert grpo(scores.to(torch.float32), groups).dtype == torch.float32
 
@@ -425,7 +434,36 @@ def test_what_a_users_estimator_returns_is_checked(result, message):
 def test_values_that_are_not_finite_are_found():
     batch = make(Ragged.from_rows([[True], [True]], dtype=torch.bool), [1, 1], 0)
     broken = batch.with_columns(values=Ragged.from_rows([[0.0], [math.nan]]))
-    with pytest.raises(BatchError, match=r"of row 1 is nan.*other columns"):
+    with pytest.raises(BatchError, match="values: row 1 is nan"):
         compute_advantage(broken, "gae", whiten=False)
-    with pytest.raises(BatchError, match="costs: row 0 is inf"):
-        compute_advantage(batch.with_columns(costs=torch.tensor([math.inf, 0.0])), "safe_rlhf", lagrange=1.0)
+    for column, name, options in (
+        ("costs", "safe_rlhf", {"lagrange": 1.0}),
+        ("baseline", "remax", {}),
+        ("rewards/a", "gdpo", {"components": ("b", "a")}),
+    ):
+        with pytest.raises(BatchError, match=f"{column}: row 1 is -inf"):
+            compute_advantage(batch.with_columns(**{column: torch.tensor([0.0, -math.inf])}), name, **options)
+    for column in ("old_log_probs", "ref_log_probs"):
+        with pytest.raises(BatchError, match=f"{column}: row 1 is nan"):
+            compute_advantage(batch.with_columns(**{column: broken["values"]}), "rloo", kl_coef=0.1)
+
+
+@pytest.mark.parametrize("odd", [0.5, 2.0, -1.0, math.nan])
+def test_a_mask_is_true_or_false(odd):
+    batch = make(Ragged.from_rows([[True], [True, True]], dtype=torch.bool), [1, 1], 0)
+    mask = Ragged.from_rows([[1.0], [0.0, odd]])
+    with pytest.raises(BatchError, match=f"response_mask: row 1 has {odd}; .* True and False, or 1 and 0"):
+        compute_advantage(batch.with_columns(response_mask=mask), "grpo")
+
+
+def test_options_may_be_numbers_of_numpy():
+    batch = make(Ragged.from_rows([[True, True]] * 4, dtype=torch.bool), [1, 1, 1, 1], 2)
+    for name, options, plain in (
+        ("gae", {"gamma": np.float32(0.5), "lam": np.float64(1), "kl_coef": np.float32(0.25)}, {"gamma": 0.5}),
+        ("grpo_passk", {"k": np.int64(2), "eps": np.float32(0.125)}, {"k": 2, "eps": 0.125}),
+        ("safe_rlhf", {"lagrange": np.int32(2)}, {"lagrange": 2.0}),
+        ("gdpo", {"components": ("a",), "weights": [np.float32(2)]}, {"components": ("a",), "weights": [2.0]}),
+    ):
+        plain |= {"lam": 1.0, "kl_coef": 0.25} if name == "gae" else {}
+        found, expected = (compute_advantage(batch, name, **given) for given in (options, plain))
+        assert found["advantages"].equal(expected["advantages"])

@@ -18,7 +18,7 @@ from hybridflow.algorithms.overlong import overlong_penalty
 from hybridflow.batch import Batch
 from hybridflow.cluster.helper import Helper
 from hybridflow.columns import Objects
-from hybridflow.errors import ConfigError
+from hybridflow.errors import BatchError, ConfigError, MissingColumnError
 from hybridflow.ragged import Ragged
 
 quick = settings(max_examples=60, deadline=None)
@@ -70,6 +70,7 @@ def test_wrong_multipliers_are_refused():
         ({"limit": 0.0, "lr": -0.1}, "at least 0"),
         ({"limit": 0.0, "maximum": 0.5}, "at least init"),
         ({"limit": "0"}, "finite number"),
+        ({"limit": 0.0, "lr": True}, "lr=True"),
     ):
         with pytest.raises(ConfigError, match=message):
             Lagrange(**options)
@@ -90,6 +91,34 @@ def test_a_batch_is_weighed_with_the_multiplier_after_its_own_update():
     weighed = [(0.9 - expected * cost) / (1 + expected) for cost in (1.1, 0.1, 1.1)]
     assert out["advantages"].values[0::2].tolist() == pytest.approx([*weighed, 0.0])
     assert batch_metrics(out)["lagrange/multiplier"] == pytest.approx(expected)
+
+
+def nan_like(values: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(values, math.nan)
+
+
+def test_what_is_learned_stays_when_the_call_fails():
+    batch = rollout([1.0, 1.0, 0.0])
+    lagrange, kl = LagrangeState(Lagrange(limit=0.0)), KLState(AdaptiveKL(init=0.5, target=0.1, horizon=10))
+    for column in ("values", "cost_values", "costs", "rewards", "ref_log_probs"):
+        found = batch[column]
+        broken = found.map(nan_like) if isinstance(found, Ragged) else nan_like(found)
+        with pytest.raises(BatchError, match=f"^{column}: row 0 is nan"):
+            compute_advantage(batch.with_columns(**{column: broken}), "safe_rlhf", lagrange=lagrange, kl_coef=kl)
+    for missing in ("values", "cost_values"):
+        with pytest.raises(MissingColumnError):
+            compute_advantage(batch.without(missing), "safe_rlhf", lagrange=lagrange, kl_coef=kl)
+
+    def fails(rewards, batch, *, lagrange):
+        lagrange.update(5.0)
+        return rewards.map(lambda r: r / 0), rewards
+
+    with pytest.raises(BatchError, match="of row 0"):
+        compute_advantage(batch, fails, lagrange=lagrange, kl_coef=kl)
+    assert (lagrange.multiplier, kl.coef) == (1.0, 0.5)
+    compute_advantage(batch, "safe_rlhf", lagrange=lagrange, kl_coef=kl)
+    assert lagrange.multiplier > 1.0
+    assert kl.coef > 0.5
 
 
 def test_the_helper_keeps_each_state_under_its_name():
@@ -127,6 +156,7 @@ def test_the_overlong_penalty(lengths, max_tokens, cache):
 
 
 def test_wrong_overlong_penalties_are_refused():
+    assert overlong_penalty(torch.tensor([9]), np.int64(10), np.int32(2)).tolist() == [-0.5]
     for max_tokens, cache in ((10, 0), (10, 11), (0, 1), (10, 2.5), (True, 1)):
         with pytest.raises(ConfigError, match="overlong penalty"):
             overlong_penalty(torch.tensor([1]), max_tokens, cache)
@@ -135,24 +165,35 @@ def test_wrong_overlong_penalties_are_refused():
 def test_figures_of_components_costs_and_failures():
     batch = Batch(
         {
-            "rewards": torch.tensor([1.0, 3.0]),
-            "costs": torch.tensor([0.0, 1.0]),
-            "rewards/math": torch.tensor([1.0, math.nan]),
-            "rewards/never": torch.tensor([math.nan, math.nan]),
-            "costs/rude": torch.tensor([0.5, 1.0]),
-            "reward_failure": Objects([None, "took longer than 5 s"]),
-            "cost_failure": Objects([None, None]),
-            "ground_truth": ["a", "b"],
+            "rewards": torch.tensor([1.0, 3.0, 0.0]),
+            "costs": torch.tensor([0.0, 1.0, 2.0]),
+            "rewards/math": torch.tensor([1.0, math.nan, 0.0]),
+            "rewards/never": torch.tensor([math.nan] * 3),
+            "costs/rude": torch.tensor([0.5, 1.0, 0.0]),
+            "reward_failure": Objects([None, None, "took longer than 5 s"]),
+            "cost_failure": Objects([None, None, None]),
+            "ground_truth": ["a", "b", "c"],
         }
     )
     figures = batch_metrics(batch)
     assert figures["reward/std"] == pytest.approx(math.sqrt(2))
     assert figures["reward/math/mean"] == 1.0
-    assert figures["cost/rude/mean"] == 0.75
-    assert (figures["reward/failed"], figures["cost/failed"]) == (0.5, 0.0)
+    assert (figures["reward/mean"], figures["reward/min"]) == (2.0, 1.0)
+    assert (figures["cost/mean"], figures["cost/rude/mean"]) == (1.0, 0.5)
+    assert figures["reward/failed"] == pytest.approx(1 / 3)
+    assert figures["cost/failed"] == 0.0
     assert "reward/never/mean" not in figures
     assert metric_columns(batch.columns) == batch.columns[:-1]
     assert batch_metrics(batch[0:1])["reward/std"] == 0.0
+    assert "reward/mean" not in batch_metrics(batch[2:])
+
+
+def test_rows_without_a_valid_token_are_no_part_of_the_mean_reward():
+    mask = Ragged.from_rows([[1, 1], [0, 0], [1], []])  # numbers in the place of True and False
+    token_costs = Ragged.from_rows([[1.0, 2.0], [math.nan, 9.0], [4.0], []])
+    rewards = torch.tensor([1.0, math.nan, 2.0, math.inf])
+    figures = batch_metrics(Batch({"response_mask": mask, "rewards": rewards, "costs": token_costs}))
+    assert (figures["reward/mean"], figures["reward/max"], figures["cost/mean"]) == (1.5, 2.0, 3.5)
 
 
 @quick
