@@ -15,9 +15,10 @@ import torch
 
 from hybridflow.algorithms.typed_columns import row_column, token_column
 from hybridflow.batch import Batch
+from hybridflow.data.messages import check_messages, plain_messages
 from hybridflow.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from hybridflow.engines.checkpoint import Checkpoint
-from hybridflow.errors import CheckpointError, ConfigError, RewardError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, nearest
 from hybridflow.ragged import Ragged
 
 Template = Literal["auto", "plain", "chat"]
@@ -155,14 +156,19 @@ class Retokenizer:
                 f"row {row}: the prompt is chat messages and the reward model cannot read them: {why}. Leave the "
                 f"column 'prompt' out to have prompt_ids decoded, or use a model and template that can."
             )
-        if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        if not isinstance(messages, list):
             raise RewardError(f"row {row}: the prompt is {type(messages).__name__}, neither text nor chat messages.")
-        last = messages[-1] if messages else {}
-        if last.get("role") == "assistant" and isinstance(last.get("content"), str):
-            messages, response = messages[:-1], last["content"] + response  # it goes on with what the prompt began
-        messages = [*messages, {"role": "assistant", "content": response}]
         try:
-            return self.own.raw.apply_chat_template(messages, tokenize=False)
+            check_messages(f"row {row}", "prompt", messages)
+        except PromptError as error:
+            raise RewardError(str(error)) from None
+        turns = plain_messages(messages)
+        if turns[-1]["role"] == "assistant":  # the response goes on with what the prompt began
+            turns[-1]["content"] += response
+        else:
+            turns.append({"role": "assistant", "content": response})
+        try:
+            return self.own.raw.apply_chat_template(turns, tokenize=False)
         except Exception as error:  # templates are programs of the model's author: whatever one raises has its row
             raise RewardError(f"row {row}: the reward model's chat template refuses the messages: {error}.") from error
 

@@ -127,7 +127,9 @@ def test_chat_goes_through_the_models_own_template(on, policy, classifier, chatt
     rows = make_rows(4)
     said, asked = texts(rows, "response"), texts(rows, "prompt")
     messages: list[Any] = [[{"role": "user", "content": text}] for text in asked[:2]]
-    messages += [[{"role": "user", "content": asked[2]}, {"role": "assistant", "content": "so "}], asked[3]]
+    parts = [{"type": "text", "text": "so"}, {"type": "text", "text": " "}]
+    messages[1][0]["content"] = [{"type": "text", "text": asked[1]}]
+    messages += [[{"role": "user", "content": asked[2]}, {"role": "assistant", "content": parts}], asked[3]]
     expected = [f"user {asked[i]} assistant {said[i]} " for i in range(2)]
     expected += [f"user {asked[2]} assistant so {said[2]} ", asked[3] + said[3]]
     mixed = rows.with_columns(prompt=messages)
@@ -149,7 +151,8 @@ def test_rows_that_the_reward_model_cannot_read(on, settle, policy, other, chatt
         (plain, long, r"row 102 has \d\d tokens in the reward model's tokenizer, its context is 64"),
         (plain, rows.with_columns(prompt=["", "a", "b", "c"], response=["", "x", "y", "z"]), "row 100 is empty text"),
         (plain, rows.with_columns(prompt=[*"abc", [{"role": "user", "content": "d"}]]), "row 103.*no chat template"),
-        (chat, rows.with_columns(prompt=[*"abc", ["d"]]), "row 103: .* neither text nor chat messages"),
+        (chat, rows.with_columns(prompt=[*"abc", ["d"]]), "row 103: column 'prompt', message 0 is a str; it needs"),
+        (chat, rows.with_columns(prompt=[*"abc", 3]), "row 103: the prompt is int, neither text nor chat messages"),
     ]
     for group, batch, says in cases:
         with pytest.raises(errors.RewardError, match=says):
