@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from hybridflow.cluster.session import Session
 from hybridflow.data.drawing import check_sizes
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.texts import TextSource
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import PromptError
 
 
@@ -26,11 +25,14 @@ class PromptLoader:
     checks all of them, and again for each that is drawn.
 
     Batches have `row_id` [B] int64, `prompt` and the further columns as objects, and `prompt_ids` (ragged int64) when a
-    `tokenizer` (a checkpoint directory or hub name) is given; otherwise the actor tokenises. With `max_prompt_tokens`
-    longer prompts are left out: `filtered` says how many. `workers` processes map and tokenise ahead.
+    `tokenizer` (a checkpoint directory, hub name, or tokenizer of transformers) is given; otherwise the actor
+    tokenises. Messages that end with one of the assistant are continued, else a turn of the assistant is opened. With
+    `max_prompt_tokens` longer prompts are left out: `filtered` says how many. `workers` processes map and tokenise
+    ahead.
 
     The order follows from `seed`; `state()` and `load_state` continue a run exactly where it was, also in the middle of
-    an epoch and with another number of `workers`.
+    an epoch and with another number of `workers`. A state knows the prompts in their order and the names of the
+    columns: values of further columns may have been corrected meanwhile.
 
     Errors: PromptError naming file, row and column; ConfigError for settings; when iterating, WorkerError of a call
     that failed.
@@ -44,7 +46,7 @@ class PromptLoader:
         steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+        tokenizer: TokenizerLike | None = None,
         prompt: str = "prompt",
         split: str | None = None,
         name: str | None = None,
@@ -114,7 +116,7 @@ class TextLoader:
         self,
         texts: Any,
         *,
-        tokenizer: str | os.PathLike[str] | Tokenizer,
+        tokenizer: TokenizerLike,
         batch_size: int,
         max_tokens: int,
         text: str | None = None,

@@ -82,6 +82,8 @@ class Drawing:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Errors: ConfigError when the state is no state, or one of other rows, another batch size, seed or order."""
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"the saved state is a {type(state).__name__}: give what state() has given.")
         drawn = state.get("drawn")
         if type(drawn) is not int or drawn < 0:
             raise ConfigError(f"the saved state has drawn={drawn!r}, which is no number of batches.")
@@ -173,8 +175,8 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def check_sizes(**sizes: int | None) -> None:
-    """Errors: ConfigError for one that is neither None nor a whole number of at least 1."""
+def check_sizes(least: int = 1, /, **sizes: int) -> None:
+    """Errors: ConfigError for one that is no whole number of at least `least`."""
     for name, value in sizes.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from hybridflow.data.messages import check_prompt
 from hybridflow.data.order import Draw
 from hybridflow.data.records import Record
 from hybridflow.data.sources import open_records
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, PromptError, nearest
 from hybridflow.ragged import Ragged
 
@@ -42,7 +41,9 @@ class Prompts:
 
     Arguments are those of `PromptLoader`. All records are looked through once, none is kept: `map` is called again for
     each that is drawn. `filtered` is how many have more than `max_prompt_tokens` tokens and are left out,
-    `fingerprint` a hash of the others' prompts in their order. Errors: PromptError naming file, row and column.
+    `fingerprint` a hash of the others' prompts in their order (not of further columns: reading all of a table would
+    take long, and a corrected answer changes no order), `columns` the names in every record as it is drawn.
+    Errors: PromptError naming file, row and column.
     """
 
     def __init__(
@@ -56,16 +57,17 @@ class Prompts:
         tokenizer: Tokenizer | None = None,
         max_prompt_tokens: int | None = None,
     ) -> None:
-        check_sizes(max_prompt_tokens=max_prompt_tokens)
-        if max_prompt_tokens is not None and tokenizer is None:
-            raise ConfigError(f"max_prompt_tokens={max_prompt_tokens} counts tokens: give tokenizer= as well.")
+        if max_prompt_tokens is not None:
+            check_sizes(max_prompt_tokens=max_prompt_tokens)
+            if tokenizer is None:
+                raise ConfigError(f"max_prompt_tokens={max_prompt_tokens} counts tokens: give tokenizer= as well.")
         self.prompt, self.map = prompt, map
         self.records = open_records(source, split=split, name=name)
         # a table's rows have the same columns, so only the prompts have to be looked at one by one
         self._uniform = map is None and self.records.columns is not None
-        self.columns: frozenset[str] | None = None  # of every record, once the first one is known
+        self._columns: frozenset[str] | None = None  # of every record, once the first one is known
         if self._uniform:
-            self.columns = frozenset(self.records.columns or ())
+            self._columns = frozenset(self.records.columns or ())
             self._check_columns(self.records.where, self.records.columns or ())
         self._look_through(tokenizer, max_prompt_tokens)
 
@@ -75,6 +77,10 @@ class Prompts:
     def __getitem__(self, index: int) -> Record:
         at = self._at(index)
         return self._prepared(at, self.records[at])
+
+    @property
+    def columns(self) -> list[str]:
+        return sorted("prompt" if column == self.prompt else column for column in self._columns or ())
 
     def place(self, index: int) -> str:
         """Where prompt `index` stands: file and line, or row."""
@@ -127,14 +133,14 @@ class Prompts:
     def _prepared(self, row: int, raw: Any) -> Record:
         """The record as it is drawn, with its prompt in the column `prompt`. Errors: PromptError."""
         record = dict(raw) if self._uniform else self._mapped(row, raw)
-        if self.columns is None:
-            self.columns = frozenset(record)
-        if not self._uniform and record.keys() != self.columns:
-            differing = min(map(str, record.keys() ^ self.columns))
-            owner, place = self.records.place(0), self.records.place(row)
+        if self._columns is None:
+            self._columns = frozenset(record)
+        if not self._uniform and record.keys() != self._columns:
+            differing = min(map(str, record.keys() ^ self._columns))
+            first, place = self.records.place(0), self.records.place(row)
+            has, other = ("a", "has none") if differing in record else ("no", "has one")
             raise PromptError(
-                f"{place}: only {place if differing in record else owner} has the column {differing!r}; every record "
-                f"needs the same columns."
+                f"{place} has {has} column {differing!r}, {first} {other}; every record needs the same columns."
             )
         check_prompt(self.records.place(row), self.prompt, record[self.prompt])
         if self.prompt != "prompt":
@@ -204,7 +210,7 @@ class PromptSource:
         steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+        tokenizer: TokenizerLike | None = None,
         prompt: str = "prompt",
         split: str | None = None,
         name: str | None = None,
@@ -212,9 +218,12 @@ class PromptSource:
         max_prompt_tokens: int | None = None,
         workers: int = 0,
     ) -> None:
-        check_sizes(batch_size=batch_size, steps=steps, workers=workers or None)
+        check_sizes(batch_size=batch_size)
+        check_sizes(0, workers=workers)
+        if steps is not None:
+            check_sizes(steps=steps)
         self.steps = steps
-        self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
+        self._tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self.prompts = Prompts(
             prompts,
             prompt=prompt,
@@ -231,7 +240,7 @@ class PromptSource:
             seed=seed,
             shuffle=shuffle,
             workers=workers,
-            of={"prompts": len(self.prompts), "fingerprint": self.prompts.fingerprint},
+            of={"prompts": len(self.prompts), "fingerprint": self.prompts.fingerprint, "columns": self.prompts.columns},
         )
 
     @property
@@ -260,7 +269,7 @@ class PromptSource:
         return self._drawing.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Errors: ConfigError when the state is of other prompts, another batch size or seed."""
+        """Errors: ConfigError when the state is of other prompts or columns, another batch size, seed or order."""
         self._drawing.load_state(state)
 
 

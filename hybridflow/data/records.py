@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
-import os
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,11 +72,7 @@ class ParquetRecords:
 
         self.where, self._files, tables = where, files, [_read_parquet(file) for file in files]
         for file, table in zip(files, tables, strict=True):
-            if differing := set(table.column_names) ^ set(tables[0].column_names):
-                owner = file if differing & set(table.column_names) else files[0]
-                raise PromptError(
-                    f"{file}: only {owner} has the column {min(differing)!r}; all files need the same columns."
-                )
+            _check_columns(file, table.column_names, files[0], tables[0].column_names)
         try:
             joined = pyarrow.concat_tables(tables, promote_options="permissive")
         except pyarrow.ArrowException as error:
@@ -175,18 +172,40 @@ def _read_parquet(file: Path) -> pyarrow.Table:
         raise PromptError(f"{file} is not a Parquet file that can be read: {error}.") from None
 
 
+def _check_columns(file: Path, names: Sequence[str], first: Path, firsts: Sequence[str]) -> None:
+    """Refuse a file with two columns of one name, or with other columns than the first file."""
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise PromptError(f"{file} has more than one column {twice[0]!r}; each needs a name of its own.")
+    if differing := set(names) ^ set(firsts):
+        has, other = ("a", "has none") if min(differing) in names else ("no", "has one")
+        raise PromptError(
+            f"{file} has {has} column {min(differing)!r}, {first} {other}; all files need the same columns."
+        )
+
+
 def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Number and value of each line that is not blank."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{os.fspath(path)} is not a JSONL text file: {error}.") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                found = f"{error.msg} at character {error.colno}"
-                raise PromptError(f"{path}, line {number} is not JSON: {found}.") from None
-            except RecursionError:
-                raise PromptError(f"{path}, line {number} is nested too deeply.") from None
+        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error}.") from None
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            found = f"0x{line[error.start]:02x} at byte {error.start + 1}"
+            raise PromptError(f"{where} is not UTF-8 text: {found}. Give a JSONL or Parquet file.") from None
+        if text.strip():
+            yield number, _parse(where, text)
+
+
+def _parse(where: str, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where} is not JSON: {error.msg} at character {error.colno}.") from None
+    except ValueError as error:  # Python bounds the digits of whole numbers
+        raise PromptError(f"{where} has a number that cannot be read: {str(error).split(';')[0]}.") from None
+    except RecursionError:
+        raise PromptError(f"{where} is nested too deeply.") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from hybridflow.data.drawing import Drawing, State, check_sizes
 from hybridflow.data.messages import check_prompt, check_text
 from hybridflow.data.order import Draw
 from hybridflow.data.sources import open_records
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, PromptError
 from hybridflow.ragged import Ragged
 
@@ -36,7 +35,7 @@ class TextSource:
         self,
         texts: Any,
         *,
-        tokenizer: str | os.PathLike[str] | Tokenizer,
+        tokenizer: TokenizerLike,
         batch_size: int,
         max_tokens: int,
         text: str | None = None,
@@ -48,7 +47,8 @@ class TextSource:
         shuffle: bool = True,
         workers: int = 0,
     ) -> None:
-        check_sizes(batch_size=batch_size, max_tokens=max_tokens, workers=workers or None)
+        check_sizes(batch_size=batch_size, max_tokens=max_tokens)
+        check_sizes(0, workers=workers)
         if max_tokens < 2:
             raise ConfigError(f"max_tokens={max_tokens}: a row has at least two tokens, one of which is predicted.")
         if (prompt is None) != (completion is None) or (prompt is not None and text is not None):
@@ -56,7 +56,7 @@ class TextSource:
                 f"text={text!r}, prompt={prompt!r}, completion={completion!r}: name one column with text=, or two with "
                 f"prompt= and completion=."
             )
-        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
+        loaded = as_tokenizer(tokenizer)
         records = open_records(texts, split=split, name=name, what="texts")
         if prompt is None or completion is None:
             self._rows: Texts | Pairs = Texts(records, text or "text", loaded, max_tokens)

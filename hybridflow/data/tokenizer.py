@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridflow.data.messages import check_messages, plain_messages
-from hybridflow.errors import CheckpointError, PromptError
+from hybridflow.errors import CheckpointError, ConfigError, PromptError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenizerLike: TypeAlias = "str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase"
+"""What `as_tokenizer` takes."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -26,8 +32,9 @@ class Tokenizer:
     def encode(self, prompts: Sequence[Any], places: Sequence[str] | None = None) -> list[list[int]]:
         """Token ids of texts (with the tokenizer's own special tokens) or of chat messages (by its chat template).
 
-        `places` name the prompts in errors. Errors: PromptError for anything else, for messages without a chat
-        template, and for messages that the template refuses.
+        The template opens the turn that is to be generated; messages that end with one of the assistant are left
+        open behind it, to be continued. `places` name the prompts in errors. Errors: PromptError for anything else,
+        for messages without a chat template, and for messages that the template refuses or nothing can follow.
         """
         out: list[list[int]] = []
         names = places or [f"prompt {row}" for row in range(len(prompts))]
@@ -49,8 +56,13 @@ class Tokenizer:
         if self.raw.chat_template is None:
             raise PromptError(f"{place} is a list of messages and the tokenizer has no chat template.")
         check_messages(place, "prompt", prompt)
+        begun = prompt[-1]["role"] == "assistant"
+        if begun and prompt[-1].get("tool_calls"):
+            raise PromptError(f"{place} ends with a call of a tool, which only the tool can answer. Add its message.")
         try:
-            return self.raw.apply_chat_template(plain_messages(prompt), tokenize=False, add_generation_prompt=True)
+            return self.raw.apply_chat_template(
+                plain_messages(prompt), tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+            )
         except Exception as error:  # the template is a program of the checkpoint, which may raise what it likes
             raise PromptError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
 
@@ -61,6 +73,24 @@ class Tokenizer:
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Texts without special tokens."""
         return self.raw.batch_decode(rows, skip_special_tokens=True) if len(rows) else []
+
+
+def as_tokenizer(given: TokenizerLike) -> Tokenizer:
+    """The tokenizer that is meant: of a directory or hub name, a tokenizer of transformers, or a `Tokenizer` as it is.
+
+    Errors: ConfigError for anything else, CheckpointError as `load_tokenizer`.
+    """
+    if isinstance(given, Tokenizer):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return load_tokenizer(given)
+    library = sys.modules.get("transformers")  # whoever has one of its tokenizers has imported it
+    if library is not None and isinstance(given, library.PreTrainedTokenizerBase):
+        return Tokenizer(given)
+    raise ConfigError(
+        f"tokenizer= is a {type(given).__name__}: give a checkpoint directory, a name on the Hugging Face Hub, or a "
+        f"tokenizer of transformers."
+    )
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import normalizers
 
 from hybridflow.data.prompts import PromptSource, read_prompts
-from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, PromptError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -46,8 +47,16 @@ def test_prompts_from_a_file_keep_their_columns(tmp_path):
         ('{"prompt": "a"}\n{"prompt": ""}', r"line 2: column 'prompt' is empty"),
         ('{"prompt": 3}', r"column 'prompt' is a int"),
         ('{"prompt": "a\\ud800"}', r"line 1: column 'prompt' has half of a surrogate pair at character 1"),
-        ('{"prompt": "a", "x": 1}\n{"prompt": "b"}', r"line 2: only .*line 1 has the column 'x'"),
-        ('{"prompt": "a"}\n{"prompt": "b", "x": 1}', r"line 2: only .*line 2 has the column 'x'"),
+        (
+            '{"prompt": "a", "x": 1}\n{"prompt": "b"}',
+            r"line 2 has no column 'x', .*line 1 has one; every record",
+        ),
+        (
+            '{"prompt": "a"}\n{"prompt": "b", "x": 1}',
+            r"line 2 has a column 'x', .*line 1 has none; every record",
+        ),
+        ('{"prompt": "a", "x": 1}\n' * 2 + '{"prompt": "c"}', r"line 3 has no column 'x', .*line 1 has one"),
+        ('{"prompt": "a"}\n{"prompt": "b", "x": ' + "9" * 5000 + "}", r"line 2 has a number that cannot be .*\(4300"),
         ('{"prompt": "a", "row_id": 1}', r"column 'row_id' is written by hybridflow"),
         ('{"prompt": "a", "rewards": 1}', r"column 'rewards' is written by hybridflow. Rename it"),
         ('{"prompt": "a", "lagrange": 1}', r"column 'lagrange' is written by hybridflow"),
@@ -66,9 +75,14 @@ def test_bad_sources_are_refused(tmp_path):
         read_prompts(tmp_path / "none.jsonl")
     with pytest.raises(PromptError, match=r"is a directory without \.parquet or \.jsonl files"):
         read_prompts(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(PromptError, match="not a JSONL text file"):
-        read_prompts(tmp_path / "binary")
+    for number, bad in ((1, b"\xff\xfe\x00\x80"), (3, b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "\xe9"}\n')):
+        (tmp_path / "binary").write_bytes(bad)
+        with pytest.raises(
+            PromptError, match=rf"binary, line {number} is not UTF-8 text: 0x(ff at byte 1|e9 at byte 13)"
+        ):
+            read_prompts(tmp_path / "binary")
+    (tmp_path / "marked").write_bytes(b'\xef\xbb\xbf{"prompt": "\xe2\x80\xa8"}\r\n\xc2\xa0\n')
+    assert read_prompts(tmp_path / "marked") == [{"prompt": "\u2028"}]
     with pytest.raises(PromptError, match="record 1 has no column 'prompt'"):
         read_prompts([{"prompt": "a"}, {"promt": "b"}])
     with pytest.raises(PromptError, match="the list of prompts has no prompts"):
@@ -76,9 +90,12 @@ def test_bad_sources_are_refused(tmp_path):
     for odd in (None, 3, {"prompt": "a"}):
         with pytest.raises(PromptError, match="give a JSONL or Parquet file, a dataset, or a list of mappings"):
             read_prompts(odd)
-    for bad in ({}, {"steps": 0}, {"batch_size": 2.0}, {"workers": -1}, {"max_prompt_tokens": 0}):
+    for bad in ({}, {"steps": 0}, {"batch_size": 2.0}, {"batch_size": None}, {"max_prompt_tokens": 0}):
         with pytest.raises(ConfigError, match="whole number of at least 1"):
             PromptSource(prompts(3), **({"batch_size": 2 if bad else 0} | bad))
+    for odd in (-1, 1.0, None):
+        with pytest.raises(ConfigError, match=f"workers={odd} must be a whole number of at least 0"):
+            PromptSource(prompts(3), batch_size=1, workers=odd)
     with pytest.raises(ConfigError, match="seed=None must be a whole number"):
         PromptSource(prompts(3), batch_size=1, seed=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_prompt_tokens=4 counts tokens: give tokenizer="):
@@ -157,6 +174,23 @@ def test_prompt_ids_come_from_the_tokenizer_of_a_directory(tmp_path):
             list(PromptSource([{"prompt": p} for p in "1 "], **sizes, tokenizer=tokenizer, max_prompt_tokens=limit))
 
 
+def test_a_tokenizer_is_given_in_any_form(tmp_path):
+    from recipes.small_model import SmallModel
+
+    raw = SmallModel(characters="0123456789+=").tokenizer()
+    raw.save_pretrained(tmp_path)
+    kind: dict[str, Any] = {"batch_size": 2, "steps": 1, "shuffle": False}
+    forms = (raw, Tokenizer(raw), tmp_path, str(tmp_path))
+    texts = [{"prompt": "1+2="}, {"prompt": "10+23="}]
+    found = [next(iter(PromptSource(texts, tokenizer=form, **kind)))["prompt_ids"].tolist() for form in forms]
+    assert (
+        found == [[[SmallModel(characters="0123456789+=").vocabulary[c] for c in one["prompt"]] for one in texts]] * 4
+    )
+    for odd in (3, raw.backend_tokenizer, SmallModel):
+        with pytest.raises(ConfigError, match=f"tokenizer= is a {type(odd).__name__}: give a checkpoint directory"):
+            PromptSource(texts, tokenizer=odd, **kind)  # type: ignore[arg-type]
+
+
 def test_another_column_holds_the_prompts():
     records = [{"question": "q", "answer": "a"}, {"question": "r", "answer": "b"}]
     assert read_prompts(records, prompt="question")[1] == {"prompt": "r", "answer": "b"}
@@ -190,7 +224,7 @@ def test_records_are_mapped_and_checked_before_the_run():
         (lambda record: None, "record 0: map= returned a NoneType; it must return a record"),
         (
             lambda record: {"prompt": record["q"], record["q"]: 1},
-            "record 1: only record 1 has the column 'two'|record 0",
+            "record 1 has no column 'one', record 0 has one",
         ),
         (lambda record: {"prompt": "a", "values": 1}, "record 0: column 'values' is written by hybridflow"),
         (lambda record: {"prompt": "a", 3: 1}, "record 0: column 3 is a int; names are texts"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hybridflow.data.prompts import PromptSource
@@ -39,6 +41,21 @@ def test_messages_go_through_the_chat_template(tokenizer):
         "<uhi><a><uhi@bob><a",
     ]
     assert batch["prompt"] == chats
+
+
+def test_messages_that_end_with_the_assistant_are_continued(tokenizer):
+    """The turn that the prompt began stays open, whatever stands elsewhere in the rendered text."""
+    parts = [{"type": "text", "text": "so "}, {"type": "text", "text": "it is "}]
+    begun = ["so ", parts, "a", ""]
+    chats = [[USER, {"role": "assistant", "content": content, "tool_calls": []}] for content in begun]
+    chats.append([USER, {"role": "assistant", "content": "yes"}, USER, {"role": "assistant", "content": "no"}])
+    kept = json.dumps(chats)
+    ids = tokenizer.encode(chats)
+    assert tokenizer.decode(ids) == ["<uhi><aso ", "<uhi><aso it is ", "<uhi><aa", "<uhi><a", "<uhi><ayes><uhi><ano"]
+    assert json.dumps(chats) == kept
+    called = [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}]
+    with pytest.raises(PromptError, match="record 1 ends with a call of a tool, which only the tool can answer"):
+        PromptSource([{"prompt": [USER]}, {"prompt": called}], batch_size=1, tokenizer=tokenizer, max_prompt_tokens=9)
 
 
 def test_texts_and_messages_may_stand_side_by_side(tokenizer):

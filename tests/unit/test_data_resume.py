@@ -138,8 +138,16 @@ def test_a_state_of_another_run_is_refused(tokenizer):
         with pytest.raises(ConfigError, match=f"the saved state has {name}="):
             other.load_state(state)
         assert other.state()["drawn"] == 0
+    more = [one | {"level": 1} for one in prompts(10)]
+    with pytest.raises(ConfigError, match=r"has columns=\['answer', 'prompt'\], this loader has .*'level'"):
+        PromptSource(more, batch_size=4, seed=5).load_state(state)
     same = PromptSource(prompts(10), batch_size=4, seed=5, tokenizer=tokenizer, max_prompt_tokens=4)
     same.load_state(state)
+    corrected = [{"question": one["prompt"], "answer": "?"} for one in prompts(10)]
+    PromptSource(corrected, prompt="question", batch_size=4, seed=5).load_state(state)
+    for odd in (None, [], "state", 3):
+        with pytest.raises(ConfigError, match=f"the saved state is a {type(odd).__name__}: give what state"):
+            same.load_state(odd)  # type: ignore[arg-type]
     for drawn in (None, -1, "3", True):
         with pytest.raises(ConfigError, match=f"the saved state has drawn={drawn!r}"):
             same.load_state(state | {"drawn": drawn})

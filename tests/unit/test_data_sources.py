@@ -130,13 +130,19 @@ def test_rows_that_cannot_be_used_are_named(tmp_path):
 def test_files_that_do_not_fit_together(tmp_path):
     write_parquet(tmp_path / "columns" / "a.parquet", [{"prompt": "a"}])
     write_parquet(tmp_path / "columns" / "b.parquet", [{"prompt": "a", "x": 1}])
+    for name in "abc":
+        write_parquet(tmp_path / "lacking" / f"{name}.parquet", [{"prompt": "a"} | ({} if name == "c" else {"x": 1})])
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["prompt", "x", "x"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     write_parquet(tmp_path / "types" / "a.parquet", [{"prompt": "a", "x": "1"}])
     write_parquet(tmp_path / "types" / "b.parquet", [{"prompt": "a", "x": 1}])
     write_parquet(tmp_path / "kinds" / "a.parquet", [{"prompt": "a"}])
     write_jsonl(tmp_path / "kinds" / "a.jsonl", [{"prompt": "a"}])
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing else")
     for source, message in (
-        ("columns", r"b\.parquet: only .*b\.parquet has the column 'x'; all files need the same"),
+        ("columns", r"b\.parquet has a column 'x', .*a\.parquet has none; all files need the same"),
+        ("lacking", r"c\.parquet has no column 'x', .*a\.parquet has one; all files need the same"),
+        ("twice.parquet", r"twice\.parquet has more than one column 'x'; each needs a name of its own"),
         ("types", "types: the files have columns of different types"),
         ("kinds", r"kinds has files of several kinds \(\.jsonl, \.parquet\)"),
         ("broken.parquet", r"broken\.parquet is not a Parquet file that can be read"),

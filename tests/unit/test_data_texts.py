@@ -98,6 +98,9 @@ def test_pairs_may_be_messages():
     record = {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yes"}]}
     kind: dict[str, Any] = {"prompt": "prompt", "completion": "completion", "batch_size": 1, "max_tokens": 20}
     assert rows(TextSource([record], tokenizer=make(chat=True), **kind)) == [(ids("<hi>"), [*ids("yes"), END])]
+    record["prompt"].append({"role": "assistant", "content": "oh "})
+    raw = make(chat=True).raw
+    assert rows(TextSource([record], tokenizer=raw, **kind)) == [(ids("<hi><oh "), [*ids("yes"), END])]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -136,6 +139,13 @@ def test_texts_that_cannot_be_used(tmp_path):
             TextSource(texts, **kind, **options)
     with pytest.raises(PromptError, match="record 0: column 'text' has 1 tokens; there is none to predict"):
         next(iter(TextSource([{"text": "a"}], **(kind | {"tokenizer": make(end=False)}))))
-    for bad in ({"max_tokens": 1}, {"batch_size": 0}, {"prompt": "q"}, {**pair, "text": "t"}, {"workers": -1}):
-        with pytest.raises(ConfigError):
+    for bad, message in (
+        ({"max_tokens": 1}, "max_tokens=1: a row has at least two tokens"),
+        ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
+        ({"prompt": "q"}, "name one column with text=, or two"),
+        ({**pair, "text": "t"}, "name one column with text=, or two"),
+        ({"workers": -1}, "workers=-1 must be a whole number of at least 0"),
+        ({"tokenizer": None}, "tokenizer= is a NoneType: give a checkpoint directory"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             TextSource([{"text": "a"}], **(kind | bad))
