@@ -17,7 +17,7 @@ from hybridflow.algorithms.credit import token_rewards
 from hybridflow.algorithms.estimators import ESTIMATORS, Estimator, EstimatorFunction, Options
 from hybridflow.algorithms.kl import FixedKL, KLState, check_kl_kind, penalise
 from hybridflow.algorithms.lagrange import LagrangeState
-from hybridflow.algorithms.typed_columns import check_finite, mask_column, token_column
+from hybridflow.algorithms.typed_columns import check_finite, mask_column, token_column, with_mask_of_bools
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError, EmptyBatchError, nearest
 from hybridflow.ragged import Ragged
@@ -102,8 +102,8 @@ def compute_advantage(
     found = check_advantage(estimator, options, kl_coef=kl_coef, kl=kl)
     if len(batch) == 0:
         raise EmptyBatchError("compute_advantage was given a batch without rows.")
+    batch = with_mask_of_bools(batch)
     mask = mask_column(batch)
-    batch = batch.with_columns(response_mask=mask) if batch.peek("response_mask").dtype != mask.dtype else batch  # type: ignore[union-attr]
     rewards = token_rewards(batch.peek("rewards"), mask)
     kl_rewards, kl_columns = _kl_rewards(batch, mask, kl_coef, kl or "k1")
     trial = {name: replace(value) if isinstance(value, LagrangeState) else value for name, value in options.items()}

@@ -20,7 +20,7 @@ from hybridflow.algorithms.options import check_above, check_options, takes_opti
 from hybridflow.algorithms.policy_loss import POLICY_LOSSES, Outputs, PolicyLoss, Share
 from hybridflow.algorithms.pretrain import negative_log_likelihood
 from hybridflow.algorithms.totals import Totals
-from hybridflow.algorithms.typed_columns import mask_column, response_mask, token_column
+from hybridflow.algorithms.typed_columns import mask_column, response_mask, token_column, with_mask_of_bools
 from hybridflow.algorithms.value_loss import value_terms
 from hybridflow.batch import Batch
 from hybridflow.errors import BatchError, ConfigError, nearest
@@ -51,9 +51,7 @@ class Loss:
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals) -> Share:
         """Errors: BatchError when a user's loss gives no scalar, or metrics that are none, and for a wrong mask."""
-        if "response_mask" in rows and token_column(rows, "response_mask").dtype != torch.bool:
-            rows = rows.with_columns(response_mask=mask_column(rows))  # so that a user's loss need not ask
-        found = self.function(outputs, rows, totals, **self.options)
+        found = self.function(outputs, with_mask_of_bools(rows), totals, **self.options)
         scalar, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not isinstance(metrics, Mapping):
             got = f"a tensor {list(scalar.shape)}" if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"

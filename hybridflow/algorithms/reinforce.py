@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hybridflow.algorithms.gae import rewards_to_go
+from hybridflow.algorithms.precision import result_dtype
 from hybridflow.algorithms.reinforce_plus_plus import reinforce_plus_plus
 from hybridflow.algorithms.whitening import masked_moments
 from hybridflow.ragged import Ragged
@@ -19,7 +20,6 @@ def reinforce(rewards: Ragged, mask: Ragged, *, gamma: float = 1.0, normalize: b
     """
     if normalize:
         return reinforce_plus_plus(rewards, mask, gamma=gamma)
-    returns = rewards_to_go(rewards, mask, gamma)
+    returns, dtype = rewards_to_go(rewards.to(torch.float64), mask, gamma), result_dtype(rewards.dtype)
     mean, _ = masked_moments(returns.values, mask.values)
-    centred = torch.where(mask.values, returns.values.to(torch.float64) - mean, 0.0)
-    return returns.with_values(centred.to(returns.dtype)), returns
+    return returns.with_values(torch.where(mask.values, returns.values - mean, 0.0)).to(dtype), returns.to(dtype)

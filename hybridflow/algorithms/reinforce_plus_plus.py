@@ -5,6 +5,7 @@ Shapes: B rows, R response tokens.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hybridflow.algorithms.credit import every_token
@@ -24,8 +25,8 @@ def reinforce_plus_plus(rewards: Ragged, mask: Ragged, *, gamma: float = 1.0) ->
     turns.
     Hu et al., "REINFORCE++" (2025, arXiv 2501.03262), section 3.
     """
-    returns = rewards_to_go(rewards, mask, gamma)
-    return whiten(returns, mask), returns
+    returns, dtype = rewards_to_go(rewards.to(torch.float64), mask, gamma), result_dtype(rewards.dtype)
+    return whiten(returns, mask).to(dtype), returns.to(dtype)
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, groups: Groups, mask: Ragged) -> Ragged:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.gae import rewards_to_go
+from hybridflow.algorithms.precision import result_dtype
 from hybridflow.ragged import Ragged
 
 
@@ -15,6 +16,6 @@ def remax(rewards: Ragged, baseline: Tensor, mask: Ragged, *, gamma: float = 1.0
     `rewards` ragged [B, R] float, `baseline` [B] float: the reward of a greedy response to the same prompt.
     Li et al., "ReMax" (2023), algorithm 1.
     """
-    returns = rewards_to_go(rewards, mask, gamma)
-    advantages = returns.values.to(torch.float64) - returns.expand(baseline.to(torch.float64))
-    return returns.with_values(torch.where(mask.values, advantages, 0.0).to(returns.dtype)), returns
+    returns, dtype = rewards_to_go(rewards.to(torch.float64), mask, gamma), result_dtype(rewards.dtype)
+    advantages = returns.values - returns.expand(baseline.to(torch.float64))
+    return returns.with_values(torch.where(mask.values, advantages, 0.0)).to(dtype), returns.to(dtype)

@@ -5,8 +5,11 @@ Shapes: B rows, R response tokens.
 
 from __future__ import annotations
 
+import torch
+
 from hybridflow.algorithms import whitening
 from hybridflow.algorithms.gae import gae
+from hybridflow.algorithms.precision import result_dtype
 from hybridflow.ragged import Ragged
 
 
@@ -31,15 +34,17 @@ def safe_rlhf(
     paper; lambda then weighs them whatever their units); `cost_advantages` are A_c as they went in.
     Dai et al., "Safe RLHF" (2023), section 3.3 and equation 30.
     """
-    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
-    cost_advantages, cost_returns = gae(costs, cost_values, mask, gamma=gamma, lam=lam)
+    dtype = result_dtype(rewards.dtype, costs.dtype, values.dtype, cost_values.dtype)
+    advantages, returns = gae(rewards.to(torch.float64), values, mask, gamma=gamma, lam=lam)
+    cost_advantages, cost_returns = gae(costs.to(torch.float64), cost_values, mask, gamma=gamma, lam=lam)
     if whiten:
         advantages, cost_advantages = whitening.whiten(advantages, mask), whitening.whiten(cost_advantages, mask)
     multiplier = float(multiplier)
     weighed = (advantages.values - multiplier * cost_advantages.values) / (1.0 + multiplier)
-    return {
+    columns = {
         "advantages": advantages.with_values(weighed),
         "returns": returns,
         "cost_advantages": cost_advantages,
         "cost_returns": cost_returns,
     }
+    return {name: column.to(dtype) for name, column in columns.items()}

@@ -41,6 +41,14 @@ def mask_column(batch: Batch, like: Ragged | None = None) -> Ragged:
     return mask.to(torch.bool)
 
 
+def with_mask_of_bools(batch: Batch) -> Batch:
+    """The batch for a user's function, which then need not ask what its mask is made of. Errors: those of
+    `mask_column`, where there is a mask."""
+    if "response_mask" not in batch or token_column(batch, "response_mask").dtype == torch.bool:
+        return batch
+    return batch.with_columns(response_mask=mask_column(batch))
+
+
 def response_mask(batch: Batch) -> Ragged:
     """`mask_column`, or without that column a mask in which every response token counts. Errors: BatchError."""
     responses = token_column(batch, "response_ids") if "response_ids" in batch else None

@@ -148,6 +148,21 @@ def test_results_are_float32_or_better_whatever_the_inputs_are(name, dtype):
     assert bool((expected != expected.round()).any())  # or nothing could have been lost
 
 
+def test_float32_rewards_close_to_each_other_keep_their_digits():
+    """As an intermediate result float32 would lose what whitening magnifies."""
+    lengths = [7] * 50
+    mask = Ragged.from_lengths(torch.ones(350, dtype=torch.bool), lengths)
+    rewards = mask.with_values(14 + 1e-4 * torch.randn(350, generator=torch.Generator().manual_seed(1)))
+    to_go = rewards.values.numpy().astype(np.float64).reshape(50, 7)[:, ::-1].cumsum(1)[:, ::-1]
+    found, _ = remax(rewards, torch.full((50,), 98.0), mask)
+    np.testing.assert_allclose(found.values.reshape(50, 7), to_go - 98, atol=1e-5)
+    to_go = to_go - to_go.mean()
+    found, _ = reinforce_plus_plus(rewards, mask)
+    np.testing.assert_allclose(found.values.reshape(50, 7), to_go / np.sqrt(to_go.var(ddof=1) + 1e-8), atol=1e-6)
+    found, _ = reinforce(rewards, mask)
+    np.testing.assert_allclose(found.values.reshape(50, 7), to_go, atol=1e-5)
+
+
 def test_whitening_keeps_its_digits_far_from_zero():
     values = 1e4 + 1e-2 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
     mask = Ragged.from_lengths(torch.ones(1000, dtype=torch.bool), [1000])
