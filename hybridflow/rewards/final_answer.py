@@ -4,22 +4,24 @@
 2. `<answer>18</answer>`, the last one.
 3. `\\boxed{18}`, the last one (several that stand together, where the answer is no number).
 4. A statement: "the answer is 18", "Final answer: 18", the last one; "Answer:" in front of a whole solution is none.
-5. The last line that has a number: what stands in bold, else behind the last "=", else the one that was computed last,
-   else the last one.
+5. The last line that has a number, but for a check of the result: what stands in bold, else behind the last "=", else
+   the one that was computed last, else the last one.
 
-What comes after the answer because the model did not stop ("Question: ..." and its answer, an end token) is cut off
-first, and so is what was thought before `</think>`. A solution with GSM8K's calculator annotations (`<<9*2=18>>`) that
-ends without any of 1 to 4 was cut short, and so were thoughts that are still open: they have no final answer.
+Of alternatives ("the answer is 18 or 17") the first counts, of a number and what it is rounded to ("17.6, so about
+18") the second. What comes after the answer because the model did not stop is cut off first, and so is what was thought
+before `</think>` (see `own_words`). A solution with GSM8K's calculator annotations (`<<9*2=18>>`) that ends without any
+of 1 to 4 was cut short, and so were thoughts that are still open, and what ends in `####`, in the middle of a
+calculation (`9 * 2 =`) or where a further step is announced ("Then she"): they have no final answer.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 
 from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
-from hybridflow.rewards.stated_number import computed, leading, number_in, spelt, stated_in
+from hybridflow.rewards.own_words import ANNOTATION, HASHES, own_words
+from hybridflow.rewards.stated_number import computed, leading, number_in, rounded, spelt, stated_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +32,17 @@ class FinalAnswer:
     number: Number | None
 
 
-_END = re.compile(
-    r"<\|(?:endoftext|im_end|eot_id|end_of_text|end|eom_id|im_start)\|>|</s>|<end_of_turn>|<eos>|\[EOS\]|\[INST\]"
-    r"|<｜end▁of▁sentence｜>"
-)
-_NEXT_PROBLEM = re.compile(
-    r"^[ \t#*]*(?:(?:new |next )?(?:question|problem|exercise|instruction|input|user|human)\b(?:[ \t]*\d+)?|Q)"
-    r"[ \t]*\**:|^#{1,6}[ \t]*(?:question|problem|exercise|instruction)(?:[ \t]*\d+)?[ \t]*$",
-    re.IGNORECASE | re.MULTILINE,
-)
-_SECOND_THOUGHTS = re.compile(
-    r"\b(?:wait|actually|correction|corrected|mistake|sorry|let me|let's|double[- ]check|re-?check|oops|hmm|revise)\b",
-    re.I,
-)
-_ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_HASHES = re.compile(r"#{4,}[ \t]*([^\n#]*)")
 _HEADING = re.compile(
     r"[\s*_]*(?:step|part|phase|stage|question|problem|example|case|exercise|method|solution|section|given|option)\b",
     re.I,
 )
 _NUMBERED_HEADING = re.compile(r"[\s*_]*\d{1,2}[.):]\s*[^\W\d]|[\s*_]*\d{1,2}[.)]\s*\**[^\W\d]")
+_BEGINS_WITH_A_WORD = re.compile(r"[\s*_]*[^\W\d_]{2,}")
+_ANSWERS = re.compile(
+    r"[\s*_]*(?:(?:the|my|our|final|correct|overall)\s+)*"
+    r"(?:answers?|results?|conclusion|therefore|thus|so|hence|finally|in (?:total|all|conclusion)|altogether)\b",
+    re.I,
+)
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"(?:(?:\\+b|\x08)oxed|\\+fbox)[ \t]*(?=\{)")
 _BARE_BOX = re.compile(r"\\+boxed[ \t]*(\d+)")
@@ -64,13 +57,13 @@ _IS = re.compile(
     r"\b(?:answer|final results?|final values?)\b(?:\s+(?:to|for|of|in|from|we|you|i|here|then|now|thus|therefore)\b"
     r"[^.\n:=]{0,100}?)?"
     rf"{_MARKS}{_ASIDE}(?:\b(?:is|are|was|equals?|(?:would|should|will|must) be|comes (?:out )?to)"
-    rf"\b|=|->|→){_MARKS}:?",
+    rf"\b|=|->|→){_MARKS}:?|答案\s*(?:是|为){_MARKS}[:：]?",
     re.IGNORECASE,
 )
 _LABEL = re.compile(
     r"(?:^[ \t>#*_-]*|(?<=[\s*(\"]))"
     r"(?:(?:the\s+)?(?:final|correct|numerical)\s+(?:numerical\s+)?(?:answer|result)|(?:the\s+)?answer|ans)"
-    rf"{_MARKS}{_ASIDE}(?::|：|(?<=[a-z*_])[*_]*\s*$)|^[ \t*_]*A{_MARKS}:",
+    rf"{_MARKS}{_ASIDE}(?::|：|(?<=[a-z*_])[*_]*\s*$)|^[ \t*_]*A{_MARKS}:|答案{_MARKS}[:：]",
     re.IGNORECASE | re.MULTILINE,
 )
 _EXPLAINS = re.compile(
@@ -83,9 +76,17 @@ _CONCLUDES = re.compile(
 )
 _FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _POSTSCRIPT = re.compile(
-    r"[\s*_(>-]*(?:note\b|please\b|disclaimer|remember|i hope|let me know|feel free|check\b|verif|to (?:check|verify))",
+    r"[\s*_(>-]*(?:note\b|please\b|disclaimer|remember|i hope|let me know|feel free|is there anything|would you like)",
     re.I,
 )
+_CHECK = re.compile(
+    r"[\s*_(>#-]*(?:verif|double[- ]check|checking\b|check\s*[:*]|check (?:the|our|my|your|this|that|it)\b"
+    r"|to (?:check|verify)\b|(?:let[’']?s|let us|let me|we can|we)\s+(?:(?:now|also|just|quickly)\s+)*"
+    r"(?:verify|double[- ]check|confirm|check\s*(?:$|[:.]|(?:the|our|my|this|that|it|if|whether)\b)))",
+    re.I,
+)
+_UNFINISHED = re.compile(r"(?:[=≈×÷(<]|\s[-+*/]|\\times|\\div|\\frac\{?)[ \t]*\\?\$?$")
+_FURTHER = re.compile(r"(?:so|then|therefore|thus|hence|now|next|finally)\b[^.!?:\d]*[A-Za-z,]$", re.I)
 _BULLET = re.compile(
     r"^\s*(?:[-*•+]\s+(?=\S)|\d{1,2}[.)]\s+(?=\S)|\(\d{1,2}\)\s+(?=\S))?(?:[*_#\s]*step\s+\d+\b)?", re.I
 )
@@ -104,49 +105,18 @@ def final_answer(solution: str, *, numeric: bool) -> FinalAnswer | None:
 
     It does not depend on the right answer, so nothing is gained by naming several.
     """
-    text = _own_words(solution)
+    text = own_words(solution)
     if not text.strip():
         return None
     stated = _hashes(text, numeric) or _tagged(text, numeric) or _boxed(text, numeric) or _statement(text, numeric)
-    if stated is not None or _ANNOTATION.search(text) or "<think>" in text:
+    if stated is not None or ANNOTATION.search(text) or "<think>" in text or _cut_short(text, numeric):
         return stated
     return _last_line(text, numeric)
 
 
-def _own_words(text: str) -> str:
-    """The answer alone: nothing that was thought before it, nothing of what ran on behind it."""
-    text = text.replace("\x0crac", "\\frac").replace("\r\n", "\n").replace("\r", "\n")
-    before, closed, after = text.rpartition("</think>")
-    if closed:
-        text = after if after.strip(" \n") else before
-    text = text.lstrip()
-    for end in _END.finditer(text):
-        if text[: end.start()].strip():
-            text = text[: end.start()]
-            break
-    bullet = _BULLET.match(text)
-    begun = re.compile(r"\d").search(text, bullet.end() if bullet else 0)
-    for start in _NEXT_PROBLEM.finditer(text):
-        if begun is not None and start.start() > begun.start():
-            text = text[: start.start()]
-            break
-    return _before_another_problem(text)
-
-
-def _before_another_problem(text: str) -> str:
-    """Cut behind a `#### 18` when a question or a calculation follows; second thoughts on the same one are kept."""
-    last = max(text.rfind("?"), text.rfind("<<"))
-    for found, following in itertools.pairwise([*_HASHES.finditer(text), None]):
-        if found is None or found.end() > last:
-            break
-        end = len(text) if following is None else following.start()
-        if parse_number(found[1]) is not None and not _SECOND_THOUGHTS.search(text, found.end(), end):
-            return text[: found.end()]
-    return text
-
-
 def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
-    for found in list(_HASHES.finditer(text))[: -_STATEMENTS - 1 : -1]:
+    annotated = ANNOTATION.search(text)
+    for found in list(HASHES.finditer(text))[: -_STATEMENTS - 1 : -1]:
         line, rest = found[1].strip()[:_LINE], text[found.end() :]
         if _HEADING.match(line) or (rest.strip() and _NUMBERED_HEADING.match(line)):
             continue
@@ -155,7 +125,9 @@ def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
         line = re.sub(
             r"^[*_\s]*(?:the\s+)?(?:final\s+)?answer(?:\s+is|[*_\s]*:)[*_\s:]*", "", line, flags=re.IGNORECASE
         )
-        line = _ANNOTATION.sub("", line)
+        line = ANNOTATION.sub("", line)
+        if not annotated and rest.strip() and _heads(line):
+            continue
         if boxes := _boxes(line):
             line = boxes[-1][2]
         if not numeric:
@@ -168,6 +140,13 @@ def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
         if re.search(r"\d", line) and not re.search(r"[A-Za-z]{4}", plain(line)):
             return FinalAnswer(line, None)
     return None
+
+
+def _heads(line: str) -> bool:
+    """Whether a line is the heading of what follows: `#### Eggs sold: 9` or `#### Conclusion`, not `#### about 18`."""
+    if not _BEGINS_WITH_A_WORD.match(line) or _boxes(line):
+        return False
+    return not _ANSWERS.match(line) and leading(line) is None and parse_number(line) is None
 
 
 def _tagged(text: str, numeric: bool) -> FinalAnswer | None:
@@ -221,10 +200,10 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 
 def _statement(text: str, numeric: bool) -> FinalAnswer | None:
     """The last "the answer is ..." or "Answer: ..." that says one."""
-    text = _ANNOTATION.sub("", text)
+    text = ANNOTATION.sub("", text)
     found = [(match.end(), True) for match in _IS.finditer(text)]
     for match in _LABEL.finditer(text):
-        found.append((match.end(), bool(re.search("final|correct|numerical", match[0], re.IGNORECASE))))
+        found.append((match.end(), bool(re.search("final|correct|numerical|答案", match[0], re.IGNORECASE))))
     for end, certain in sorted(found, reverse=True)[:_STATEMENTS]:
         said = _stated(text, end, certain, numeric)
         if said is not None:
@@ -245,7 +224,7 @@ def _stated(text: str, start: int, certain: bool, numeric: bool) -> FinalAnswer 
         return FinalAnswer(_mathematics(first), parse_number(first)) if sure else None
     number = parse_number(first)
     if number is None and certain:
-        number = leading(first)
+        number = rounded(first, leading(first))
     if number is None and certain and (formula := _FORMULA.match(first)):
         content = (formula[1] or formula[2] or formula[3]).strip()
         return FinalAnswer(content, _boxed_number(content))
@@ -254,13 +233,20 @@ def _stated(text: str, start: int, certain: bool, numeric: bool) -> FinalAnswer 
     return None if number is None else FinalAnswer(first, number)
 
 
+def _cut_short(text: str, numeric: bool) -> bool:
+    text = text.rstrip()
+    *_, last = _sentences(text[text.rfind("\n") + 1 :][-_LINE:])
+    announced = numeric and _FURTHER.match(last) is not None and spelt(last) is None
+    return announced or text.endswith("####") or _UNFINISHED.search(last) is not None
+
+
 def _last_line(text: str, numeric: bool) -> FinalAnswer | None:
     lines = [line for line in text.split("\n") if line.strip(" \t*_`$#\\[]().-=~")]
     if not lines:
         return None
     if not numeric:
         return FinalAnswer(_mathematics(lines[-1][-_LINE:]), parse_number(lines[-1]))
-    told = [line for line in lines if not _POSTSCRIPT.match(line)]
+    told = _unchecked([line for line in lines if not _POSTSCRIPT.match(line)])
     lines = told if any(re.search(r"\d", line) for line in told) else lines
     for at in range(len(lines) - 1, -1, -1):
         line = _BULLET.sub("", lines[at])[-_LINE:]
@@ -269,6 +255,8 @@ def _last_line(text: str, numeric: bool) -> FinalAnswer | None:
         sentences = [sentence for sentence in _sentences(line) if find_numbers(plain(sentence))]
         if not sentences:
             continue
+        told = [sentence for sentence in sentences if not sentence.endswith("?") and not _POSTSCRIPT.match(sentence)]
+        sentences = _unchecked(told) or sentences
         concluding = [sentence for sentence in sentences if _CONCLUDES.match(sentence)]
         sentence = (concluding or sentences)[-1]
         earlier = "\n".join(lines[:at]) + "\n" + line[: line.find(sentence)]
@@ -277,8 +265,21 @@ def _last_line(text: str, numeric: bool) -> FinalAnswer | None:
     return None if number is None else FinalAnswer(lines[-1], number)
 
 
+def _unchecked(parts: list[str]) -> list[str]:
+    """The lines or sentences of a solution up to the check of its result, if that concludes nothing else."""
+    found = False
+    for at, part in enumerate(parts):
+        if found and _CHECK.match(part):
+            concludes = any(_CONCLUDES.match(later) and re.search(r"\d", later) for later in parts[at + 1 :])
+            return parts if concludes else parts[:at]
+        found = found or re.search(r"\d", part) is not None
+    return parts
+
+
 def _sentences(line: str) -> list[str]:
-    return re.split(r"(?<=[.!?。])[*_]*\s+(?=[\"'(*_]*[A-Z\d$\\])", line)
+    return re.split(
+        r"(?<=[.!?。])(?<!\bi\.e\.)(?<!\be\.g\.)(?<!\bRs\.)[*_]*\s+(?=[\"'(*_]*[A-Z\d$\\])|(?<=。)(?=.)", line
+    )
 
 
 def _mathematics(text: str) -> str:

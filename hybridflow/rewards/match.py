@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
 from typing import Any
@@ -19,7 +21,8 @@ class Exact:
     """1.0 where the completion is the reference in column `answer` and nothing else, else 0.0.
 
     White space around either is left out, and with `ignore_case` the case of letters. A reference may be a number, and
-    a list or tuple holds several that are each accepted. A row without a reference is a RowFailure.
+    a list or tuple holds several that are each accepted. A row whose reference is missing, or neither text nor a finite
+    number, is a RowFailure.
     """
 
     def __init__(self, answer: str = "answer", *, ignore_case: bool = False) -> None:
@@ -118,9 +121,12 @@ class Numeric:
         ]
 
     def _score(self, completion: str, reference: Any) -> float | RowFailure:
-        numbers = [parse_number(reference_answer(text)) for text in accepted(reference)]
+        texts = accepted(reference)
+        if not texts:
+            return missing(self.answer, reference)
+        numbers = [parse_number(reference_answer(text)) for text in texts]
         right = [number for number in numbers if number is not None]
-        if not right or len(right) < len(numbers):
+        if len(right) < len(numbers):
             return RowFailure(f"the reference in column {self.answer!r} is {reference!r}, which is no number")
         answer = final_answer(completion, numeric=True)
         if answer is None or answer.number is None:
@@ -133,15 +139,30 @@ class Numeric:
 
 
 def accepted(reference: Any) -> list[str]:
-    """The references of one row as texts; none where one is missing or empty."""
+    """The references of one row as texts; none where one is missing, empty, or neither a text nor a finite number."""
+    if hasattr(reference, "tolist"):  # an array or a tensor
+        reference = reference.tolist()
     several = reference if isinstance(reference, list | tuple) else [reference]
-    texts = ["" if one is None else str(one) for one in several]
+    texts = [one if isinstance(one, str) else str(one) if _finite(one) else "" for one in several]
     return texts if all(text.strip() for text in texts) else []
 
 
+def _finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
+        return False
+    try:
+        return math.isfinite(value)
+    except (OverflowError, ValueError):  # integers beyond float64, signalling NaN
+        return False
+
+
 def missing(column: str | None, reference: Any) -> RowFailure:
-    """The failure of a row without a reference."""
-    return RowFailure(f"the reference in column {column!r} is {reference!r}")
+    """The failure of a row whose reference is missing or is neither a text nor a finite number."""
+    empty = reference is None or (isinstance(reference, str | list | tuple) and not reference)
+    said = "" if empty else ", which is neither a text nor a finite number"
+    if isinstance(reference, list | tuple) and reference:
+        said = ", which holds what is neither a text nor a finite number"
+    return RowFailure(f"the reference in column {column!r} is {reference!r:.200}{said}")
 
 
 def checked_column(verifier: str, name: Any) -> str:

@@ -34,8 +34,8 @@ class Math:
     - Formulas, sets, intervals, matrices: by math-verify (sympy), in one of `children` processes. What takes longer
       than `seconds`, or needs more than 2 GiB, counts as a wrong answer: a model must not be able to stop its judge.
 
-    A completion without a final answer scores 0.0; a row without a reference is a RowFailure. Needs math-verify only
-    for formulas. Errors: ConfigError for settings out of range.
+    A completion without a final answer scores 0.0; a row whose reference is missing, or neither a text nor a finite
+    number, is a RowFailure. Needs math-verify only for formulas. Errors: ConfigError for settings out of range.
     """
 
     def __init__(self, answer: str = "answer", *, seconds: float = 5.0, children: int = 1) -> None:

@@ -50,11 +50,15 @@ _TAIL = (
     r"|\s*(?P<scale>hundred|thousand|million|billion|trillion|dozen)s?\b|(?P<k>k)\b)?"
 )
 # not inside a word, a decimal, a list, a time of day, a ratio or an expression
-_BEFORE = r"(?<![\w.^\\√/])(?<!\d[,:])(?<!\d\s/)"
+# of alphabets: after Chinese or Japanese words a number follows without a blank; × and ÷ are no letters
+_LETTER = "A-Za-z0-9_ªµº²³¹À-ÖØ-öø-\u052f"
+_BEFORE = rf"(?<![{_LETTER}.^\\√/])(?<!\d[,:])(?<!\d\s/)"
 _AFTER = (
     rf"(?![\d^_\\√π(]|[.,:/]\d|\s?/\s?\d)(?:(?=[^A-Za-z]|$)|(?=(?:st|nd|rd|th)\b)|(?=(?:{_UNITS})\b)|(?=[A-Za-z]{{4}}))"
 )
-_NUMBER = re.compile(rf"{_BEFORE}(?P<sign>(?<![\w)\]%}}])(?<![\d)\]%}}]\s)[-+])?{_BODY}{_TAIL}{_AFTER}", re.IGNORECASE)
+_NUMBER = re.compile(
+    rf"{_BEFORE}(?P<sign>(?<![{_LETTER})\]%}}])(?<![\d)\]%}}]\s)[-+])?{_BODY}{_TAIL}{_AFTER}", re.IGNORECASE
+)
 _SPELT = re.compile(
     rf"(?<![\w-])(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{'|'.join(_WORDS)}|hundred|thousand|million)\b)*\b", re.I
 )
@@ -65,6 +69,11 @@ _SUFFIX = re.compile(
     rf"(?:[\s,/.-]*(?!(?:{_NOT_UNITS})\b)(?:(?:{_UNITS}|[a-z'’]{{3,}}|of|per|a|an|at|by|on|to|is|°\s?[cf]?)(?:\s?\^?\s?\{{?[23²³]\}}?)?(?![\w^\\])))*",
     re.I,
 )
+
+
+_FULL_WIDTH = str.maketrans("：，％＝＋０１２３４５６７８９", ":,%=+0123456789")
+# "1 080 000" and "10 000", but not "2 100 gram packs": more than one group, or one that no number begins with
+_BLANK_GROUPS = re.compile(r"(?<![\w.,/^-])(?<!\d )[1-9]\d{0,2}(?:(?: \d{3}){2,}| 0\d\d)(?![\d,/]| \d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +112,12 @@ def plain(text: str) -> str:
     text = re.sub(r"</?(?:b|strong|i|em|u|br|p|span|code)\b[^<>]*>|~~[^~\n]+~~", " ", text)
     text = re.sub(r"[\u200b-\u200d\u2060\ufeff]", "", text)
     text = re.sub(r"[−﹣－]|(?<![\w)])[–‒‐‑](?=\s?[\d$])|\\-", "-", text)
-    text = text.translate(str.maketrans("：，％＝", ":,%="))
+    text = text.translate(_FULL_WIDTH)
+    # "it is – 5" but not "the total – 5 apples"
+    text = re.sub(r"(\b(?:is|was|be|to|of|at|equals) |[=≈] ?)[-–] (?=[\d.$])", r"\1-", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~)+(?=\d{3})", ",", text)
     text = re.sub(r"[$€£]\s?\d{1,3}(?: \d{3})+(?!\d)", lambda found: found[0].replace(" ", ""), text)
+    text = _BLANK_GROUPS.sub(lambda found: found[0].replace(" ", ","), text)
     text = re.sub(r"\\[()\[\]]|\\(?:left|right|displaystyle|big|Big)(?![a-zA-Z])|\\[,;:! ]|~(?=\\)", " ", text)
     text = re.sub(
         r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol|boxed|fbox|emph)\s*\{([^{}]*)\}", r" \1 ", text

@@ -68,8 +68,8 @@ def test_numeric_compares_values():
 
 @pytest.mark.parametrize("verifier", [Exact(), Numeric(), Regex("(.*)", answer="answer")])
 def test_rows_without_a_reference_fail(verifier: Any):
-    answers = scores(verifier, ["1"] * 5, [None, "", "1", [], ["1", None]])
-    assert [isinstance(answer, RowFailure) for answer in answers] == [True, True, False, True, True]
+    answers = scores(verifier, ["1"] * 6, [None, "", "1", [], ["1", None], float("nan")])
+    assert [isinstance(answer, RowFailure) for answer in answers] == [True, True, False, True, True, True]
     assert "column 'answer'" in answers[0].reason
 
 

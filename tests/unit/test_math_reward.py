@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.final_answer import final_answer, reference_answer
 from hybridflow.rewards.function import FunctionReward
+from hybridflow.rewards.match import Exact, Numeric
 from hybridflow.rewards.math import Math, judge
 from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
 from hybridflow.rewards.outcome import RowFailure
+from tests import example_endings as endings
 from tests import example_solutions as cases
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k"
-RIGHT = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT, *cases.LAST_RIGHT]
-WRONG = [*cases.HASHES_WRONG, *cases.BOXED_WRONG, *cases.STATED_WRONG, *cases.LAST_WRONG]
+RIGHT = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT, *cases.LAST_RIGHT, *endings.RIGHT]
+WRONG = [*cases.HASHES_WRONG, *cases.BOXED_WRONG, *cases.STATED_WRONG, *cases.LAST_WRONG, *endings.WRONG]
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +117,27 @@ def test_what_hangs_sympy_is_a_wrong_answer_and_the_rows_beside_it_are_judged():
 
 
 def test_references_may_be_numbers_solutions_or_several(math: Math):
-    references = [18, 18.0, ["17", "18"], ("18",), "16 + 2 = 18\n#### 18", "\\boxed{18}", True]
-    assert math([""] * 7, ["#### 18"] * 7, answer=references) == [1.0] * 6 + [0.0]
+    references = [18, 18.0, ["17", "18"], ("18",), "16 + 2 = 18\n#### 18", "\\boxed{18}"]
+    references += [np.int64(18), np.array(["17", "18"]), Decimal("18.0"), Fraction(36, 2), torch.tensor(18)]
+    assert math([""] * 11, ["#### 18"] * 11, answer=references) == [1.0] * 11
 
 
 def test_a_row_without_a_reference_fails_and_the_others_do_not(math: Math):
     answers = math([""] * 4, ["#### 18"] * 4, answer=[None, "", "18", []])
     assert [type(answer) for answer in answers] == [RowFailure, RowFailure, float, RowFailure]
-    assert "'answer' is None" in answers[0].reason
+    assert answers[0].reason == "the reference in column 'answer' is None"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [float("nan"), float("inf"), Decimal("NaN"), True, b"18", {"a": 18}, ["18", None], [["18"]], {"18"}, 9**999],
+)
+def test_a_reference_that_is_no_text_and_no_number_fails_its_row(math: Math, reference: Any):
+    for verifier in (math, Numeric(), Exact()):
+        answer, right = verifier([""] * 2, ["18", "18"], answer=[reference, "18"])
+        assert isinstance(answer, RowFailure)
+        assert "neither a text nor a finite number" in answer.reason
+        assert right == 1.0
 
 
 def test_chat_completions_are_read(math: Math):
@@ -145,15 +164,20 @@ def test_wrong_settings_are_refused(settings: dict):
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K files beside the repository")
 def test_gsm8k_references_are_right_and_changed_ones_wrong(math: Math):
-    rows = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
+    rows, asked = [record["answer"] for record in records], [records[at - 1]["question"] for at in range(len(records))]
     changed = [
         f"{steps}####{_changed(number, row)}"
         for row, (steps, _, number) in enumerate(r.partition("####") for r in rows)
     ]
     cut_short = [row.partition("\n####")[0] for row in rows if "<<" in row]
+    run_on = [
+        f"{row}\n\n{question}\n{rows[at - 1]}" for at, (row, question) in enumerate(zip(rows, asked, strict=True))
+    ]
     assert len(rows) == 1319
     assert math([""] * 1319, rows, answer=rows) == [1.0] * 1319
     assert math([""] * 1319, rows, answer=[reference_answer(row) for row in rows]) == [1.0] * 1319
+    assert sum(math([""] * 1319, run_on, answer=rows)) >= 1312
     assert math([""] * 1319, changed, answer=rows) == [0.0] * 1319
     assert [final_answer(text, numeric=True) for text in cut_short] == [None] * len(cut_short)
 
@@ -295,6 +319,12 @@ def test_any_text_has_an_answer_or_none(text: str):
         "1-",
         "#### Answer\n",
         "</think>",
+        "verify\n",
+        "#### a\n",
+        "100 000 ",
+        "to a 1 ",
+        "for 1 and ",
+        "。1",
     ],
 )
 def test_a_text_that_repeats_itself_without_end_is_judged_all_the_same(piece: str):
