@@ -245,7 +245,8 @@ def _last_line(text: str, numeric: bool) -> FinalAnswer | None:
     if not lines:
         return None
     if not numeric:
-        return FinalAnswer(_mathematics(lines[-1][-_LINE:]), parse_number(lines[-1]))
+        last = lines[-1][-_LINE:]
+        return FinalAnswer(_mathematics(last), parse_number(last))
     told = _unchecked([line for line in lines if not _POSTSCRIPT.match(line)])
     lines = told if any(re.search(r"\d", line) for line in told) else lines
     for at in range(len(lines) - 1, -1, -1):
