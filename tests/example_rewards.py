@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 
 from hybridflow.rewards.outcome import RowFailure
@@ -51,3 +52,20 @@ async def waits_on_three(prompt, response, answer):
 async def blocks_on_three(prompts, completions, answer):
     await asyncio.sleep(0)
     return hangs_on_three(prompts, completions, answer)
+
+
+async def freezes_on_three(prompt, response, answer):
+    await asyncio.sleep(0)
+    time.sleep(60 if answer == "3" else 0)
+    return 1.0
+
+
+def ends_the_nursery_on_three(prompt, response, answer):
+    if answer == "3":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    return 1.0
+
+
+def ends_the_nursery_on_three_of_all(prompts, completions, answer):
+    return [ends_the_nursery_on_three(*row) for row in zip(prompts, completions, answer)]

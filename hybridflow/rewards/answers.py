@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.outcome import RowFailure
+from hybridflow.rewards.outcome import Breakdown, RowFailure
 
 Level = Literal["sample", "token"]
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -76,11 +76,12 @@ class AnswerCheck:
 
     def failed(self, failure: RowFailure, rows: str) -> RewardError:
         """The error for rows that could not be judged, where that is not allowed."""
+        go_on = "set on_failure='zero' or 'mask' to go on without such rows."
+        if not isinstance(failure, Breakdown):
+            return self.error(f"{rows}: {failure.reason}. Mend the row, or {go_on}")
         head, _, detail = failure.reason.partition(": ")
         detail = f": {detail}" if detail else ""
-        return self.error(
-            f"{head} {rows}{detail}. Fix the function; or set on_failure='zero' or 'mask' to go on without such rows."
-        )
+        return self.error(f"{head} {rows}{detail}. Fix the function, or {go_on}")
 
     def _per_token(self, value: Any, row: int, length: int) -> list[float]:
         if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
@@ -104,7 +105,10 @@ class AnswerCheck:
             several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
             hint = ", or with level='token' a list of one number per response token" if several else ""
             raise self.error(f"returned {_show(answer)} {place}; it must be a number{hint}.")
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self.error(f"returned {_show(answer)} {place}; it does not fit float32.") from None
         if not math.isfinite(number):
             raise self.error(f"returned {number} {place}; it must be finite.")
         if abs(number) > FLOAT32_MAX:
@@ -114,7 +118,10 @@ class AnswerCheck:
 
 def is_number(value: Any) -> bool:
     """A finite number, as a setting may be; True and False are none."""
-    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 def _plain(value: Any) -> Any:
@@ -123,5 +130,8 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # the repr of a type of the user's; or an integer of more than 4,300 digits
+        text = f"what has no repr: {error}"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

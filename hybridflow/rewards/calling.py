@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.rewards.outcome import RowFailure
+from hybridflow.rewards.outcome import Breakdown
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and named arguments."""
@@ -26,6 +26,10 @@ def reason_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"raised {type(error).__name__}" + (f": {text}" if text else "") + place
+
+
+def unheard(name: str, value: Any) -> None:
+    """TRL's `log_extra` and `log_metric`: what the function says to them is heard by nobody."""
 
 
 def is_async(function: Any) -> bool:
@@ -44,15 +48,15 @@ def settled(value: Any) -> Any:
 
 
 def attempt(function: Callable[..., Any], call: Call) -> Any:
-    """What the call returns, or a RowFailure with what it raised."""
+    """What the call returns, or a Breakdown with what it raised."""
     try:
         return settled(function(*call[0], **call[1]))
     except (Exception, SystemExit) as error:  # the user's code: whatever it raises is the failure of its rows
-        return RowFailure(reason_of(error), error)
+        return Breakdown(reason_of(error), error)
 
 
 def attempt_together(function: Callable[..., Any], calls: Sequence[Call], seconds: float | None = None) -> list[Any]:
-    """What the calls of an async function return, all at once on one event loop; RowFailures as in `attempt`.
+    """What the calls of an async function return, all at once on one event loop; Breakdowns as in `attempt`.
 
     A call that takes longer than `seconds` is cancelled and fails.
     """
@@ -64,7 +68,7 @@ def attempt_together(function: Callable[..., Any], calls: Sequence[Call], second
                 return await function(*call[0], **call[1])
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # as in `attempt`
             late = isinstance(error, TimeoutError) and clock.expired()
-            return RowFailure(f"took longer than {seconds:g} s" if late else reason_of(error), error)
+            return Breakdown(f"took longer than {seconds:g} s" if late else reason_of(error), error)
 
     async def together() -> list[Any]:
         return list(await asyncio.gather(*map(one, calls)))

@@ -7,6 +7,8 @@ the function.
 from __future__ import annotations
 
 import gc
+import io
+import numbers
 import os
 import pickle
 import resource
@@ -14,16 +16,18 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 
 from hybridflow.rewards.calling import reason_of, settled
+from hybridflow.rewards.outcome import Breakdown, RowFailure
 
 LARGEST_FRAME = 2**28
 """Bytes of one call or answer. A function that answers with more failed: nobody's memory should pay for it."""
 
+UNSENT = "answered with what cannot be sent back"
 _LENGTH = struct.Struct("!Q")
 
 
@@ -134,12 +138,52 @@ def _answered(function: Callable[..., Any], call: bytes) -> tuple[Any, ...]:
 
 def _answer(connection: socket.socket, answer: tuple[Any, ...]) -> None:
     try:
-        payload = cloudpickle.dumps(answer)
+        payload = pickle.dumps(plain(answer))
         if len(payload) > LARGEST_FRAME:
             raise ValueError(f"{len(payload) / 2**20:.0f} MiB is more than an answer may have")
-    except Exception as error:  # the answer is of a type of the user's: whatever its pickling raises is answered
-        payload = cloudpickle.dumps(("raised", f"answered with what cannot be sent back: {reason_of(error)}"))
+    except Exception as error:  # the answer is of a type of the user's: whatever reading it raises is answered
+        payload = pickle.dumps(("raised", f"{UNSENT}: {reason_of(error)}"))
     connection.sendall(frame(payload))
+
+
+def plain(value: Any) -> Any:
+    """The answer as plain data: arrays as lists, numbers of any type as Python's.
+
+    Errors: TypeError for what is neither a number, a text, None, RowFailure nor a list, tuple, set or dict of them.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, RowFailure):
+        return (Breakdown if isinstance(value, Breakdown) else RowFailure)(str(value.reason))
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(map(plain, value))
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(
+        f"a {type(value).__name__} is neither a number, a text, None, RowFailure nor a list or dict of them"
+    )
+
+
+def read_answer(payload: bytes) -> Any:
+    """What `_answer` sent. Errors: pickle.UnpicklingError, and others, for anything but plain data."""
+    return _PlainData(io.BytesIO(payload)).load()
+
+
+class _PlainData(pickle.Unpickler):
+    """Calls nothing but RowFailure: a child runs the function's code, and should have ours run none of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        for kind in (RowFailure, Breakdown):
+            if (module, name) == (kind.__module__, kind.__name__):
+                return kind
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
 
 def _received(connection: socket.socket) -> Iterator[bytes]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.calling import is_async
+from hybridflow.rewards.outcome import RowFailure
 from hybridflow.rewards.signature import name_of
 
 
@@ -24,10 +25,15 @@ def from_compute_score(
     The function, sync or async, is called by keyword for every row with the response's text, and returns a number or a
     dict with the entry "score". `data_source`, `ground_truth` and `extra_info` name the columns of the batch; a name
     with a dot is an entry of a column of dicts ("reward_model.ground_truth" in verl's own Parquet files), None leaves
-    the argument out (data_source: passes None), and rows without `extra_info` are called without it. `components` names
-    the entries of the dict that become columns `rewards/<entry>`, NaN where a row's dict has none. Errors: ConfigError
-    when the function does not take these arguments.
+    the argument out (data_source: passes None). Without the column `extra_info` a function that cannot do without the
+    argument gets {}. A row whose dict has no such entry is a RowFailure. `components` names the entries of the answered
+    dict that become columns `rewards/<entry>`, NaN where a row's dict has none. Errors: ConfigError when the function
+    does not take these arguments.
     """
+    if isinstance(components, str) or not all(isinstance(name, str) and name for name in components):
+        raise ConfigError(
+            f"from_compute_score(components={components!r}): give a tuple of names, as in components=('acc',)."
+        )
     return ComputeScore(function, data_source, ground_truth, extra_info, tuple(components))
 
 
@@ -56,6 +62,8 @@ class ComputeScore:
             )
         self._data_source, self._ground_truth = data_source, ground_truth
         self._extra_info = extra_info if everything or "extra_info" in taken else None
+        parameter = signature.parameters.get("extra_info")
+        self._needs_info = parameter is not None and parameter.default is inspect.Parameter.empty
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -64,20 +72,29 @@ class ComputeScore:
         return (*dict.fromkeys(needed), *(f"{name}?" for name in extra if name not in needed))
 
     def __call__(self, prompt: Any, response: str, **columns: Any) -> Any:
-        arguments = {
-            "data_source": None if self._data_source is None else _entry(columns, self._data_source),
-            "solution_str": response,
-            "ground_truth": _entry(columns, self._ground_truth),
-        }
+        wanted = {"data_source": self._data_source, "ground_truth": self._ground_truth}
         if self._extra_info is not None and self._extra_info.partition(".")[0] in columns:
-            arguments["extra_info"] = _entry(columns, self._extra_info)
-        return self.inner(**arguments)
+            wanted["extra_info"] = self._extra_info
+        found = {key: None if name is None else _entry(columns, name) for key, name in wanted.items()}
+        if failed := [value for value in found.values() if isinstance(value, RowFailure)]:
+            return self._refused(failed[0]) if self.is_async else failed[0]
+        if self._needs_info:
+            found.setdefault("extra_info", {})
+        return self.inner(solution_str=response, **found)
+
+    async def _refused(self, failure: RowFailure) -> RowFailure:
+        return failure
 
 
 def _entry(columns: dict[str, Any], name: str) -> Any:
-    """The value of a column, or of an entry in it: "reward_model.ground_truth"."""
+    """The value of a column, or of an entry in it ("reward_model.ground_truth"); a RowFailure where there is none."""
     column, *path = name.split(".")
     value = columns[column]
     for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            there = (
+                f"its entries are {sorted(map(str, value))}" if isinstance(value, Mapping) else f"it is {value!r:.60}"
+            )
+            return RowFailure(f"column {column!r} has no entry {name.partition('.')[2]!r}; {there}")
         value = value[key]
     return value

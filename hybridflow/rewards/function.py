@@ -7,24 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.columns import Column
+from hybridflow.data.prompts import RESERVED, RESERVED_PREFIXES
 from hybridflow.errors import RewardError
 from hybridflow.rewards.answers import AnswerCheck, Level, RowAnswer
-from hybridflow.rewards.calling import Call, attempt, attempt_together, is_async
+from hybridflow.rewards.calling import Call, attempt, attempt_together, is_async, unheard
 from hybridflow.rewards.outcome import RowFailure
-from hybridflow.rewards.signature import name_of, place_of, read_signature
+from hybridflow.rewards.signature import Signature, name_of, place_of, read_signature
 
 Columns = Mapping[str, Column | Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows as one function gets them: texts, the columns that it takes as plain values, tokens per response."""
+    """The rows as one function gets them: texts, the columns that it takes as plain values, tokens per response.
+
+    `asked` is how it wants to be called with these columns.
+    """
 
     prompts: list[Any]
     responses: list[Any]
     columns: dict[str, list[Any]]
     rows: list[int]
     lengths: list[int] | None
+    asked: Signature
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -33,18 +38,23 @@ class Table:
 class FunctionReward:
     """A reward function with what its signature says, and a check of everything that it returns.
 
-    - `f(prompts, completions, **columns) -> list of numbers` as in TRL, told by the name `completions`: called by
-      keyword, in any order, with prompts and completion_ids where it names them. Where a prompt is a list of chat
-      messages, the completion is one too: `[{"role": "assistant", "content": text}]`.
+    - `f(prompts, completions, **columns) -> list of numbers` as in TRL, told by the name `completions` or
+      `completion_ids`, or by `**kwargs` with fewer than two positional parameters: called by keyword, in any order,
+      with prompts, completions and completion_ids where it names them (all of them with `**kwargs`). Where a prompt is
+      a list of chat messages, the completion is one too: `[{"role": "assistant", "content": text}]`. TRL's
+      `log_extra` and `log_metric` go nowhere, and there is no `trainer_state`.
     - `f(a, b, **columns) -> list of numbers` with other names: called by position with all prompts and responses.
+      Where the batch has a column with the name of a or b, `f(prompts, answer, **kwargs)` is called as in TRL (the
+      texts are in `kwargs["completions"]`), anything else is refused: it would get texts for that column.
     - `f(prompt, response, **columns) -> number`, when the first parameter is named `prompt`: called row by row.
 
     Each may be `async def`; rows of an async function of the last kind run at the same time. Of the batch's other
     columns it gets those that the signature names, as lists of plain Python values (or the plain value of the row);
-    all of them when it has `**kwargs`, unless a callable object names them in an attribute `reads`. A column that only
-    has a default may be missing. True and False count as 1 and 0; None means that the function does not apply to the
-    row; RowFailure(reason) that the row could not be judged. At level "token" a row's answer is a list of numbers, one
-    per response token. Errors: ConfigError when the function cannot be called in one of these ways.
+    with `**kwargs` all that came with the prompts (what hybridflow writes, like log_probs, only by name), unless a
+    callable object names them in an attribute `reads`. A column that only has a default may be missing. True and False
+    count as 1 and 0; None means that the function does not apply to the row; RowFailure(reason) that the row could not
+    be judged. At level "token" a row's answer is a list of numbers, one per response token. Errors: ConfigError when
+    the function cannot be called in one of these ways.
     """
 
     def __init__(self, function: Callable[..., Any], *, level: Level = "sample", column: str = "rewards") -> None:
@@ -70,6 +80,7 @@ class FunctionReward:
             needed.append("response_ids")
         elif "completion_ids" in asked.own:
             optional.append("response_ids")
+        optional += asked.texts  # only to see whether there is such a column
         return (*dict.fromkeys(needed), *(f"{name}?" for name in dict.fromkeys(optional) if name not in needed))
 
     def __call__(
@@ -95,15 +106,17 @@ class FunctionReward:
         self, prompts: Sequence[Any], responses: Sequence[str], columns: Columns, row_ids: Sequence[int] | None = None
     ) -> Table:
         """The rows as `call` and `row_call` take them. Errors: RewardError for a column that is missing."""
-        asked = self.signature
+        asked = self._asked(columns)
         rows = [int(row) for row in row_ids] if row_ids is not None else list(range(len(prompts)))
         if missing := [name for name in asked.needed if name not in columns]:
             raise RewardError(
                 f"reward function {self.name} needs the column {missing[0]!r}; there are {sorted(columns)}. Add it to "
                 f"the prompts, or give the parameter a default. {self.check.where}"
             )
-        names = columns if asked.everything else [n for n in (*asked.needed, *asked.optional) if n in columns]
-        plain = {name: _as_list(columns[name]) for name in names if not (asked.everything and name in asked.excluded)}
+        names = [name for name in (*asked.needed, *asked.optional) if name in columns]
+        if asked.everything:
+            names += [name for name in columns if name not in asked.excluded and not _is_written(name)]
+        plain = {name: _as_list(columns[name]) for name in dict.fromkeys(names)}
         lengths = None
         if self.level == "token" or asked.needs_ids:
             if "response_ids" not in columns:
@@ -117,13 +130,14 @@ class FunctionReward:
             if "response_ids" in columns:
                 given["completion_ids"] = _as_list(columns["response_ids"])
             plain |= {name: given[name] for name in asked.own if name in given}
-        return Table(list(prompts), list(responses), plain, rows, lengths)
+        return Table(list(prompts), list(responses), plain, rows, lengths, asked)
 
     def call(self, table: Table, start: int, stop: int) -> Call:
         """Arguments for the rows start:stop in one call (not for a function that is called row by row)."""
         part = slice(start, stop)
-        texts = () if self.signature.style == "keywords" else (table.prompts[part], table.responses[part])
-        return texts, {name: values[part] for name, values in table.columns.items()}
+        texts = () if table.asked.style == "keywords" else (table.prompts[part], table.responses[part])
+        columns = {name: values[part] for name, values in table.columns.items()}
+        return texts, columns | dict.fromkeys(table.asked.logs, unheard)
 
     def row_call(self, table: Table, row: int) -> Call:
         """Arguments for one row of a function that is called row by row."""
@@ -159,6 +173,19 @@ class FunctionReward:
                 raise self.check.failed(answer.failure, f"at row {row}") from answer.failure.error
         return answers
 
+    def _asked(self, columns: Columns) -> Signature:
+        """How to call it with these columns. Errors: RewardError where texts would go in for a column."""
+        clash = [name for name in self.signature.texts if name in columns]
+        if not clash:
+            return self.signature
+        if self.signature.by_name is not None:
+            return self.signature.by_name
+        names = "(prompt, response, ...)" if self.per_row else "(prompts, completions, ...)"
+        raise RewardError(
+            f"reward function {self.name}: its parameter {clash[0]!r} would get texts by position, and the batch has a "
+            f"column of that name. Take {names}, and the column after them. {self.check.where}"
+        )
+
     def _all_at_once(self, table: Table, raising: bool) -> list[RowAnswer]:
         values = attempt(self.function, self.call(table, 0, len(table)))
         if not isinstance(values, RowFailure):
@@ -179,6 +206,11 @@ def _completion(prompt: Any, response: str) -> Any:
     """The response, as chat messages where the prompt is."""
     chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     return [{"role": "assistant", "content": response}] if chat and prompt else response
+
+
+def _is_written(column: str) -> bool:
+    """Whether hybridflow writes it, rather than the prompts."""
+    return column in RESERVED or column.startswith(RESERVED_PREFIXES)
 
 
 def _as_list(column: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from hybridflow.rewards.children import Children
 from hybridflow.rewards.function import Columns, FunctionReward, Table
 from hybridflow.rewards.outcome import Scores
 from hybridflow.rewards.parallel import in_children
+from hybridflow.rewards.signature import layers, name_of
 from hybridflow.rewards.weighted import named, weighted_sum, weights_of
 
 Function = Callable[..., Any]
@@ -61,7 +62,9 @@ class Functions:
         _choose("level", level, ("sample", "token"))
         _choose("on_failure", on_failure, ("raise", "zero", "mask"))
         if type(workers) is not int or workers < 0:
-            raise ConfigError(f"reward functions: workers={workers!r} must be a whole number of at least 0.")
+            raise ConfigError(
+                f"reward functions: workers={workers!r} must be a whole number: of child processes, or 0 for none."
+            )
         if timeout is not None and not (is_number(timeout) and timeout > 0):
             raise ConfigError(f"reward functions: timeout={timeout!r} must be a number of seconds above 0.")
         by_name = named(functions)
@@ -80,6 +83,7 @@ class Functions:
         seconds = PATIENCE if timeout is None else float(timeout)
         caller = Caller([reward.function for reward in self.rewards], seconds)
         self._children = Children(caller, self.workers, seconds=seconds) if self.workers else None
+        self._checked = False
 
     @property
     def reads(self) -> tuple[str, ...] | None:
@@ -96,7 +100,7 @@ class Functions:
 
         Errors: ConfigError.
         """
-        if self._children is None:
+        if self._children is None or self._checked:
             return
         for reward in self.rewards:
             try:
@@ -106,6 +110,7 @@ class Functions:
                     f"reward function {reward.name} cannot be sent to a child process ({type(error).__name__}: "
                     f"{error}). Let it make what it needs when it is called, or set workers=0 without a timeout."
                 ) from error
+        self._checked = True
 
     def __call__(
         self,
@@ -123,13 +128,21 @@ class Functions:
             pairs = zip(self.rewards, tables, strict=True)
             answers = [reward.answers(table, raising=raising) for reward, table in pairs]
         else:
+            self.check()
             answers = in_children(self.rewards, tables, self._children, raising=raising)
         return self._scores(answers, tables[0])
 
     def close(self) -> None:
-        """Stop the child processes, if any."""
+        """Stop the child processes, if any, and close the functions that have a method `close`, as verifiers do."""
         if self._children is not None:
             self._children.close()
+        closing = {id(part): part for reward in self.rewards for part in layers(reward.function)}
+        for part in closing.values():
+            if callable(close := getattr(part, "close", None)) and not isinstance(part, type):
+                try:
+                    close()
+                except Exception as error:  # the user's code; the others are to be closed in any case
+                    _log.warning("%s.close() raised %s: %s", name_of(part), type(error).__name__, error)
 
     def _scores(self, answers: Sequence[Sequence[RowAnswer]], table: Table) -> Scores:
         rows = list(zip(*answers, strict=True))

@@ -40,11 +40,14 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _KEPT_OUTPUT = 2000
 
 
+class NurseryError(RewardError):
+    """The nursery has ended, or does not answer; its children end with it."""
+
+
 class Nursery:
-    """The handle on a nursery process, started here. Errors: RewardError when it cannot be started or is gone."""
+    """The handle on a nursery process, started here. Errors: RewardError when it cannot be started, NurseryError."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(PATIENCE)
         with theirs:
@@ -67,6 +70,11 @@ class Nursery:
             if self._process.stderr is not None:
                 self._process.stderr.close()
 
+    @property
+    def alive(self) -> bool:
+        """False when it has ended by itself, or was killed; its children may live for a moment more."""
+        return self._process.poll() is None
+
     def load(self) -> tuple[socket.socket, int]:
         """A process that loads a function once, for `fork`: our end of its socket, and its process id."""
         return self._new(b"load")
@@ -84,7 +92,7 @@ class Nursery:
         with theirs:
             try:
                 reply = self._ask(command, theirs.fileno())
-            except RewardError:
+            except NurseryError:
                 ours.close()
                 raise
         if "error" in reply:
@@ -96,6 +104,10 @@ class Nursery:
         """Kill the child and everything it started: its wait status, and the last of what it printed."""
         reply = self._ask(b"reap %d" % pid)
         return int(reply["status"]), str(reply["output"])
+
+    def sweep(self) -> None:
+        """Kill what children left behind: processes that they started and that have no parent any more."""
+        _ = self._ask(b"sweep")
 
     def close(self) -> None:
         """End the nursery and all its children."""
@@ -109,21 +121,22 @@ class Nursery:
     def forget(self) -> None:
         """In a process that was forked from the owner: let go of it."""
         self._control.close()
+        self._process.returncode = 0  # it is no child of this process, which has nothing to wait for
 
     def _ask(self, command: bytes, *descriptors: int) -> dict:
         try:
             socket.send_fds(self._control, [command], list(descriptors))
         except OSError as error:
-            raise RewardError(f"the process that starts reward functions is gone ({error}).") from None
+            raise NurseryError(f"the process that starts reward functions is gone ({error}).") from None
         return self._reply()
 
     def _reply(self) -> dict:
         try:
             packet = self._control.recv(1 << 16)
         except OSError as error:
-            raise RewardError(f"the process that starts reward functions does not answer ({error}).") from None
+            raise NurseryError(f"the process that starts reward functions does not answer ({error}).") from None
         if not packet:
-            raise RewardError("the process that starts reward functions is gone; was it killed?")
+            raise NurseryError("the process that starts reward functions is gone; was it killed?")
         return json.loads(packet)
 
 
@@ -194,7 +207,12 @@ def _obey(state: _State) -> bool:
         return False
     verb, _, number = command.partition(b" ")
     try:
-        reply = _reap(int(number), state.kids) if verb == b"reap" else _start(verb, descriptors[0], state)
+        if verb == b"reap":
+            reply = _reap(int(number), state.kids)
+        elif verb == b"sweep":
+            reply = _sweep(state.kids, all_sessions=True)
+        else:
+            reply = _start(verb, descriptors[0], state)
     except OSError as error:  # no process, no descriptor left, or the process that forks is gone
         reply = {"error": str(error)}
     finally:
@@ -291,16 +309,17 @@ def _kill(pid: int) -> None:
             send(pid, signal.SIGKILL)
 
 
-def _sweep(kids: dict[int, _Kid]) -> None:
-    """Kill what was adopted from dead children, and what those leave in turn; a session that lives keeps its own."""
+def _sweep(kids: dict[int, _Kid], *, all_sessions: bool = False) -> dict:
+    """Kill what was adopted, and what that leaves in turn; the sessions of children at work are left alone."""
     until = time.monotonic() + 10.0
-    while orphans := [pid for pid, _, session in _adopted(kids) if session not in kids]:
+    while orphans := [pid for pid, _, session in _adopted(kids) if all_sessions or session not in kids]:
         for pid in orphans:
             _kill(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         if time.monotonic() > until:  # something forks faster than it is killed
-            return
+            break
+    return {}
 
 
 def _bury(kids: dict[int, _Kid]) -> None:

@@ -23,7 +23,11 @@ class RowFailure:
     error: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self):  # an exception of the user's need not survive pickling
-        return RowFailure, (self.reason,)
+        return type(self), (self.reason,)
+
+
+class Breakdown(RowFailure):
+    """A RowFailure that the function did not answer itself: it raised, was late, or died."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,24 +14,31 @@ from hybridflow.errors import ConfigError
 Style = Literal["keywords", "batch", "row"]
 _OWN = ("prompts", "completions", "completion_ids")
 """What a function of the "keywords" style is given besides columns."""
+_TEXTS = ("prompt", "prompts", "response")
+_LOGS = ("log_extra", "log_metric")
+_TRAINER = "trainer_state"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
     """`style`: all rows by keyword as TRL does, all rows by position, or one row.
 
-    `own`: which of prompts, completions and completion_ids go in by keyword (`needs_ids`: the last must). `needed` and
-    `optional`: columns by name (optional: the parameter has a default). `everything`: all columns, except those in
-    `excluded`.
+    `own`: which of prompts, completions and completion_ids go in by keyword (`needs_ids`: the last must), and `logs`
+    which of TRL's functions for figures. `needed` and `optional`: columns by name (optional: the parameter has a
+    default). `everything`: all columns, except those in `excluded`. `texts`: the parameters that get prompts and
+    responses by position, under names that a column may have too; where one has, the call must be `by_name` (or none).
     """
 
     style: Style
     own: tuple[str, ...] = ()
     needs_ids: bool = False
+    logs: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     everything: bool = False
     excluded: frozenset[str] = frozenset()
+    texts: tuple[str, ...] = ()
+    by_name: Signature | None = None
 
 
 def read_signature(function: Callable[..., Any], name: str) -> Signature:
@@ -50,28 +57,65 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
             f"reward function {name}{signature} is for one row by its first parameter and for all rows by "
             f"`completions`: take (prompt, response, ...) or (prompts, completions, ...)."
         )
-    if "completions" in named:
-        texts, style = [p for p in parameters if p.name in _OWN], "keywords"
-        own = tuple(key for key in _OWN if key in named or (everything and not hasattr(function, "reads")))
-    else:
-        texts, style, own = positional[:2], "row" if per_row else "batch", ()
-        if len(texts) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            raise ConfigError(
-                f"reward function {name}{signature} must take (prompts, completions, ...) for all rows, or (prompt, "
-                f"response, ...) for one."
-            )
-    columns = [p for p in named.values() if p not in texts]
-    read = _said_reads(function, name, signature, {p.name for p in columns}, everything)
+    nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
+    reads = _said_reads(function, name, signature, set(named), everything)
+    by_name = None if nameless or per_row else _by_keyword(name, named, everything, reads)
+    if by_name is not None and (
+        "completions" in named or "completion_ids" in named or (everything and len(positional) < 2)
+    ):
+        return by_name
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise ConfigError(
+            f"reward function {name}{signature} must take (prompts, completions, ...) for all rows, or (prompt, "
+            f"response, ...) for one."
+        )
+    texts = tuple(p.name for p in positional[:2])
+    needed, optional = _columns(named, texts) if reads is None else reads
+    for_trl = everything and reads is None and texts[:1] == ("prompts",)
     return Signature(
-        style=style,
-        own=own,
-        needs_ids=bool(own)
-        and "completion_ids" in named
-        and named["completion_ids"].default is inspect.Parameter.empty,
-        needed=tuple(p.name for p in columns if p.default is p.empty) if read is None else read[0],
-        optional=tuple(p.name for p in columns if p.default is not p.empty) if read is None else read[1],
-        everything=everything and read is None,
-        excluded=frozenset({"prompt", "response", *own, *(p.name for p in texts)}),
+        style="row" if per_row else "batch",
+        needed=needed,
+        optional=optional,
+        everything=everything and reads is None,
+        excluded=frozenset({"prompt", "response", *texts}),
+        texts=() if reads is not None else tuple(t for t in texts if t in named and t not in _TEXTS),
+        by_name=by_name if for_trl else None,
+    )
+
+
+def _by_keyword(
+    name: str,
+    named: dict[str, inspect.Parameter],
+    everything: bool,
+    reads: tuple[tuple[str, ...], tuple[str, ...]] | None,
+) -> Signature:
+    """As TRL calls it. Errors: ConfigError when it cannot do without the state of TRL's trainer."""
+    if _TRAINER in named and named[_TRAINER].default is inspect.Parameter.empty and reads is None:
+        raise ConfigError(
+            f"reward function {name} takes {_TRAINER!r}: there is no trainer that could have a state. Give the "
+            f"parameter a default, and bring what it needs as a column of the prompts."
+        )
+    logs = tuple(key for key in _LOGS if key in named)
+    needed, optional = _columns(named, (*_OWN, *_LOGS, _TRAINER)) if reads is None else reads
+    takes_all = everything and (reads is None or not any(key in named for key in _OWN))
+    ids = named.get("completion_ids")
+    return Signature(
+        style="keywords",
+        own=tuple(key for key in _OWN if key in named or takes_all),
+        needs_ids=ids is not None and ids.default is inspect.Parameter.empty,
+        logs=logs,
+        needed=needed,
+        optional=optional,
+        everything=everything and reads is None,
+        excluded=frozenset({"prompt", "response", *_OWN, *logs, _TRAINER}),
+    )
+
+
+def _columns(named: dict[str, inspect.Parameter], but: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Parameters that are columns: those without a default, and those with one."""
+    found = [p for p in named.values() if p.name not in but]
+    return tuple(p.name for p in found if p.default is p.empty), tuple(
+        p.name for p in found if p.default is not p.empty
     )
 
 
@@ -91,13 +135,16 @@ def _said_reads(
     return tuple(entry for entry in reads if not entry.endswith("?")), optional
 
 
+def layers(function: Any) -> Iterator[Any]:
+    """The function, and what it stands on: what partials bind, and adapters keep as `inner`."""
+    while callable(function):
+        yield function
+        function = function.func if isinstance(function, functools.partial) else getattr(function, "inner", None)
+
+
 def innermost(function: Any) -> Any:
-    """The user's own function inside partials and adapters (which keep it as `inner`)."""
-    while True:
-        inside = function.func if isinstance(function, functools.partial) else getattr(function, "inner", None)
-        if not callable(inside):
-            return function
-        function = inside
+    """The user's own function inside partials and adapters."""
+    return list(layers(function))[-1] if callable(function) else function
 
 
 def name_of(function: Any) -> str:

@@ -185,18 +185,32 @@ def test_nothing_is_left_after_close():
 
     def start(how):
         os.environ["MARK"] = mark
-        subprocess.run(["sh", "-c", how], check=True)
+        subprocess.Popen(["sh", "-c", how])
         return os.getppid()
 
     several = Children(start, 2, seconds=20)
-    outcomes = several.map([(("setsid sleep 600 & exit 0",), {}), (("sleep 600 & exit 0",), {})])
+    outcomes = several.map([(("exec setsid sleep 600",), {}), (("exec sleep 600",), {})])
     nursery = outcomes[0].value
-    assert len(processes(mark)) >= 2
+    assert len(processes(mark)) >= 2, "what has a parent may be meant for the next call"
     several.close()
     assert gone(mark)
     assert not Path(f"/proc/{nursery}").exists()
     assert several.map([(("true",), {})])[0].ok, "a closed one starts again"
     several.close()
+
+
+def test_daemons_that_calls_leave_behind_do_not_pile_up():
+    mark = f"mark-{uuid.uuid4().hex}"
+
+    def leave(how):
+        subprocess.run(["sh", "-c", how], env=os.environ | {"MARK": mark}, check=True)
+        return os.getpid()
+
+    with Children(leave, 1, seconds=20) as one:
+        for how in ("setsid sleep 600 & exit 0", "sleep 600 & exit 0", "setsid sh -c 'sleep 600 & wait' & exit 0"):
+            outcomes = one.map([((how,), {})] * 2)
+            assert gone(mark)
+            assert outcomes[0] == outcomes[1] != Outcome(None), "the child itself goes on"
 
 
 @pytest.mark.parametrize("ending", ["kill", "forget"])

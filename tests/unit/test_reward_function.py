@@ -129,7 +129,7 @@ def test_functions_that_cannot_be_called_are_refused_at_once():
     with pytest.raises(ConfigError, match=r"must take \(prompts, completions"):
         FunctionReward(lambda texts: [0.0])
     with pytest.raises(ConfigError, match="must take"):
-        FunctionReward(lambda **columns: [0.0])
+        FunctionReward(lambda texts, /, **columns: [0.0])
 
 
 class Grader:
@@ -177,7 +177,7 @@ def test_trl_functions_with_kwargs_get_every_column():
     assert reward.reads is None
     columns = COLUMNS | {"prompt": PROMPTS, "response": RESPONSES, "response_ids": IDS}
     assert reward(PROMPTS, RESPONSES, columns) == [0.5] * 3
-    assert sorted(seen) == ["answer", "completion_ids", "ids", "level", "prompts", "response_ids"]
+    assert sorted(seen) == ["answer", "completion_ids", "ids", "level", "prompts"]
     assert seen["completion_ids"] == IDS.tolist()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import threading
@@ -22,6 +23,9 @@ from tests.example_rewards import (
     broken_at_three,
     correct,
     dies_on_three,
+    ends_the_nursery_on_three,
+    ends_the_nursery_on_three_of_all,
+    freezes_on_three,
     hangs_on_three,
     only_sums_to_four,
     short,
@@ -238,6 +242,8 @@ def test_functions_that_cannot_travel_are_refused_before_anything_starts():
     Functions(locked).check()
     with pytest.raises(ConfigError, match=r"locked cannot be sent to a child process \(TypeError.*workers=0"):
         Functions(locked, workers=1).check()
+    with pytest.raises(ConfigError, match=r"locked cannot be sent to a child process \(TypeError.*workers=0"):
+        Functions(locked, workers=1)(PROMPTS, RESPONSES, {})
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_functions_that_cannot_travel_are_refused_before_anything_starts():
         ([], {}, "no reward function in the list"),
         (correct, {"level": "tokens"}, "level='tokens' must be one of 'sample', 'token'"),
         (correct, {"on_failure": "ignore"}, "on_failure='ignore'"),
-        (correct, {"workers": -1}, "workers=-1"),
+        (correct, {"workers": -1}, "workers=-1 .* or 0 for none"),
         (correct, {"workers": 1.0}, r"workers=1\.0"),
         (correct, {"timeout": 0}, "timeout=0"),
         (correct, {"timeout": "5"}, "timeout='5'"),
@@ -270,3 +276,76 @@ def test_overlong():
     ids = Ragged.from_lengths(torch.arange(30), [4, 6, 8, 12])
     scores = Functions(Overlong(8, 4))(PROMPTS, RESPONSES, {"response_ids": ids})
     assert scores.rewards.tolist() == [0.0, -0.5, -1.0, -1.0]
+
+
+def test_closing_closes_verifiers_through_partials():
+    closed = []
+
+    class Verifier:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, prompts, completions, **columns):
+            return [1.0] * len(prompts)
+
+        def close(self):
+            closed.append(self.name)
+            if self.name == "bad":
+                raise OSError("not today")
+
+    shared = Verifier("shared")
+    functions = [Verifier("bad"), shared, functools.partial(shared), functools.partial(Verifier("inside")), short]
+    made = Functions(functions)
+    made.close()
+    assert closed == ["bad", "shared", "inside"]
+
+
+def test_failures_that_a_verifier_states_read_well():
+    def unable(prompt, response, answer):
+        return RowFailure("the reference in column 'answer' is {'a': 1}") if answer == "3" else 1.0
+
+    with pytest.raises(
+        RewardError,
+        match=r"function unable at row 71: the reference in column 'answer' is \{'a': 1\}\. Mend the row, or set on_f",
+    ) as caught:
+        Functions(unable)(PROMPTS, RESPONSES, ANSWERS, ROWS)
+    assert "Fix the function" not in str(caught.value)
+    with pytest.raises(RewardError, match=r"broken_at_three raised LookupError .*Fix the function, or set on_failure"):
+        Functions(broken_at_three)(PROMPTS, RESPONSES, ANSWERS, ROWS)
+
+
+def test_a_row_that_blocks_the_event_loop_has_the_limit_of_a_row():
+    limited = Functions(freezes_on_three, timeout=0.5, on_failure="zero")
+    scores = limited(PROMPTS, RESPONSES, ANSWERS, ROWS)
+    assert scores.rewards.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert scores.failures == [None, "freezes_on_three: took longer than 0.5 s", None, None]
+    limited.close()
+
+
+@pytest.mark.parametrize("function", [ends_the_nursery_on_three, ends_the_nursery_on_three_of_all])
+def test_a_row_that_ends_the_nursery_costs_no_batch(function):
+    doomed = Functions(function, workers=1, on_failure="mask")
+    for _ in range(2):
+        scores = doomed(PROMPTS, RESPONSES, ANSWERS, ROWS)
+        assert scores.rewards.tolist() == [1.0, 0.0, 1.0, 1.0]
+        assert (
+            scores.failures[1] == f"{function.__name__}: ended when something killed the process that starts children"
+        )
+        assert [failure is None for failure in scores.failures] == [True, False, True, True]
+    with pytest.raises(RewardError, match=rf"reward functions {function.__name__}: .* was started anew 3 times"):
+        doomed(PROMPTS * 2, RESPONSES * 2, {"answer": ["3"] * 8})
+    assert doomed(PROMPTS, RESPONSES, {"answer": ["2"] * 4}).rewards.tolist() == [1.0] * 4
+    doomed.close()
+
+
+def test_what_no_child_can_answer_is_a_wrong_answer():
+    wrong = Functions(lambda prompts, completions: [1j] * len(prompts), workers=1, on_failure="zero")
+    with pytest.raises(
+        RewardError,
+        match=r"<lambda> answered with what cannot be sent back: raised TypeError: a complex is .* row 70\.",
+    ):
+        wrong(PROMPTS, RESPONSES, {}, ROWS)
+    wrong.close()
+    numbers = Functions(lambda prompts, completions: np.arange(4.0), workers=1)
+    assert numbers(PROMPTS, RESPONSES, {}).rewards.tolist() == [0.0, 1.0, 2.0, 3.0]
+    numbers.close()
