@@ -196,7 +196,7 @@ def fresh_weights(world: World, name: str, strategy: Any, size: int, spec: Any) 
 
 def vocabulary(world: World, name: str, size: int, temperature: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Vocab-parallel log-probabilities, entropy and this rank's gradient of a random function of both."""
-    from hybridflow.engines.megatron.log_probs import vocab_parallel_log_probs
+    from hybridflow.engines.log_probs import vocab_parallel_log_probs
 
     context = world.context(name, RankGrid(t=size))
     group = context.groups.new("t", range(size))

@@ -33,12 +33,12 @@ from hybridflow.engines.megatron.model import build_model, transformer_config
 from hybridflow.engines.megatron.optimizer import MegatronOptimizer
 from hybridflow.engines.megatron.optimizer_layout import is_distributed, optimizer_layout
 from hybridflow.engines.megatron.parameters import Parameters
-from hybridflow.engines.megatron.replicas import Replicas
 from hybridflow.engines.megatron.schedule import Schedule
 from hybridflow.engines.megatron.token_outputs import TokenOutputs
 from hybridflow.engines.megatron.units import stages, step_groups, units
-from hybridflow.engines.megatron.weights import initialise, load, load_local
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.replicas import Replicas
+from hybridflow.engines.weights import initialise, load, load_local
 from hybridflow.errors import ConfigError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.ragged import Ragged

@@ -15,7 +15,7 @@ from hybridflow import config
 from hybridflow.algorithms.typed_columns import response_mask, token_column
 from hybridflow.batch import Batch
 from hybridflow.engines.contract import Output
-from hybridflow.engines.megatron.log_probs import vocab_parallel_log_probs
+from hybridflow.engines.log_probs import vocab_parallel_log_probs
 from hybridflow.engines.megatron.micro_batches import MicroBatch, Split
 from hybridflow.engines.megatron.model import sequence_parallel
 from hybridflow.engines.megatron.units import vocabulary_rows
