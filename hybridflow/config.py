@@ -83,6 +83,32 @@ def _one_of(owner: object, name: str, literal: Any) -> None:
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}) is unknown.{nearest(str(value), known)}")
 
 
+def _true_or_false(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        _require(type(value) is bool, f"{type(owner).__name__}({name}={value!r}): give True or False.")
+
+
+def _data_parallel(owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int) -> int:
+    """Data parallel size of a strategy that cuts its model into `sizes`. Errors: PlacementError when they do not fit
+    on `devices` devices."""
+    model = math.prod(sizes.values())
+    found = dp if dp is not None else max(1, devices // model)
+    if model * found == devices:
+        return found
+    name, given = type(owner).__name__, [f"{size}={value}" for size, value in sizes.items()]
+    if devices < model or devices % model:
+        fit = f"Use {name}({', '.join(given)}) on {model * max(1, round(devices / model))} devices"
+    else:
+        fit = f"Use {name}({', '.join([*given, f'dp={devices // model}'])})"
+    asked = ", ".join(given if dp is None else [*given, f"dp={dp}"])
+    product = f"{sizes.get('pp', 1)}*{sizes.get('tp', 1)}*{found}"
+    raise PlacementError(
+        f"{name}({asked}) needs p*t*d = {product} = {model * found} devices, the pool has {devices}. {fit} or other "
+        f"sizes."
+    )
+
+
 @settings
 class Optimizer:
     """What Adam and SGD share. `clip_grad` is the largest global gradient norm (0 switches clipping off).
@@ -159,9 +185,10 @@ class Megatron:
     """Megatron-core 3D parallelism: pipeline, tensor and data parallel sizes (`dp` follows from the pool).
 
     `dtype` is the dtype of parameters and activations: None means bfloat16 on CUDA and float32 on CPU; with a 16-bit
-    dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch (rows
-    padded to the longest among them); a single longer row still forms a micro-batch of its own. `stage_layers` are
-    the decoder layers of each pipeline stage, in order; by default as even as can be, larger stages first.
+    dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch; a single
+    longer row still forms a micro-batch of its own. `packed` micro-batches are rows laid end to end without padding,
+    others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order; by
+    default as even as can be, larger stages first.
     """
 
     tp: int = 1
@@ -170,6 +197,7 @@ class Megatron:
     sequence_parallel: bool = False
     dtype: DType | None = None
     micro_tokens: int = 16384
+    packed: bool = True
     recompute: bool = False
     stage_layers: tuple[int, ...] | None = None
 
@@ -188,21 +216,83 @@ class Megatron:
             _one_of(self, "dtype", DType)
 
     def grid(self, devices: int) -> RankGrid:
-        model = self.tp * self.pp
-        dp = self.dp if self.dp is not None else max(1, devices // model)
-        if model * dp != devices:
-            sizes = f"tp={self.tp}, pp={self.pp}"
-            fit = (
-                f"Use Megatron({sizes}) on {model * max(1, round(devices / model))} devices"
-                if devices < model or devices % model
-                else f"Use Megatron({sizes}, dp={devices // model})"
-            )
-            asked = sizes if self.dp is None else f"{sizes}, dp={self.dp}"
-            raise PlacementError(
-                f"Megatron({asked}) needs p*t*d = {self.pp}*{self.tp}*{dp} = {model * dp} devices, the pool has "
-                f"{devices}. {fit} or other sizes."
-            )
+        dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)
         return RankGrid(p=self.pp, t=self.tp, d=dp)
+
+
+@settings
+class FSDP:
+    """Torch's fully sharded data parallelism (FSDP2) of transformers' own model (Zhao et al. 2023).
+
+    Parameters, gradients and optimizer state are cut over the `dp` data parallel ranks (default: all of the pool), a
+    decoder layer is gathered while it computes. `replicate` > 1 is HSDP: so many copies, each cut over dp / replicate
+    ranks. `tp` cuts every layer first, by tensor parallelism (rank = d * tp + t).
+
+    `dtype` computes: None means bfloat16 on CUDA and float32 on CPU; what is trained is kept in float32 all the same.
+    `micro_tokens` is as for `Megatron`; gradients of the micro-batches of a mini-batch are added up on each rank and
+    reduced once, which needs memory for whole gradients. `reduce_often=True` reduces those of every micro-batch
+    instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
+    """
+
+    dp: int | None = None
+    replicate: int = 1
+    tp: int = 1
+    dtype: DType | None = None
+    micro_tokens: int = 16384
+    recompute: bool = False
+    reduce_often: bool = False
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        _whole(self, 1, "tp", "replicate", "dp", "micro_tokens")
+        _true_or_false(self, "recompute", "reduce_often", "offload")
+        if self.dp is not None:
+            self._check_replicate(self.dp)
+        if self.dtype is not None:
+            _one_of(self, "dtype", DType)
+
+    def grid(self, devices: int) -> RankGrid:
+        dp = _data_parallel(self, {"tp": self.tp}, self.dp, devices)
+        self._check_replicate(dp)
+        return RankGrid(t=self.tp, d=dp)
+
+    def _check_replicate(self, dp: int) -> None:
+        if dp % self.replicate:
+            raise PlacementError(
+                f"FSDP(replicate={self.replicate}) makes so many copies on dp={dp} data parallel ranks, which do not "
+                f"divide by it. Use replicate in {[n for n in range(1, dp + 1) if dp % n == 0]}."
+            )
+
+
+@settings
+class ZeRO:
+    """Data parallelism without redundancy (Rajbhandari et al. 2020) of transformers' own model.
+
+    Over `dp` ranks (default: all of the pool) stage 1 cuts the optimizer's state, stage 2 gradients too, stage 3 also
+    parameters: that is `FSDP(reduce_often=True)`. Other settings are those of `FSDP`.
+
+    With stages 1 and 2 parameters have the dtype that computes, and in 16 bits float32 main parameters beside them.
+    """
+
+    stage: int
+    dp: int | None = None
+    dtype: DType | None = None
+    micro_tokens: int = 16384
+    recompute: bool = False
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            type(self.stage) is int and self.stage in (1, 2, 3),
+            f"ZeRO(stage={self.stage!r}): must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
+        )
+        _whole(self, 1, "dp", "micro_tokens")
+        _true_or_false(self, "recompute", "offload")
+        if self.dtype is not None:
+            _one_of(self, "dtype", DType)
+
+    def grid(self, devices: int) -> RankGrid:
+        return RankGrid(d=_data_parallel(self, {}, self.dp, devices))
 
 
 @settings
