@@ -23,7 +23,11 @@ from hybridflow.errors import CheckpointError
 from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
 
-ENGINES = {config.Megatron: ("hybridflow.engines.megatron.engine", "MegatronEngine")}
+ENGINES = {
+    config.Megatron: ("hybridflow.engines.megatron.engine", "MegatronEngine"),
+    config.FSDP: ("hybridflow.engines.fsdp.engine", "FSDPEngine"),
+    config.ZeRO: ("hybridflow.engines.fsdp.engine", "FSDPEngine"),
+}
 
 
 def build(

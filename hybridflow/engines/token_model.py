@@ -1,0 +1,95 @@
+"""TokenModel: transformers' decoder with a head that is computed where it is read, never for all positions.
+
+Shapes: b rows of a micro-batch, S positions, H hidden, N positions that are read, C columns of the head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+
+from hybridflow.model_spec import ModelSpec
+
+
+class TokenModel(nn.Module):
+    """The decoder as `model` and its head as `lm_head` (the embedding itself where it is tied) or `score`.
+
+    Parameters have their canonical (Hugging Face) names. Made on the meta device: nothing is allocated before
+    `materialise`. With `recompute` activations of a decoder layer are computed again in the backward pass.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, *, recompute: bool = False, attention: str = "sdpa"
+    ) -> None:
+        super().__init__()
+        self.config = hf_config(spec)
+        with torch.device("meta"):
+            self.model: Any = AutoModel.from_config(self.config, dtype=dtype, attn_implementation=attention)
+            columns = 1 if spec.head == "value" else spec.vocab
+            head = nn.Linear(spec.hidden, columns, bias=False, dtype=dtype)
+        if recompute:
+            for i, layer in enumerate(self.layers):
+                self.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False)  # nothing in it is random
+        self._head = "score" if spec.head == "value" else "lm_head"
+        self._tied = spec.tied and spec.head == "lm"
+        setattr(self, self._head, head)
+        self.tie()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @property
+    def head(self) -> nn.Linear:
+        return getattr(self, self._head)
+
+    def tie(self) -> None:
+        """Make tied embeddings one parameter, also after something replaced one of them."""
+        if self._tied:
+            self.head.weight = self.model.embed_tokens.weight
+
+    def materialise(self, kept: torch.device, device: torch.device) -> None:
+        """Give parameters memory where they are to lie, `kept`, of undefined content; rotary frequencies, which are
+        computed from the config, are where the model computes, on `device`."""
+        self.to_empty(device=kept)
+        with torch.device("cpu"):
+            rotary = type(self.model.rotary_emb)(self.config)
+        self.model.rotary_emb = rotary.to(device)
+
+    def forward(self, ids_bS: Tensor, index_N: Tensor, positions_bS: Tensor | None = None, **attention: Any) -> Tensor:
+        """[N, C]: the head at `index_N`, positions in the flattened [b * S].
+
+        `ids_bS` and `positions_bS` (default: 0 to S - 1) int64. Rows are padded on the right, where a causal mask
+        needs no other; `attention` goes to the attention function.
+        """
+        out = self.model(input_ids=ids_bS, position_ids=positions_bS, use_cache=False, **attention)
+        return self.head(out.last_hidden_state.flatten(0, 1)[index_N])
+
+
+def hf_config(spec: ModelSpec) -> PreTrainedConfig:
+    """The transformers configuration of the model that `spec` describes."""
+    scaling = {name: int(value) if name.startswith("original") else value for name, value in spec.rope_scaling}
+    rope = {"rope_type": "llama3" if scaling else "default", "rope_theta": spec.rope_theta, **scaling}
+    window: dict[str, Any] = {"sliding_window": spec.sliding_window}
+    if spec.family.startswith("qwen"):
+        window |= {"use_sliding_window": spec.sliding_window is not None, "max_window_layers": 0}
+    return AutoConfig.for_model(
+        spec.family,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.intermediate,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab,
+        max_position_embeddings=spec.context,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=spec.tied,
+        pad_token_id=None,  # its embedding would not be trained
+        **window,
+    )
