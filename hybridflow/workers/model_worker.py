@@ -22,7 +22,7 @@ from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
-from hybridflow.model_spec import Head, ModelSpec
+from hybridflow.model_spec import Cost, Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
@@ -140,6 +140,11 @@ class ModelWorker(Worker):
     @classmethod
     def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
         return ModelSpec.from_checkpoint(settings["model"], cls.head)
+
+    @classmethod
+    def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
+        """Attention of long rows costs more than their tokens say."""
+        return None if settings.get("model") is None else cls.model_spec(settings).cost
 
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:

@@ -16,6 +16,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.model_spec import Cost
 from hybridflow.protocols import operations
 from hybridflow.topology import RankGrid
 
@@ -47,6 +48,13 @@ class Worker:
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         """Check settings on the driver, before any process builds anything."""
+
+    @classmethod
+    def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
+        """What a row costs as a function of its tokens: balanced calls spread it evenly over the data parallel ranks.
+
+        None: a row costs as much as it has tokens."""
+        return None
 
     @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
