@@ -229,9 +229,9 @@ class FSDP:
     ranks. `tp` cuts every layer first, by tensor parallelism (rank = d * tp + t).
 
     `dtype` computes: None means bfloat16 on CUDA and float32 on CPU; what is trained is kept in float32 all the same.
-    `micro_tokens` is as for `Megatron`; gradients of the micro-batches of a mini-batch are added up on each rank and
-    reduced once, which needs memory for whole gradients. `reduce_often=True` reduces those of every micro-batch
-    instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
+    `micro_tokens` and `packed` are as for `Megatron`. Gradients of the micro-batches of a mini-batch are added up on
+    each rank and reduced once, which needs memory for whole gradients; `reduce_often=True` reduces those of every
+    micro-batch instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
     """
 
     dp: int | None = None
@@ -239,13 +239,14 @@ class FSDP:
     tp: int = 1
     dtype: DType | None = None
     micro_tokens: int = 16384
+    packed: bool = True
     recompute: bool = False
     reduce_often: bool = False
     offload: bool = False
 
     def __post_init__(self) -> None:
         _whole(self, 1, "tp", "replicate", "dp", "micro_tokens")
-        _true_or_false(self, "recompute", "reduce_often", "offload")
+        _true_or_false(self, "packed", "recompute", "reduce_often", "offload")
         if self.dp is not None:
             self._check_replicate(self.dp)
         if self.dtype is not None:
@@ -278,6 +279,7 @@ class ZeRO:
     dp: int | None = None
     dtype: DType | None = None
     micro_tokens: int = 16384
+    packed: bool = True
     recompute: bool = False
     offload: bool = False
 
@@ -287,7 +289,7 @@ class ZeRO:
             f"ZeRO(stage={self.stage!r}): must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
         )
         _whole(self, 1, "dp", "micro_tokens")
-        _true_or_false(self, "recompute", "offload")
+        _true_or_false(self, "packed", "recompute", "offload")
         if self.dtype is not None:
             _one_of(self, "dtype", DType)
 

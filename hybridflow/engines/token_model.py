@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
+from hybridflow.engines.packing import Sequences
+from hybridflow.engines.transformers_attention import register_packed_attention
 from hybridflow.model_spec import ModelSpec
 
 
@@ -22,11 +24,9 @@ class TokenModel(nn.Module):
     `materialise`. With `recompute` activations of a decoder layer are computed again in the backward pass.
     """
 
-    def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, *, recompute: bool = False, attention: str = "sdpa"
-    ) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, recompute: bool = False) -> None:
         super().__init__()
-        self.config = hf_config(spec)
+        self.config, attention = hf_config(spec), register_packed_attention()
         with torch.device("meta"):
             self.model: Any = AutoModel.from_config(self.config, dtype=dtype, attn_implementation=attention)
             columns = 1 if spec.head == "value" else spec.vocab
@@ -60,13 +60,13 @@ class TokenModel(nn.Module):
             rotary = type(self.model.rotary_emb)(self.config)
         self.model.rotary_emb = rotary.to(device)
 
-    def forward(self, ids_bS: Tensor, index_N: Tensor, positions_bS: Tensor | None = None, **attention: Any) -> Tensor:
+    def forward(self, ids_bS: Tensor, index_N: Tensor, positions_bS: Tensor, sequences: Sequences | None) -> Tensor:
         """[N, C]: the head at `index_N`, positions in the flattened [b * S].
 
-        `ids_bS` and `positions_bS` (default: 0 to S - 1) int64. Rows are padded on the right, where a causal mask
-        needs no other; `attention` goes to the attention function.
+        `ids_bS` and `positions_bS`, each token's place in its row, int64. With `sequences` ids are one packed row;
+        else rows are padded on the right, where a causal mask needs no other.
         """
-        out = self.model(input_ids=ids_bS, position_ids=positions_bS, use_cache=False, **attention)
+        out = self.model(input_ids=ids_bS, position_ids=positions_bS, use_cache=False, sequences=sequences)
         return self.head(out.last_hidden_state.flatten(0, 1)[index_N])
 
 

@@ -93,9 +93,9 @@ def updates(
     head: str,
     optimizer: config.Optimizer,
     counts: Sequence[int] | None = None,
-    steps: int = 2,
+    steps: int = 3,
 ) -> dict[str, Any]:
-    """Two updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes."""
+    """Updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes."""
     engine = build(world, name, strategy, size, path, head, optimizer)
     loss = loss_of(head)
     found: dict[str, Any] = {"norms": [], "metrics": []}

@@ -89,7 +89,7 @@ class FSDPEngine:
         columns = -(-spec.vocab // self.grid.t)
         first = min(spec.vocab, columns * context.coords.t)
         group = context.groups.new("tp", self.grid.group(context.rank, "t"))
-        split = Split(strategy.micro_tokens, vocab=spec.vocab, packed=False)
+        split = Split(strategy.micro_tokens, vocab=spec.vocab, packed=strategy.packed, cost=spec.cost)
         vocabulary = (first, min(spec.vocab, first + columns))
         self._tokens = TokenOutputs(context.role, spec, split, vocabulary, group)
         if optimizer:
@@ -144,7 +144,7 @@ class FSDPEngine:
     def _compute(self, micro: MicroBatch) -> Tensor:
         """What the head gives at the positions of a micro-batch, [N or 1, columns]."""
         here = micro.to(self.device)
-        return self._shards.model(here.ids, here.index)
+        return self._shards.model(here.ids, here.index, here.positions, here.sequences)
 
     # Training
 
