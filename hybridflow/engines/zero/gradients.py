@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.held import GradientBuffers
+from hybridflow.engines.zero.collectives import start_all_gather, start_reduce_scatter
 from hybridflow.engines.zero.parameters import FlatParameters, unit_views
 
 
@@ -99,7 +100,7 @@ class Gradients(GradientBuffers):
             self.own[unit].add_(buffer.to(self.own[unit].device))
             return
         sums = buffer.new_empty(len(buffer) // self.ranks)
-        work = dist.reduce_scatter_single(sums, buffer, group=self.parameters.group, async_op=True)
+        work = start_reduce_scatter(sums, buffer, self.parameters.group)
         self._sent.append((unit, sums, work, buffer))
         del buffer
         self._receive(self._in_flight)
@@ -121,7 +122,7 @@ class Gradients(GradientBuffers):
         if not self.whole or self.ranks == 1:
             return
         works = [
-            dist.reduce_scatter_single(own, buffer, group=self.parameters.group, async_op=True)
+            start_reduce_scatter(own, buffer, self.parameters.group)
             for own, buffer in zip(self.own, self._kept, strict=True)
         ]
         for own, buffer, work in zip(self.own, self._kept, works, strict=True):
@@ -141,7 +142,7 @@ class Gradients(GradientBuffers):
             if self.ranks == 1:
                 buffer.copy_(own)
             else:
-                dist.all_gather_single(buffer, own.to(self._device), group=self.parameters.group)
+                start_all_gather(buffer, own.to(self._device), self.parameters.group).wait()
             found |= unit_views(unit, buffer)
         return found
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.fsdp.dtensors import canonical_name
+from hybridflow.engines.zero.collectives import start_all_gather
 from hybridflow.engines.zero.partition import Tensors, Unit
 from hybridflow.errors import ModelError
 
@@ -68,7 +69,7 @@ class FlatParameters:
         if self.ranks == 1:
             return
         works = [
-            dist.all_gather_single(buffer, own, group=self.group, async_op=True)
+            start_all_gather(buffer, own, self.group)
             for unit, buffer, own in zip(self.units, self.buffers, self.own, strict=True)
             if not unit.parameters.keys().isdisjoint(names)
         ]
@@ -110,5 +111,3 @@ def _install(model: nn.Module, storage: Mapping[str, Tensor]) -> dict[str, nn.Pa
         for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, made[old])
     return named
-
-

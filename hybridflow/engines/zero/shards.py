@@ -12,12 +12,15 @@ Stage 3 cuts the parameters too: that is FSDP.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.shards import ShardGradients
 from hybridflow.engines.zero.gradients import Gradients
 from hybridflow.engines.zero.parameters import FlatParameters
 from hybridflow.engines.zero.partition import Tensors, units
@@ -49,15 +52,17 @@ class ZeroShards:
     ) -> None:
         if stage not in (1, 2):
             raise ConfigError(f"stage={stage!r} does not keep parameters whole: use 1 or 2 here, FSDP for stage 3.")
-        self.model, on_cuda = model, context.device.type == "cuda"
+        self.model: Any = model
+        on_cuda = context.device.type == "cuda"
         host = torch.device("cpu") if offload else context.device
         self._parameters = FlatParameters(model, units(tensors), context.groups.everyone(), context.device)
-        self.storage, self.memory = self._parameters.storage, self._parameters.memory
-        overlap = on_cuda if overlap is None else overlap
-        self.gradients = Gradients(self._parameters, stage, host, overlap)
+        self.storage: Mapping[str, Tensor] = self._parameters.storage
+        self.memory = self._parameters.memory
+        self._gradients = Gradients(self._parameters, stage, host, on_cuda if overlap is None else overlap)
+        self.gradients: ShardGradients = self._gradients
         self._host, self._own = host, self._parameters.pieces(self._parameters.own if self._parameters.trained else ())
         self.separate = next(iter(self.storage.values())).dtype != torch.float32 or offload
-        self.main = self._own
+        self.main: Mapping[str, Tensor] = self._own
         if self.separate:
             self.main = {
                 name: torch.empty(piece.shape, dtype=torch.float32, device=host, pin_memory=offload and on_cuda)
@@ -67,23 +72,23 @@ class ZeroShards:
 
     def before_backward(self, last: bool = True) -> None:
         """The next micro-batch is computed with gradients. With stage 2 ranks go through equally many of them."""
-        self.gradients.before_backward()
+        self._gradients.before_backward()
 
     def after_pass(self) -> None:
         """The micro-batches of a pass are done. Collective after those with gradients."""
-        self.gradients.after_backward()
+        self._gradients.after_backward()
 
     def reduce(self) -> None:
         """Complete the gradients: this rank's are the sums over all ranks. Collective."""
-        self.gradients.reduce()
+        self._gradients.reduce()
 
     def main_gradients(self) -> dict[str, Tensor]:
         """Reduced gradients by the names of `main`, float32, where `main` is; views where they are there already."""
-        return {name: piece.to(self._host) for name, piece in self.gradients.pieces.items()}
+        return {name: piece.to(self._host) for name, piece in self._gradients.pieces.items()}
 
     def square_sum(self) -> Tensor:
         """float64, the same on all ranks: of all reduced gradients. Collective."""
-        return self.gradients.square_sum()
+        return self._gradients.square_sum()
 
     @torch.no_grad()
     def updated(self, names: Collection[str]) -> None:
@@ -100,8 +105,8 @@ class ZeroShards:
 
     def close(self) -> None:
         """Free all memory, whoever still refers to it."""
-        self.gradients.close()
-        for main in self.main.values():
-            main.untyped_storage().resize_(0)
+        self._gradients.close()
         self.memory.release()
+        if self.separate:
+            Residency(self.main).release()
         self.main, self._own = {}, {}
