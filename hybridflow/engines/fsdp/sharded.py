@@ -45,10 +45,11 @@ class Sharded:
         if grid.t > 1:
             parallelize_module(model, mesh[tp], _parallel_styles(model), src_data_rank=None)  # pyright: ignore
             model.tie()
+        pin = context.device.type == "cuda"
         settings: dict[str, Any] = {
             "mesh": mesh[replicate, shard] if copies > 1 else mesh[shard],
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32),
-            "offload_policy": CPUOffloadPolicy() if strategy.offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin) if strategy.offload else OffloadPolicy(),
         }
         for layer in model.layers:
             fully_shard(layer, **settings)
