@@ -11,19 +11,22 @@ import torch
 from example_models import make_model
 from rank_processes import RankProcesses
 
-from hybridflow.config import SGD, Megatron
+from hybridflow.config import FSDP, SGD, Megatron
 from hybridflow.ragged import Ragged
 
 MODELS = [("llama", "lm"), ("qwen3-tied", "lm"), ("mistral", "lm"), ("qwen2-two-kv", "lm"), ("llama", "value")]
 STRATEGIES = {
-    "1-1-1": (1, {}),
-    "2-1-1": (2, {"pp": 2}),
-    "1-2-1": (2, {"tp": 2}),
-    "1-1-2": (2, {}),
-    "2-2-1": (4, {"pp": 2, "tp": 2}),
-    "1-2-2, sequence parallel": (4, {"tp": 2, "sequence_parallel": True}),
-    "2-1-1, recomputed": (2, {"pp": 2, "recompute": True}),
-    "1-1-1, row by row": (1, {"micro_tokens": 1}),
+    "megatron 1-1-1": (1, Megatron, {}),
+    "megatron 2-1-1": (2, Megatron, {"pp": 2}),
+    "megatron 1-2-1": (2, Megatron, {"tp": 2}),
+    "megatron 1-1-2": (2, Megatron, {}),
+    "megatron 2-2-1": (4, Megatron, {"pp": 2, "tp": 2}),
+    "megatron 1-2-2, sequence parallel": (4, Megatron, {"tp": 2, "sequence_parallel": True}),
+    "megatron 2-1-1, recomputed": (2, Megatron, {"pp": 2, "recompute": True}),
+    "megatron 1-1-1, row by row": (1, Megatron, {"micro_tokens": 1}),
+    "fsdp 2": (2, FSDP, {}),
+    "fsdp 2, recomputed": (2, FSDP, {"recompute": True}),
+    "fsdp 2 x tp 2": (4, FSDP, {"tp": 2}),
 }
 
 
@@ -35,14 +38,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pa
 
 def both(processes: RankProcesses, case: str, run: Any) -> tuple[list[Any], list[Any]]:
     """What every rank gives, packed and padded."""
-    size, sizes = STRATEGIES[case]
-    packed, padded = (run(size, Megatron(**{"micro_tokens": 48, "packed": p, **sizes})) for p in (True, False))
+    size, kind, settings = STRATEGIES[case]
+    packed, padded = (run(size, kind(**{"micro_tokens": 48, "packed": p, **settings})) for p in (True, False))
     return packed, padded
 
 
 @pytest.mark.parametrize("case", STRATEGIES)
 def test_outputs_are_those_of_padded_micro_batches(processes, models, case):
-    def run(size: int, strategy: Megatron) -> list[Any]:
+    def run(size: int, strategy: Any) -> list[Any]:
         jobs = [(processes.name(), strategy, size, path, head, 0.7) for (_, head), path in models.items()]
         return processes.run(size, tasks.outputs, jobs)
 
@@ -61,7 +64,7 @@ def test_outputs_are_those_of_padded_micro_batches(processes, models, case):
 def test_gradients_and_metrics_are_those_of_padded_micro_batches(processes, models, case):
     for (_, head), path in models.items():
 
-        def run(size: int, strategy: Megatron, head=head, path=path) -> list[Any]:
+        def run(size: int, strategy: Any, head=head, path=path) -> list[Any]:
             args = (processes.name(), strategy, size, path, head, SGD(lr=0.0, clip_grad=0), None, 1)
             return processes.run(size, tasks.updates, *args)
 
