@@ -8,85 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from functools import wraps
-from typing import Any, Literal, Protocol, TypeVar, dataclass_transform, get_args, runtime_checkable
+from dataclasses import fields
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.settings import as_tuple, at_least, one_of, require, settings, true_or_false, whole
 from hybridflow.topology import RankGrid
 
 DType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
-T = TypeVar("T")
-
-
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-def settings(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass whose constructor answers a wrong name with the nearest one (ConfigError)."""
-    made = dataclass(frozen=True, kw_only=True)(cls)
-    generated: Any = made.__init__
-
-    @wraps(generated)
-    def init(self: Any, *unnamed: Any, **values: Any) -> None:
-        if unnamed:
-            raise ConfigError(f"{cls.__name__} takes its settings by name, got {unnamed[0]!r}.")
-        _check_names(made, values)
-        generated(self, **values)
-
-    made.__init__ = init  # type: ignore[method-assign]
-    return made
-
-
-def _check_names(cls: type, values: Mapping[str, Any]) -> None:
-    known = {field.name: field for field in fields(cls)}
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{cls.__name__} has no setting {name!r}.{nearest(name, known)}")
-    for name, field in known.items():
-        if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{cls.__name__} needs {name}=, which has no default.")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _at_least(owner: Any, minimum: float, *names: str) -> None:
-    """The settings `names` are finite numbers of at least `minimum`, or None where that is their default."""
-    for name in names:
-        value = getattr(owner, name)
-        if value is None and getattr(type(owner), name, 0) is None:
-            continue
-        good = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value >= minimum
-        _require(good, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
-
-
-def _whole(owner: Any, minimum: int, *names: str) -> None:
-    """The settings `names` are whole numbers of at least `minimum`, or None where that is their default."""
-    for name in names:
-        value = getattr(owner, name)
-        if not (value is None and getattr(type(owner), name, 0) is None):
-            good = type(value) is int and value >= minimum
-            _require(good, f"{type(owner).__name__}({name}={value!r}): must be a whole number of at least {minimum}.")
-
-
-def _as_tuple(owner: object, name: str) -> None:
-    """A list (as YAML gives it) becomes a tuple, so that the value can be hashed; a single text becomes one entry."""
-    value = getattr(owner, name)
-    object.__setattr__(owner, name, (value,) if isinstance(value, str) else tuple(value))
-
-
-def _one_of(owner: object, name: str, literal: Any) -> None:
-    value, known = getattr(owner, name), get_args(literal)
-    if value not in known:
-        raise ConfigError(f"{type(owner).__name__}({name}={value!r}) is unknown.{nearest(str(value), known)}")
-
-
-def _true_or_false(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        _require(type(value) is bool, f"{type(owner).__name__}({name}={value!r}): give True or False.")
 
 
 def _data_parallel(owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int) -> int:
@@ -126,10 +56,10 @@ class Optimizer:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "lr", "weight_decay", "clip_grad", "min_lr")
-        _whole(self, 0, "warmup_steps")
-        _whole(self, 1, "total_steps")
-        _one_of(self, "schedule", Schedule)
+        at_least(self, 0, "lr", "weight_decay", "clip_grad", "min_lr")
+        whole(self, 0, "warmup_steps")
+        whole(self, 1, "total_steps")
+        one_of(self, "schedule", Schedule)
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{type(self).__name__}(schedule={self.schedule!r}) needs total_steps=.")
 
@@ -153,9 +83,9 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(self, 0, "eps")
-        _as_tuple(self, "betas")
-        _require(
+        at_least(self, 0, "eps")
+        as_tuple(self, "betas")
+        require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"Adam(betas={self.betas}): two in [0, 1)."
         )
 
@@ -168,7 +98,7 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(self, 0, "momentum")
+        at_least(self, 0, "momentum")
 
 
 @runtime_checkable
@@ -202,18 +132,18 @@ class Megatron:
     stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "tp", "pp", "dp", "micro_tokens")
+        whole(self, 1, "tp", "pp", "dp", "micro_tokens")
         if (given := self.stage_layers) is not None:
-            _require(
+            require(
                 isinstance(given, list | tuple)
                 and len(given) == self.pp
                 and all(type(n) is int and n >= 1 for n in given),
                 f"Megatron(stage_layers={self.stage_layers}): give one whole number of at least 1 for each of the "
                 f"pp={self.pp} stages.",
             )
-            _as_tuple(self, "stage_layers")
+            as_tuple(self, "stage_layers")
         if self.dtype is not None:
-            _one_of(self, "dtype", DType)
+            one_of(self, "dtype", DType)
 
     def grid(self, devices: int) -> RankGrid:
         dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)
@@ -245,12 +175,12 @@ class FSDP:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "tp", "replicate", "dp", "micro_tokens")
-        _true_or_false(self, "packed", "recompute", "reduce_often", "offload")
+        whole(self, 1, "tp", "replicate", "dp", "micro_tokens")
+        true_or_false(self, "packed", "recompute", "reduce_often", "offload")
         if self.dp is not None:
             self._check_replicate(self.dp)
         if self.dtype is not None:
-            _one_of(self, "dtype", DType)
+            one_of(self, "dtype", DType)
 
     def grid(self, devices: int) -> RankGrid:
         dp = _data_parallel(self, {"tp": self.tp}, self.dp, devices)
@@ -284,14 +214,14 @@ class ZeRO:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             type(self.stage) is int and self.stage in (1, 2, 3),
             f"ZeRO(stage={self.stage!r}): must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
         )
-        _whole(self, 1, "dp", "micro_tokens")
-        _true_or_false(self, "packed", "recompute", "offload")
+        whole(self, 1, "dp", "micro_tokens")
+        true_or_false(self, "packed", "recompute", "offload")
         if self.dtype is not None:
-            _one_of(self, "dtype", DType)
+            one_of(self, "dtype", DType)
 
     def grid(self, devices: int) -> RankGrid:
         return RankGrid(d=_data_parallel(self, {}, self.dp, devices))
@@ -317,14 +247,14 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "max_tokens", "n")
-        _whole(self, 0, "top_k", "seed")
-        _at_least(self, 0, "top_p", "temperature")
-        _require(0 < self.top_p <= 1, f"Sampling(top_p={self.top_p}): must be in (0, 1].")
-        _require(
+        whole(self, 1, "max_tokens", "n")
+        whole(self, 0, "top_k", "seed")
+        at_least(self, 0, "top_p", "temperature")
+        require(0 < self.top_p <= 1, f"Sampling(top_p={self.top_p}): must be in (0, 1].")
+        require(
             self.greedy or self.temperature > 0, "Sampling(temperature=0) has no log-probabilities: use greedy=True."
         )
-        _as_tuple(self, "stop")
+        as_tuple(self, "stop")
 
 
 @settings
@@ -359,12 +289,12 @@ class VLLM:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "tp", "pp", "max_length", "max_sequences")
-        _at_least(self, 0, "kv_cache_gb", "memory_fraction")
-        _as_tuple(self, "stop")
-        _require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
+        whole(self, 1, "tp", "pp", "max_length", "max_sequences")
+        at_least(self, 0, "kv_cache_gb", "memory_fraction")
+        as_tuple(self, "stop")
+        require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
         if self.dtype is not None:
-            _one_of(self, "dtype", DType)
+            one_of(self, "dtype", DType)
         _ = self.sampling()
 
     def sampling(self, **changes: Any) -> Sampling:

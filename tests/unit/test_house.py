@@ -22,7 +22,7 @@ LAYERS = (
     ("errors",),
     ("topology",),
     ("ragged", "rows", "columns"),
-    ("config",),
+    ("config", "settings"),
     ("model_spec",),
     ("batch", "batch_records", "batch_display"),
     ("placement",),
