@@ -21,7 +21,7 @@ class TokenModel(nn.Module):
     """The decoder as `model` and its head as `lm_head` (the embedding itself where it is tied) or `score`.
 
     Parameters have their canonical (Hugging Face) names. Made on the meta device: nothing is allocated before
-    `materialise`. With `recompute` activations of a decoder layer are computed again in the backward pass.
+    the model is cut. With `recompute` activations of a decoder layer are computed again in the backward pass.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, recompute: bool = False) -> None:
@@ -52,10 +52,8 @@ class TokenModel(nn.Module):
         if self._tied:
             self.head.weight = self.model.embed_tokens.weight
 
-    def materialise(self, kept: torch.device, device: torch.device) -> None:
-        """Give parameters memory where they are to lie, `kept`, of undefined content; rotary frequencies, which are
-        computed from the config, are where the model computes, on `device`."""
-        self.to_empty(device=kept)
+    def make_buffers(self, device: torch.device) -> None:
+        """Make what is no parameter, rotary frequencies, where the model computes; once parameters have memory."""
         with torch.device("cpu"):
             rotary = type(self.model.rotary_emb)(self.config)
         self.model.rotary_emb = rotary.to(device)

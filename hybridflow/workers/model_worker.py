@@ -15,12 +15,13 @@ from torch import Tensor
 from hybridflow.algorithms.loss import Loss
 from hybridflow.algorithms.typed_columns import row_column
 from hybridflow.batch import Batch
-from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.config import FSDP, Megatron, Optimizer, TrainStrategy, ZeRO
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
+from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
 from hybridflow.model_spec import Cost, Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
@@ -60,7 +61,11 @@ def build_engine(
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         return MegatronEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
-    raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
+    if isinstance(strategy, FSDP | ZeRO):
+        from hybridflow.engines.fsdp.engine import FSDPEngine
+
+        return FSDPEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
+    raise _no_strategy(strategy)
 
 
 def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> Layout:
@@ -69,7 +74,13 @@ def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> La
         from hybridflow.engines.megatron.layout import megatron_layout
 
         return megatron_layout(spec, grid, strategy.stage_layers)
-    raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
+    if isinstance(strategy, FSDP | ZeRO):
+        return strategy_layout(strategy, spec, grid)
+    raise _no_strategy(strategy)
+
+
+def _no_strategy(strategy: TrainStrategy) -> ConfigError:
+    return ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...), hf.FSDP() or hf.ZeRO(...).")
 
 
 def batch_temperature(batch: Batch) -> float | None:
@@ -95,7 +106,7 @@ def _check_save(settings: Settings, call: Any) -> None:
 
 
 class ModelWorker(Worker):
-    """One rank of a model with 3D parallelism behind the `TrainEngine` contract."""
+    """One rank of a sharded model behind the `TrainEngine` contract."""
 
     head: ClassVar[Head] = "lm"
     _idle: tuple[Held, ...] = ()  # what waits in host memory between calls
@@ -121,8 +132,10 @@ class ModelWorker(Worker):
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
         strategy = settings["train"]
-        split = strategy.stage_layers if isinstance(strategy, Megatron) else None
-        spec.check_parallel(grid.p, grid.t, cls.role, split)
+        if isinstance(strategy, Megatron):
+            spec.check_parallel(grid.p, grid.t, cls.role, strategy.stage_layers)
+        else:
+            check_tensor_parallel(spec, grid.t, cls.role)
         Checkpoint(settings["model"]).check(spec)
         optimizer = settings.get("optim")
         if optimizer is not None and not isinstance(optimizer, Optimizer):

@@ -26,6 +26,8 @@ CASES: dict[str, Case] = {
     "hsdp-2x2": (FSDP(replicate=2, **SMALL), (1, 1, 4)),
     "tp-2-twice": (FSDP(tp=2, replicate=2, **SMALL), (1, 2, 2)),
     "tp-4": (FSDP(tp=4, **SMALL), (1, 4, 1)),
+    "zero-1": (ZeRO(stage=1, **SMALL), (1, 1, 4)),
+    "zero-2": (ZeRO(stage=2, **SMALL), (1, 1, 4)),
     "zero-3": (ZeRO(stage=3, **SMALL), (1, 1, 4)),
 }
 WAYS: dict[str, Case] = {  # of one engine to save memory, on top of the cases
@@ -33,8 +35,10 @@ WAYS: dict[str, Case] = {  # of one engine to save memory, on top of the cases
     "recompute-tp": (FSDP(recompute=True, tp=2, **SMALL), (1, 2, 2)),
     "reduce-often": (FSDP(reduce_often=True, replicate=2, **SMALL), (1, 1, 4)),
     "offload": (FSDP(offload=True, **SMALL), (1, 1, 4)),
+    "zero-1-offload": (ZeRO(stage=1, offload=True, **SMALL), (1, 1, 4)),
+    "zero-2-offload": (ZeRO(stage=2, offload=True, recompute=True, **SMALL), (1, 1, 4)),
 }
-FEW = ["fsdp-4", "fsdp-2-tp-2", "hsdp-2x2", "zero-3"]
+FEW = ["fsdp-4", "fsdp-2-tp-2", "hsdp-2x2", "zero-1", "zero-2"]
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
 MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
 both = pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
@@ -74,7 +78,8 @@ def test_ways_to_save_memory_change_nothing(processes, models, oracles, way):
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"), [("fsdp-4", (4, 0, 2, 1)), ("fsdp-2-tp-2", (0, 7)), ("zero-3", (7, 0, 0, 0))]
+    ("name", "counts"),
+    [("fsdp-4", (4, 0, 2, 1)), ("fsdp-2-tp-2", (0, 7)), ("zero-2", (7, 0, 0, 0)), ("zero-1", (0, 3, 4, 0))],
 )
 def test_uneven_and_empty_local_batches(processes, models, expected, oracles, name, counts):
     strategy, sizes = CASES[name]
@@ -130,7 +135,7 @@ def test_16_bit_updates_follow_float32_parameters(processes, models, oracles, na
 
 def test_weights_without_a_checkpoint_do_not_depend_on_the_split(processes, models):
     spec, found = spec_of(models["qwen2-tied", "lm"]), {}
-    for name in ("fsdp-1", "fsdp-4", "fsdp-2-tp-2", "hsdp-2x2"):
+    for name in ("fsdp-1", "fsdp-4", "fsdp-2-tp-2", "hsdp-2x2", "zero-1"):
         strategy, sizes = CASES[name]
         args = (processes.name(), strategy, count(sizes), spec)
         found[name] = whole(processes.run(count(sizes), tasks.fresh_weights, *args), spec.tensors())
@@ -190,6 +195,6 @@ def test_what_is_offloaded_comes_back_as_it_was(processes, models, dtype, optimi
 
 
 def test_an_engine_without_weights_is_filled_from_outside(processes, models):
-    for name in ("fsdp-4", "fsdp-2-tp-2"):
+    for name in ("fsdp-4", "fsdp-2-tp-2", "zero-1", "zero-2"):
         args = (processes.name(), CASES[name][0], 4, models["qwen3-tied", "lm"], ADAM)
         processes.run(4, state_tasks.filled_from_outside, *args)

@@ -35,6 +35,7 @@ from hybridflow.engines.token_model import TokenModel
 from hybridflow.engines.token_outputs import Positions, TokenOutputs
 from hybridflow.engines.weights import initialise, load, load_local
 from hybridflow.engines.zero.partition import step_groups, units
+from hybridflow.engines.zero.shards import ZeroShards
 from hybridflow.errors import ConfigError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.ragged import Ragged
@@ -341,9 +342,15 @@ def _dtype(strategy: config.FSDP | config.ZeRO, device: torch.device) -> torch.d
 def _shards(
     context: RankContext, strategy: config.FSDP | config.ZeRO, spec: ModelSpec, dtype: torch.dtype, trains: bool
 ) -> Shards:
-    """The model cut as `strategy` says: what is trained is kept in float32, and only what computes is in `dtype`."""
-    kept = torch.float32 if trains else dtype
-    model = TokenModel(spec, kept, recompute=strategy.recompute and trains)
-    if isinstance(strategy, config.ZeRO):
-        strategy = config.FSDP(dp=strategy.dp, reduce_often=True, offload=strategy.offload)
-    return Sharded(context, strategy, model.requires_grad_(trains), dtype if dtype != kept else None)
+    """The model cut as `strategy` says. FSDP keeps in float32 what is trained, and only what computes is in `dtype`."""
+    whole = isinstance(strategy, config.ZeRO) and strategy.stage < 3
+    kept = torch.float32 if trains and not whole else dtype
+    model = TokenModel(spec, kept, recompute=strategy.recompute and trains).requires_grad_(trains)
+    if isinstance(strategy, config.FSDP):
+        return Sharded(context, strategy, model, dtype if dtype != kept else None)
+    if not whole:
+        fsdp = config.FSDP(dp=strategy.dp, reduce_often=True, offload=strategy.offload)
+        return Sharded(context, fsdp, model, dtype if dtype != kept else None)
+    shards = ZeroShards(context, model, spec.tensors(), stage=strategy.stage, offload=strategy.offload)
+    model.make_buffers(context.device)
+    return shards

@@ -57,7 +57,8 @@ class Sharded:
         for module in self._modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        model.materialise(torch.device("cpu") if strategy.offload else context.device, context.device)
+        model.to_empty(device="cpu" if strategy.offload else context.device)
+        model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         self.storage = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
         self.memory = Residency(self.storage)
