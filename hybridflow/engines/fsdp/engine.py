@@ -86,7 +86,7 @@ class FSDPEngine:
 
     def _build(self, optimizer: config.Optimizer | None) -> None:
         context, strategy, spec = self.context, self.strategy, self.spec
-        self._shards: Shards = _shards(context, strategy, spec, self._dtype, optimizer is not None)
+        shards = self._shards = _shards(context, strategy, spec, self._dtype, optimizer is not None)
         columns = -(-spec.vocab // self.grid.t)
         first = min(spec.vocab, columns * context.coords.t)
         group = context.groups.new("tp", self.grid.group(context.rank, "t"))
@@ -96,9 +96,9 @@ class FSDPEngine:
         if optimizer:
             flat = [name for name, shape in spec.tensors().items() if len(shape) == 1]
             scale = LossScale() if self._dtype == torch.float16 else None
-            self._optimizer = ShardOptimizer(optimizer, self._shards, flat, self._step_groups, scale)
-        gradients = self._shards.gradients if optimizer else None
-        self._held = HeldMemory(context.role, self._shards.memory, gradients, self._optimizer)
+            self._optimizer = ShardOptimizer(optimizer, shards, flat, self._step_groups, scale)
+        gradients = shards.gradients if optimizer else None
+        self._held = HeldMemory(context.role, shards.memory, gradients, self._optimizer)
 
     # Computing
 

@@ -21,6 +21,7 @@ from hybridflow.engines.fsdp.dtensors import canonical_name, local_tensor
 from hybridflow.engines.fsdp.layout import tensor_parallel_dim
 from hybridflow.engines.fsdp.mesh import make_mesh
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.shards import ShardGradients
 from hybridflow.engines.token_model import TokenModel
 
 _PER_HEAD = (".q_norm.weight", ".k_norm.weight")  # of all ranks, but each rank sees the gradient of its own heads
@@ -35,12 +36,12 @@ class Sharded:
     `compute` is the dtype that layers compute in, where parameters have another.
     """
 
-    separate = False
-
     def __init__(self, context: RankContext, strategy: FSDP, model: TokenModel, compute: torch.dtype | None) -> None:
+        self.model: Any
         grid, copies = context.grid, strategy.replicate
         mesh = make_mesh(context, (copies, grid.d // copies, grid.t))
-        replicate, shard, tp = mesh.mesh_dim_names or ()
+        assert mesh.mesh_dim_names is not None
+        replicate, shard, tp = mesh.mesh_dim_names
         self.model, self.tp, self._often = model, mesh[tp].get_group(), strategy.reduce_often
         if grid.t > 1:
             parallelize_module(model, mesh[tp], _parallel_styles(model), src_data_rank=None)  # pyright: ignore
@@ -60,10 +61,12 @@ class Sharded:
         model.to_empty(device="cpu" if strategy.offload else context.device)
         model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        self.storage = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
-        self.memory = Residency(self.storage)
-        self.gradients = ShardGradients(self.parameters)
-        self.main = {name: tensor for name, tensor in self.storage.items() if tensor.numel()}
+        self.storage: Mapping[str, Tensor] = {
+            name: local_tensor(parameter) for name, parameter in self.parameters.items()
+        }
+        self.memory, self.separate = Residency(self.storage), False
+        self.gradients: ShardGradients = LocalGradients(self.parameters)
+        self.main: Mapping[str, Tensor] = {name: tensor for name, tensor in self.storage.items() if tensor.numel()}
         self._device, self._everyone = context.device, context.groups.everyone()
         at = context.coords
         first = at.d < grid.d // copies
@@ -117,7 +120,7 @@ class Sharded:
         self.memory.release()
 
 
-class ShardGradients:
+class LocalGradients:
     """Gradients of this rank's parts; they exist from the first backward pass to the step, in buffers of FSDP2."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
