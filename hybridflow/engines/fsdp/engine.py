@@ -268,7 +268,7 @@ class FSDPEngine:
         """
         if not self.restorable:
             raise ConfigError(f"{self.context.role} has no main parameters apart from its parameters.")
-        self.memory().acquire()
+        self.reload(("parameters", "optimizer"))
         self._training().restore()
 
     def optimizer_layout(self) -> Layout | None:
