@@ -289,7 +289,7 @@ class MegatronEngine:
         """
         if not self.restorable:
             raise ConfigError(f"{self.context.role} has no main parameters apart from its {self._dtype} parameters.")
-        self.memory().acquire()
+        self.reload(("parameters", "optimizer"))
         self._training().restore()
 
     def optimizer_layout(self) -> Layout | None:
