@@ -296,6 +296,22 @@ def test_every_way_to_generation_gives_the_same(moved, name):
     assert seen.update == plain.update  # bit by bit
 
 
+@pytest.mark.parametrize("settings", [{}, TRANSITIONS["moved aside"]], ids=["plain", "moved aside"])
+@pytest.mark.parametrize("train", [hf.FSDP(dtype="bfloat16"), hf.ZeRO(stage=2, dtype="bfloat16")], ids=["fsdp", "zero"])
+def test_sharded_weights_travel_in_16_bits(pool, policy, train, settings):
+    """FSDP's parameters are float32 and what generates is not; those of ZeRO-2 come back from main parameters."""
+    generate = hf.VLLM(tp=2, dtype="bfloat16", **SAMPLING)
+    actor = hf.ActorWorker.on(
+        pool, name="mover-16", model=policy, train=train, optim=hf.Adam(lr=1e-2), generate=generate, **settings
+    )
+    try:
+        seen = _moved(actor)
+    finally:
+        actor.close()
+    assert seen.drawn[0] != seen.drawn[1] == seen.drawn[2]
+    assert all(rank["memory/generation"] == 0 for rank in seen.training)
+
+
 def test_transitions_report_what_they_cost(moved):
     received = {name: [rank.received_bytes for rank in seen.reports[1]] for name, seen in moved.items()}
     assert [rank.design for rank in moved["vanilla"].reports[0]] == ["vanilla"] * 4
