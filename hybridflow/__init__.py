@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hybridflow.config import SGD as SGD
     from hybridflow.config import VLLM as VLLM
     from hybridflow.config import Adam as Adam
+    from hybridflow.config import LoRA as LoRA
     from hybridflow.config import Megatron as Megatron
     from hybridflow.config import Sampling as Sampling
     from hybridflow.config import ZeRO as ZeRO
@@ -69,7 +70,7 @@ _WHERE = {
     "cluster.future": ("Future",),
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
-    "config": ("Adam", "FSDP", "Megatron", "SGD", "Sampling", "VLLM", "ZeRO"),
+    "config": ("Adam", "FSDP", "LoRA", "Megatron", "SGD", "Sampling", "VLLM", "ZeRO"),
     "driver": ("compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
     "loader": ("PromptLoader", "TextLoader"),
     "model_spec": ("ModelSpec",),

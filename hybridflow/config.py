@@ -151,6 +151,33 @@ class Megatron:
 
 
 @settings
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021) through peft: the model is frozen, and each target, a linear layer with weight
+    W [out, in], computes (W + alpha / rank * B A) x (equation 3) with trained A [rank, in] and B [out, rank].
+
+    `targets` name linear layers of the decoder as peft does: "q_proj", "mlp.up_proj", or
+    "model.layers.0.self_attn.q_proj" for a single one; "all-linear" is all of them. `dropout` is that of x before A in
+    training. `start` is a directory in peft's format whose adapters are trained on; without it B begins as zero.
+    """
+
+    rank: int = 16
+    alpha: float = 32
+    targets: tuple[str, ...] = ("all-linear",)
+    dropout: float = 0.0
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        whole(self, 1, "rank")
+        at_least(self, 0, "alpha", "dropout")
+        require(self.dropout < 1, f"LoRA(dropout={self.dropout}): must be in [0, 1).")
+        as_tuple(self, "targets")
+        require(
+            bool(self.targets) and all(isinstance(target, str) and target for target in self.targets),
+            f"LoRA(targets={self.targets!r}): name linear layers such as 'q_proj', or give 'all-linear'.",
+        )
+
+
+@settings
 class FSDP:
     """Torch's fully sharded data parallelism (FSDP2) of transformers' own model (Zhao et al. 2023).
 
@@ -162,6 +189,8 @@ class FSDP:
     `micro_tokens` and `packed` are as for `Megatron`. Gradients of the micro-batches of a mini-batch are added up on
     each rank and reduced once, which needs memory for whole gradients; `reduce_often=True` reduces those of every
     micro-batch instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
+
+    With `lora` only adapters (and a value head) are trained and kept in float32, the model is frozen and in `dtype`.
     """
 
     dp: int | None = None
@@ -173,6 +202,7 @@ class FSDP:
     recompute: bool = False
     reduce_often: bool = False
     offload: bool = False
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         whole(self, 1, "tp", "replicate", "dp", "micro_tokens")
@@ -181,6 +211,14 @@ class FSDP:
             self._check_replicate(self.dp)
         if self.dtype is not None:
             one_of(self, "dtype", DType)
+        require(
+            self.lora is None or isinstance(self.lora, LoRA), f"FSDP(lora={self.lora!r}): give hf.LoRA(...) or None."
+        )
+        require(
+            self.lora is None or self.tp == 1,
+            f"FSDP(tp={self.tp}, lora=...): adapters are not cut by tensor parallelism. Use tp=1: a frozen model needs "
+            f"neither gradients nor optimizer state, and more dp ranks cut it as well.",
+        )
 
     def grid(self, devices: int) -> RankGrid:
         dp = _data_parallel(self, {"tp": self.tp}, self.dp, devices)

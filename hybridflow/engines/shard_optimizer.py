@@ -44,6 +44,11 @@ class ShardOptimizer:
         self._offloaded: Residency | None = None
 
     @property
+    def _names(self) -> list[str]:
+        """Of parameters, and of main ones that have names of their own (adapters)."""
+        return list(dict.fromkeys([*self.shards.storage, *self.shards.main]))
+
+    @property
     def lr(self) -> float:
         return self.settings.lr_at(self.steps)
 
@@ -55,7 +60,7 @@ class ShardOptimizer:
         """`grad_norm` (over all ranks, before clipping), `lr`, and `skipped`: 1.0 when gradients were not finite,
         in which case nothing was updated. The gradients are zero afterwards. Collective."""
         if self._prepare():
-            self._update(self.shards.storage)
+            self._update(self._names)
         return self._finish()
 
     def step_parts(self) -> Iterator[int]:
@@ -65,7 +70,7 @@ class ShardOptimizer:
         for part, names in enumerate(self.groups):
             if updates:
                 with torch.no_grad():
-                    self._update([name for name in self.shards.storage if name in names])
+                    self._update([name for name in self._names if name in names])
             yield part
         self._finish()
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
+from hybridflow.config import LoRA
+from hybridflow.engines.lora.injection import inject
 from hybridflow.engines.packing import Sequences
 from hybridflow.engines.transformers_attention import register_packed_attention
 from hybridflow.model_spec import ModelSpec
@@ -21,19 +23,26 @@ class TokenModel(nn.Module):
     """The decoder as `model` and its head as `lm_head` (the embedding itself where it is tied) or `score`.
 
     Parameters have their canonical (Hugging Face) names. Made on the meta device: nothing is allocated before
-    the model is cut. With `recompute` activations of a decoder layer are computed again in the backward pass.
+    the model is cut. With `recompute` activations of a decoder layer are computed again in the backward pass. With
+    `lora` the decoder has adapters, float32 whatever `dtype` is.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, recompute: bool = False) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, *, recompute: bool = False, lora: LoRA | None = None
+    ) -> None:
         super().__init__()
         self.config, attention = hf_config(spec), register_packed_attention()
         with torch.device("meta"):
             self.model: Any = AutoModel.from_config(self.config, dtype=dtype, attn_implementation=attention)
             columns = 1 if spec.head == "value" else spec.vocab
             head = nn.Linear(spec.hidden, columns, bias=False, dtype=dtype)
+        if lora is not None:
+            inject(self.model, spec, lora)
+            head = head.float() if spec.head == "value" else head  # it is trained, as the adapters are
         if recompute:
+            random = lora is not None and lora.dropout > 0
             for i, layer in enumerate(self.layers):
-                self.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False)  # nothing in it is random
+                self.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=random)
         self._head = "score" if spec.head == "value" else "lm_head"
         self._tied = spec.tied and spec.head == "lm"
         setattr(self, self._head, head)

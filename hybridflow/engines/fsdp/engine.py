@@ -22,20 +22,18 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import Held, LossFunction, Output, Unset
+from hybridflow.engines.fsdp.cutting import adapters_of, cut, parameters
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
-from hybridflow.engines.fsdp.sharded import Sharded
 from hybridflow.engines.held import HeldMemory
+from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.loss_scale import LossScale
 from hybridflow.engines.micro_batches import MicroBatch, Split, in_order
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.replicas import Replicas
 from hybridflow.engines.shard_optimizer import ShardOptimizer
-from hybridflow.engines.shards import Shards
-from hybridflow.engines.token_model import TokenModel
 from hybridflow.engines.token_outputs import Positions, TokenOutputs
 from hybridflow.engines.weights import initialise, load, load_local
 from hybridflow.engines.zero.partition import step_groups, units
-from hybridflow.engines.zero.shards import ZeroShards
 from hybridflow.errors import ConfigError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.ragged import Ragged
@@ -56,6 +54,7 @@ class FSDPEngine:
     _shards: Any = None  # these are None before they are built and once they are closed
     _held: Any = None
     _optimizer: ShardOptimizer | None = None
+    adapters: Adapters | None = None
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class FSDPEngine:
         self.device = context.device
         self._dtype = _dtype(strategy, context.device)
         self._layout = strategy_layout(strategy, spec, self.grid)
-        self._step_groups = step_groups(units(spec.tensors()))
+        self._step_groups = step_groups(units(parameters(strategy, spec)))
         self._replicas = Replicas(context)
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": to be completed before a step
         try:
@@ -79,6 +78,8 @@ class FSDPEngine:
                 initialise(self._layout, context.rank, self.storage())
             elif not isinstance(checkpoint, Unset):
                 load(checkpoint, spec, self._layout, context.rank, self.storage())
+            if self.adapters is not None:
+                self.adapters.start()
             self.weights_loaded()
         except Exception:
             self.close()
@@ -86,7 +87,8 @@ class FSDPEngine:
 
     def _build(self, optimizer: config.Optimizer | None) -> None:
         context, strategy, spec = self.context, self.strategy, self.spec
-        shards = self._shards = _shards(context, strategy, spec, self._dtype, optimizer is not None)
+        shards = self._shards = cut(context, strategy, spec, self._dtype, optimizer is not None)
+        self.adapters = adapters_of(context, strategy, spec, shards)
         columns = -(-spec.vocab // self.grid.t)
         first = min(spec.vocab, columns * context.coords.t)
         group = context.groups.new("tp", self.grid.group(context.rank, "t"))
@@ -222,15 +224,15 @@ class FSDPEngine:
         return optimizer
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """This rank's gradients by the names of `storage()`, float32, added up over data parallel ranks; valid until
-        `step`. No `forward_backward` may follow before the step."""
+        """This rank's gradients by the names of `storage()` (with LoRA of `adapters.storage`), float32, added up over
+        data parallel ranks; valid until `step`. No `forward_backward` may follow before the step."""
         self._training()
         self._held.require("gradients")
         self._reduce()
         found = self._shards.gradients.tensors
         return {
             name: found[name] if name in found else torch.zeros_like(held, dtype=torch.float32)
-            for name, held in self.storage().items()
+            for name, held in self._trained.items()
         }
 
     def _reduce(self) -> None:
@@ -251,6 +253,11 @@ class FSDPEngine:
     def storage(self) -> Mapping[str, Tensor]:
         """The parameters themselves: writing into them changes the model; then call `weights_loaded`."""
         return self._shards.storage
+
+    @property
+    def _trained(self) -> Mapping[str, Tensor]:
+        """What changes, of the parameters: with LoRA the rest is what the checkpoint says."""
+        return self.storage() if self.adapters is None else self.adapters.storage
 
     def weights_loaded(self) -> None:
         """Parameters were written from outside: the optimizer's main parameters follow them."""
@@ -305,15 +312,16 @@ class FSDPEngine:
         self._held.reload(what, self._gradients == "zero")
 
     def state(self) -> dict[str, Any]:
-        """What this rank needs to go on: parameters and optimizer state, copied to the CPU."""
+        """What this rank needs to go on: parameters (with LoRA those that are trained) and optimizer state, copied to
+        the CPU."""
         self._held.require("parameters", "optimizer")
-        parameters = {name: tensor.to("cpu", copy=True) for name, tensor in self.storage().items()}
+        parameters = {name: tensor.to("cpu", copy=True) for name, tensor in self._trained.items()}
         return {"parameters": parameters, "optimizer": self._optimizer.state() if self._optimizer else None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()` of the same rank. Errors: CheckpointError for another model or parallelism."""
         self._held.require("parameters", "optimizer")
-        load_local(state["parameters"], self.storage())
+        load_local(state["parameters"], self._trained)
         self.weights_loaded()
         if self._optimizer and state["optimizer"] is not None:
             self._optimizer.load_state(state["optimizer"])
@@ -327,7 +335,7 @@ class FSDPEngine:
             self._optimizer.close()
         if self._shards:
             self._shards.close()
-        self._optimizer = self._shards = self._held = None
+        self._optimizer = self._shards = self._held = self.adapters = None
 
 
 def _raise_first(failures: Sequence[Exception]) -> None:
@@ -337,20 +345,3 @@ def _raise_first(failures: Sequence[Exception]) -> None:
 
 def _dtype(strategy: config.FSDP | config.ZeRO, device: torch.device) -> torch.dtype:
     return getattr(torch, strategy.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-
-
-def _shards(
-    context: RankContext, strategy: config.FSDP | config.ZeRO, spec: ModelSpec, dtype: torch.dtype, trains: bool
-) -> Shards:
-    """The model cut as `strategy` says. FSDP keeps in float32 what is trained, and only what computes is in `dtype`."""
-    whole = isinstance(strategy, config.ZeRO) and strategy.stage < 3
-    kept = torch.float32 if trains and not whole else dtype
-    model = TokenModel(spec, kept, recompute=strategy.recompute and trains).requires_grad_(trains)
-    if isinstance(strategy, config.FSDP):
-        return Sharded(context, strategy, model, dtype if dtype != kept else None)
-    if not whole:
-        fsdp = config.FSDP(dp=strategy.dp, reduce_often=True, offload=strategy.offload)
-        return Sharded(context, fsdp, model, dtype if dtype != kept else None)
-    shards = ZeroShards(context, model, spec.tensors(), stage=strategy.stage, offload=strategy.offload)
-    model.make_buffers(context.device)
-    return shards

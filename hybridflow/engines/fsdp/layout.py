@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hybridflow.config import FSDP, ZeRO
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engines.lora.targets import trained_tensors
 from hybridflow.engines.zero.partition import optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.model_spec import ModelSpec
@@ -74,14 +75,18 @@ def fsdp_layout(
 def strategy_layout(strategy: FSDP | ZeRO, spec: ModelSpec, grid: RankGrid, *, state: bool = False) -> Layout:
     """Which rank of `grid` holds what of `spec` under a strategy, or with `state` what of the optimizer's state.
 
-    Errors: ModelError when tensor parallel ranks cannot share the model.
+    With LoRA that is the state of other tensors: of those that are trained.
+
+    Errors: ModelError when tensor parallel ranks cannot share the model; ConfigError for a target of LoRA that matches
+    nothing.
     """
     check_tensor_parallel(spec, grid.t)
     if isinstance(strategy, ZeRO):
         if strategy.stage < 3:
             return optimizer_layout(spec.tensors(), grid.d) if state else parameter_layout(spec.tensors(), grid.d)
         return fsdp_layout(spec, grid.d)
-    return fsdp_layout(spec, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
+    held = trained_tensors(spec, strategy.lora) if strategy.lora and state else spec
+    return fsdp_layout(held, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
 
 
 def check_tensor_parallel(spec: ModelSpec, tp: int, role: str = "the model") -> None:

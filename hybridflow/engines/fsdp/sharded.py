@@ -20,6 +20,7 @@ from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.fsdp.dtensors import canonical_name, local_tensor
 from hybridflow.engines.fsdp.layout import tensor_parallel_dim
 from hybridflow.engines.fsdp.mesh import make_mesh
+from hybridflow.engines.lora.targets import is_adapter
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shards import ShardGradients
 from hybridflow.engines.token_model import TokenModel
@@ -32,7 +33,8 @@ class Sharded:
 
     Cuts `model`, whose parameters are on the meta device still, and gives this rank's parts memory.
 
-    `storage` are those parts by canonical name, in memory that stays the same; their contents are undefined.
+    `storage` are those parts by canonical name, in memory that stays the same; their contents are undefined. Adapters
+    are in `adapters` instead. Parameters that need no gradient are frozen.
     `compute` is the dtype that layers compute in, where parameters have another.
     """
 
@@ -61,12 +63,13 @@ class Sharded:
         model.to_empty(device="cpu" if strategy.offload else context.device)
         model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        self.storage: Mapping[str, Tensor] = {
-            name: local_tensor(parameter) for name, parameter in self.parameters.items()
-        }
+        held = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
+        self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
+        self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
         self.memory, self.separate = Residency(self.storage), False
         self.gradients: ShardGradients = LocalGradients(self.parameters)
-        self.main: Mapping[str, Tensor] = {name: tensor for name, tensor in self.storage.items() if tensor.numel()}
+        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self.main: Mapping[str, Tensor] = {n: t for n, t in held.items() if t.numel() and n in trained}
         self._device, self._everyone = context.device, context.groups.everyone()
         at = context.coords
         first = at.d < grid.d // copies
@@ -118,6 +121,7 @@ class Sharded:
         """Free parameters and gradients, whoever still refers to them."""
         self.gradients.drop()
         self.memory.release()
+        Residency(self.adapters).release()
 
 
 class LocalGradients:

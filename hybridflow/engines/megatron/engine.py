@@ -56,6 +56,7 @@ class MegatronEngine:
     Errors: ModelError when the model does not divide by p and t, CheckpointError for a bad checkpoint.
     """
 
+    adapters = None  # it trains all parameters
     _config: Any = None  # these are None before they are built and once they are closed
     _gpt: Any = None
     _schedule: Any = None
