@@ -23,6 +23,7 @@ from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import Held, LossFunction, Output, Unset
 from hybridflow.engines.fsdp.cutting import adapters_of, cut, parameters
+from hybridflow.engines.fsdp.host_memory import require_host_memory
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
 from hybridflow.engines.held import HeldMemory
 from hybridflow.engines.lora.adapters import Adapters
@@ -48,7 +49,8 @@ class FSDPEngine:
     is cut, and with `UNSET` they are left undefined. A value model whose checkpoint has no `score.weight` starts with
     zeros there. No rank ever holds the whole model.
 
-    Errors: ModelError when the model does not divide by tp, CheckpointError for a bad checkpoint.
+    Errors: ModelError when the model does not divide by tp, CheckpointError for a bad checkpoint, ConfigError for
+    `offload` without the host memory for it.
     """
 
     _shards: Any = None  # these are None before they are built and once they are closed
@@ -69,6 +71,7 @@ class FSDPEngine:
         self.device = context.device
         self._dtype = _dtype(strategy, context.device)
         self._layout = strategy_layout(strategy, spec, self.grid)
+        require_host_memory(context, strategy, self._layout, self._dtype, optimizer)
         self._step_groups = step_groups(units(parameters(strategy, spec)))
         self._replicas = Replicas(context)
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": to be completed before a step
