@@ -44,7 +44,8 @@ class TrainEngine(Trainer, Protocol):
     computes with has them merged first (`adapters.merge()`), and restored before it computes again.
     """
 
-    adapters: Adapters | None
+    @property
+    def adapters(self) -> Adapters | None: ...
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Raise what can be said against these rows without any collective, so that ranks can agree to go on.

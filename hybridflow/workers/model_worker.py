@@ -27,6 +27,7 @@ from hybridflow.model_spec import Cost, Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
+from hybridflow.workers.adapters import check_lora, check_written, with_saved_adapters
 from hybridflow.workers.worker import Worker
 
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
@@ -115,7 +116,8 @@ class ModelWorker(Worker):
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Checkpoints become absolute paths, names of the hub those of their snapshots, which are downloaded here."""
         found = {name: settings[name] for name in _CHECKPOINTS if settings.get(name) is not None}
-        return {**settings, **{name: str(find_checkpoint(path)) for name, path in found.items()}}
+        paths = {name: str(find_checkpoint(path)) for name, path in found.items()}
+        return with_saved_adapters({**settings, **paths}, find_checkpoint)
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
@@ -137,6 +139,7 @@ class ModelWorker(Worker):
         else:
             check_tensor_parallel(spec, grid.t, cls.role)
         Checkpoint(settings["model"]).check(spec)
+        check_lora(spec, settings)
         optimizer = settings.get("optim")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
@@ -165,9 +168,23 @@ class ModelWorker(Worker):
             raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
         return train_layout(settings["train"], cls.model_spec(settings), grid)
 
+    @classmethod
+    def check_written(cls, settings: Mapping[str, Any]) -> None:
+        check_written(cls.__name__, settings)
+
     def weights_storage(self) -> Mapping[str, Tensor]:
         self.engine.reload(self._idle)
+        self._merge()
         return self.engine.storage()
+
+    def _merge(self) -> None:
+        """Make the engine's storage hold what the model computes with, until the call at work ends."""
+        if self.engine.adapters is not None:
+            self.engine.adapters.merge()
+
+    def _restore(self) -> None:
+        if self.engine.adapters is not None:
+            self.engine.adapters.restore()
 
     def weights_arrived(self) -> None:
         self.engine.weights_loaded()
@@ -203,6 +220,7 @@ class ModelWorker(Worker):
         try:
             yield
         finally:
+            self._restore()
             self.engine.offload(self._idle)
 
     def _agreed(self, method: str, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
@@ -240,13 +258,18 @@ class ModelWorker(Worker):
         return self.engine.step()
 
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
-    def save(self, path: str | os.PathLike[str]) -> str:
+    def save(self, path: str | os.PathLike[str], merged: bool = False) -> str:
         """Write a Hugging Face directory (safetensors, config, tokenizer) that all ranks can reach; waits for it.
 
+        With LoRA what is trained is written in peft's format, or with `merged` the whole model.
         Returns its absolute path. Errors: CheckpointError; ConfigError for a reward that is a function.
         """
         group, engine = self.context.groups.everyone(), self.engine
         with self.at_work():
+            if engine.adapters is not None and not merged:
+                engine.adapters.save(path, self.checkpoint)
+                return str(path)
+            self._merge()
             save_checkpoint(
                 path, engine.layout(), engine.storage(), like=self.checkpoint, group=group, rank=self.context.rank
             )

@@ -77,6 +77,10 @@ class Worker:
         """The boxes of canonical tensors that each rank holds, from settings alone. Errors: ConfigError without any."""
         raise ConfigError(f"{cls.__name__} has no weights that could be moved.")
 
+    @classmethod
+    def check_written(cls, settings: Mapping[str, Any]) -> None:
+        """Errors: ConfigError where weights may be read but not written from outside."""
+
     def weights_storage(self) -> Mapping[str, Tensor]:
         """This rank's weights by the names of `weights_layout`: the same tensors every time.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.checkpoint import MappedTensors, read_header
+from hybridflow.engines.checkpoint import Entry, MappedTensors, read_header
 from hybridflow.engines.checkpoint_writer import save_tensors
 from hybridflow.engines.lora.injection import write_config
 from hybridflow.errors import CheckpointError
@@ -66,18 +66,23 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
     return base, LoRA(rank=rank, alpha=alpha, targets=found, dropout=dropout, start=str(directory))
 
 
-def load_adapters(directory: str | os.PathLike[str], layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
-    """Read this rank's boxes. Errors: CheckpointError when tensors are missing or of other shapes."""
+def check_adapters(directory: str | os.PathLike[str], tensors: Mapping[str, tuple[int, ...]]) -> Mapping[str, Entry]:
+    """The entries of the file. Errors: CheckpointError when `tensors` are missing or of other shapes."""
     file = Path(directory) / WEIGHTS
     if not file.is_file():
         raise CheckpointError(f"{directory} has no {WEIGHTS}: save the adapters with peft's save_pretrained.")
     entries = read_header(file)
-    files = MappedTensors(entries)
-    for name, asked in layout.tensors.items():
+    for name, asked in tensors.items():
         entry = entries.get(_PREFIX + name)
         if entry is None or entry.shape != tuple(asked):
             found = f"of shape {entry.shape}" if entry else f"not, but {', '.join(sorted(entries)[:2])}"
             raise CheckpointError(f"{file} should have {_PREFIX}{name} {tuple(asked)} and has it {found}.")
+    return entries
+
+
+def load_adapters(directory: str | os.PathLike[str], layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
+    """Read this rank's boxes. Errors: those of `check_adapters`."""
+    files = MappedTensors(check_adapters(directory, layout.tensors))
     for region in layout.regions(rank):
         box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
         region.view(storage[region.storage]).copy_(files[_PREFIX + region.box.tensor][box])
