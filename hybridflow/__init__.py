@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from hybridflow.cluster.future import Future as Future
     from hybridflow.cluster.group import WorkerGroup as WorkerGroup
     from hybridflow.cluster.pool import ResourcePool as ResourcePool
+    from hybridflow.config import FSDP as FSDP
     from hybridflow.config import SGD as SGD
     from hybridflow.config import VLLM as VLLM
     from hybridflow.config import Adam as Adam
+    from hybridflow.config import LoRA as LoRA
     from hybridflow.config import Megatron as Megatron
     from hybridflow.config import Sampling as Sampling
+    from hybridflow.config import ZeRO as ZeRO
     from hybridflow.driver import compute_advantage as compute_advantage
     from hybridflow.driver import init as init
     from hybridflow.driver import reallocate as reallocate
@@ -67,7 +70,7 @@ _WHERE = {
     "cluster.future": ("Future",),
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
-    "config": ("Adam", "Megatron", "SGD", "Sampling", "VLLM"),
+    "config": ("Adam", "FSDP", "LoRA", "Megatron", "SGD", "Sampling", "VLLM", "ZeRO"),
     "driver": ("compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
     "loader": ("PromptLoader", "TextLoader"),
     "model_spec": ("ModelSpec",),

@@ -8,79 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from functools import wraps
-from typing import Any, Literal, Protocol, TypeVar, dataclass_transform, get_args, runtime_checkable
+from dataclasses import fields
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.settings import as_tuple, at_least, one_of, require, settings, true_or_false, whole
 from hybridflow.topology import RankGrid
 
 DType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
-T = TypeVar("T")
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-def settings(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass whose constructor answers a wrong name with the nearest one (ConfigError)."""
-    made = dataclass(frozen=True, kw_only=True)(cls)
-    generated: Any = made.__init__
-
-    @wraps(generated)
-    def init(self: Any, *unnamed: Any, **values: Any) -> None:
-        if unnamed:
-            raise ConfigError(f"{cls.__name__} takes its settings by name, got {unnamed[0]!r}.")
-        _check_names(made, values)
-        generated(self, **values)
-
-    made.__init__ = init  # type: ignore[method-assign]
-    return made
-
-
-def _check_names(cls: type, values: Mapping[str, Any]) -> None:
-    known = {field.name: field for field in fields(cls)}
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{cls.__name__} has no setting {name!r}.{nearest(name, known)}")
-    for name, field in known.items():
-        if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{cls.__name__} needs {name}=, which has no default.")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _at_least(owner: Any, minimum: float, *names: str) -> None:
-    """The settings `names` are finite numbers of at least `minimum`, or None where that is their default."""
-    for name in names:
-        value = getattr(owner, name)
-        if value is None and getattr(type(owner), name, 0) is None:
-            continue
-        good = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value >= minimum
-        _require(good, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
-
-
-def _whole(owner: Any, minimum: int, *names: str) -> None:
-    """The settings `names` are whole numbers of at least `minimum`, or None where that is their default."""
-    for name in names:
-        value = getattr(owner, name)
-        if not (value is None and getattr(type(owner), name, 0) is None):
-            good = type(value) is int and value >= minimum
-            _require(good, f"{type(owner).__name__}({name}={value!r}): must be a whole number of at least {minimum}.")
-
-
-def _as_tuple(owner: object, name: str) -> None:
-    """A list (as YAML gives it) becomes a tuple, so that the value can be hashed; a single text becomes one entry."""
-    value = getattr(owner, name)
-    object.__setattr__(owner, name, (value,) if isinstance(value, str) else tuple(value))
-
-
-def _one_of(owner: object, name: str, literal: Any) -> None:
-    value, known = getattr(owner, name), get_args(literal)
-    if value not in known:
-        raise ConfigError(f"{type(owner).__name__}({name}={value!r}) is unknown.{nearest(str(value), known)}")
+def _data_parallel(owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int) -> int:
+    """Data parallel size of a strategy that cuts its model into `sizes`. Errors: PlacementError when they do not fit
+    on `devices` devices."""
+    model = math.prod(sizes.values())
+    found = dp if dp is not None else max(1, devices // model)
+    if model * found == devices:
+        return found
+    name, given = type(owner).__name__, [f"{size}={value}" for size, value in sizes.items()]
+    if devices < model or devices % model:
+        fit = f"Use {name}({', '.join(given)}) on {model * max(1, round(devices / model))} devices"
+    else:
+        fit = f"Use {name}({', '.join([*given, f'dp={devices // model}'])})"
+    asked = ", ".join(given if dp is None else [*given, f"dp={dp}"])
+    product = f"{sizes.get('pp', 1)}*{sizes.get('tp', 1)}*{found}"
+    raise PlacementError(
+        f"{name}({asked}) needs p*t*d = {product} = {model * found} devices, the pool has {devices}. {fit} or other "
+        f"sizes."
+    )
 
 
 @settings
@@ -100,10 +56,10 @@ class Optimizer:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "lr", "weight_decay", "clip_grad", "min_lr")
-        _whole(self, 0, "warmup_steps")
-        _whole(self, 1, "total_steps")
-        _one_of(self, "schedule", Schedule)
+        at_least(self, 0, "lr", "weight_decay", "clip_grad", "min_lr")
+        whole(self, 0, "warmup_steps")
+        whole(self, 1, "total_steps")
+        one_of(self, "schedule", Schedule)
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{type(self).__name__}(schedule={self.schedule!r}) needs total_steps=.")
 
@@ -127,9 +83,9 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(self, 0, "eps")
-        _as_tuple(self, "betas")
-        _require(
+        at_least(self, 0, "eps")
+        as_tuple(self, "betas")
+        require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"Adam(betas={self.betas}): two in [0, 1)."
         )
 
@@ -142,7 +98,7 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(self, 0, "momentum")
+        at_least(self, 0, "momentum")
 
 
 @runtime_checkable
@@ -159,9 +115,10 @@ class Megatron:
     """Megatron-core 3D parallelism: pipeline, tensor and data parallel sizes (`dp` follows from the pool).
 
     `dtype` is the dtype of parameters and activations: None means bfloat16 on CUDA and float32 on CPU; with a 16-bit
-    dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch (rows
-    padded to the longest among them); a single longer row still forms a micro-batch of its own. `stage_layers` are
-    the decoder layers of each pipeline stage, in order; by default as even as can be, larger stages first.
+    dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch; a single
+    longer row still forms a micro-batch of its own. `packed` micro-batches are rows laid end to end without padding,
+    others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order; by
+    default as even as can be, larger stages first.
     """
 
     tp: int = 1
@@ -170,39 +127,142 @@ class Megatron:
     sequence_parallel: bool = False
     dtype: DType | None = None
     micro_tokens: int = 16384
+    packed: bool = True
     recompute: bool = False
     stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "tp", "pp", "dp", "micro_tokens")
+        whole(self, 1, "tp", "pp", "dp", "micro_tokens")
         if (given := self.stage_layers) is not None:
-            _require(
+            require(
                 isinstance(given, list | tuple)
                 and len(given) == self.pp
                 and all(type(n) is int and n >= 1 for n in given),
                 f"Megatron(stage_layers={self.stage_layers}): give one whole number of at least 1 for each of the "
                 f"pp={self.pp} stages.",
             )
-            _as_tuple(self, "stage_layers")
+            as_tuple(self, "stage_layers")
         if self.dtype is not None:
-            _one_of(self, "dtype", DType)
+            one_of(self, "dtype", DType)
 
     def grid(self, devices: int) -> RankGrid:
-        model = self.tp * self.pp
-        dp = self.dp if self.dp is not None else max(1, devices // model)
-        if model * dp != devices:
-            sizes = f"tp={self.tp}, pp={self.pp}"
-            fit = (
-                f"Use Megatron({sizes}) on {model * max(1, round(devices / model))} devices"
-                if devices < model or devices % model
-                else f"Use Megatron({sizes}, dp={devices // model})"
-            )
-            asked = sizes if self.dp is None else f"{sizes}, dp={self.dp}"
-            raise PlacementError(
-                f"Megatron({asked}) needs p*t*d = {self.pp}*{self.tp}*{dp} = {model * dp} devices, the pool has "
-                f"{devices}. {fit} or other sizes."
-            )
+        dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)
         return RankGrid(p=self.pp, t=self.tp, d=dp)
+
+
+@settings
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021) through peft: the model is frozen, and each target, a linear layer with weight
+    W [out, in], computes (W + alpha / rank * B A) x (equation 3) with trained A [rank, in] and B [out, rank].
+
+    `targets` name linear layers of the decoder as peft does: "q_proj", "mlp.up_proj", or
+    "model.layers.0.self_attn.q_proj" for a single one; "all-linear" is all of them. `dropout` is that of x before A in
+    training. `start` is a directory in peft's format whose adapters are trained on; without it B begins as zero.
+    """
+
+    rank: int = 16
+    alpha: float = 32
+    targets: tuple[str, ...] = ("all-linear",)
+    dropout: float = 0.0
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        whole(self, 1, "rank")
+        at_least(self, 0, "alpha", "dropout")
+        require(self.dropout < 1, f"LoRA(dropout={self.dropout}): must be in [0, 1).")
+        as_tuple(self, "targets")
+        require(
+            bool(self.targets) and all(isinstance(target, str) and target for target in self.targets),
+            f"LoRA(targets={self.targets!r}): name linear layers such as 'q_proj', or give 'all-linear'.",
+        )
+
+
+@settings
+class FSDP:
+    """Torch's fully sharded data parallelism (FSDP2) of transformers' own model (Zhao et al. 2023).
+
+    Parameters, gradients and optimizer state are cut over the `dp` data parallel ranks (default: all of the pool), a
+    decoder layer is gathered while it computes. `replicate` > 1 is HSDP: so many copies, each cut over dp / replicate
+    ranks. `tp` cuts every layer first, by tensor parallelism (rank = d * tp + t).
+
+    `dtype` computes: None means bfloat16 on CUDA and float32 on CPU; what is trained is kept in float32 all the same.
+    `micro_tokens` and `packed` are as for `Megatron`. Gradients of the micro-batches of a mini-batch are added up on
+    each rank and reduced once, which needs memory for whole gradients; `reduce_often=True` reduces those of every
+    micro-batch instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
+
+    With `lora` only adapters (and a value head) are trained and kept in float32, the model is frozen and in `dtype`.
+    """
+
+    dp: int | None = None
+    replicate: int = 1
+    tp: int = 1
+    dtype: DType | None = None
+    micro_tokens: int = 16384
+    packed: bool = True
+    recompute: bool = False
+    reduce_often: bool = False
+    offload: bool = False
+    lora: LoRA | None = None
+
+    def __post_init__(self) -> None:
+        whole(self, 1, "tp", "replicate", "dp", "micro_tokens")
+        true_or_false(self, "packed", "recompute", "reduce_often", "offload")
+        if self.dp is not None:
+            self._check_replicate(self.dp)
+        if self.dtype is not None:
+            one_of(self, "dtype", DType)
+        require(
+            self.lora is None or isinstance(self.lora, LoRA), f"FSDP(lora={self.lora!r}): give hf.LoRA(...) or None."
+        )
+        require(
+            self.lora is None or self.tp == 1,
+            f"FSDP(tp={self.tp}, lora=...): adapters are not cut by tensor parallelism. Use tp=1: a frozen model needs "
+            f"neither gradients nor optimizer state, and more dp ranks cut it as well.",
+        )
+
+    def grid(self, devices: int) -> RankGrid:
+        dp = _data_parallel(self, {"tp": self.tp}, self.dp, devices)
+        self._check_replicate(dp)
+        return RankGrid(t=self.tp, d=dp)
+
+    def _check_replicate(self, dp: int) -> None:
+        if dp % self.replicate:
+            raise PlacementError(
+                f"FSDP(replicate={self.replicate}) makes so many copies on dp={dp} data parallel ranks, which do not "
+                f"divide by it. Use replicate in {[n for n in range(1, dp + 1) if dp % n == 0]}."
+            )
+
+
+@settings
+class ZeRO:
+    """Data parallelism without redundancy (Rajbhandari et al. 2020) of transformers' own model.
+
+    Over `dp` ranks (default: all of the pool) stage 1 cuts the optimizer's state, stage 2 gradients too, stage 3 also
+    parameters: that is `FSDP(reduce_often=True)`. Other settings are those of `FSDP`.
+
+    With stages 1 and 2 parameters have the dtype that computes, and in 16 bits float32 main parameters beside them.
+    """
+
+    stage: int
+    dp: int | None = None
+    dtype: DType | None = None
+    micro_tokens: int = 16384
+    packed: bool = True
+    recompute: bool = False
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            type(self.stage) is int and self.stage in (1, 2, 3),
+            f"ZeRO(stage={self.stage!r}): must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
+        )
+        whole(self, 1, "dp", "micro_tokens")
+        true_or_false(self, "packed", "recompute", "offload")
+        if self.dtype is not None:
+            one_of(self, "dtype", DType)
+
+    def grid(self, devices: int) -> RankGrid:
+        return RankGrid(d=_data_parallel(self, {}, self.dp, devices))
 
 
 @settings
@@ -225,14 +285,14 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "max_tokens", "n")
-        _whole(self, 0, "top_k", "seed")
-        _at_least(self, 0, "top_p", "temperature")
-        _require(0 < self.top_p <= 1, f"Sampling(top_p={self.top_p}): must be in (0, 1].")
-        _require(
+        whole(self, 1, "max_tokens", "n")
+        whole(self, 0, "top_k", "seed")
+        at_least(self, 0, "top_p", "temperature")
+        require(0 < self.top_p <= 1, f"Sampling(top_p={self.top_p}): must be in (0, 1].")
+        require(
             self.greedy or self.temperature > 0, "Sampling(temperature=0) has no log-probabilities: use greedy=True."
         )
-        _as_tuple(self, "stop")
+        as_tuple(self, "stop")
 
 
 @settings
@@ -267,12 +327,12 @@ class VLLM:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "tp", "pp", "max_length", "max_sequences")
-        _at_least(self, 0, "kv_cache_gb", "memory_fraction")
-        _as_tuple(self, "stop")
-        _require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
+        whole(self, 1, "tp", "pp", "max_length", "max_sequences")
+        at_least(self, 0, "kv_cache_gb", "memory_fraction")
+        as_tuple(self, "stop")
+        require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
         if self.dtype is not None:
-            _one_of(self, "dtype", DType)
+            one_of(self, "dtype", DType)
         _ = self.sampling()
 
     def sampling(self, **changes: Any) -> Sampling:

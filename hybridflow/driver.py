@@ -106,6 +106,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         raise ConfigError(f"sync_weights({source.name}, {source.name}): a group has its own weights already.")
     if source.session is not destination.session:
         raise PlacementError(f"{source.name} and {destination.name} belong to different sessions.")
+    destination.worker_class.check_written(destination.settings)
 
     def layouts() -> tuple[Layout, Layout]:
         here, there = reallocation.weights_layout(source.placed), reallocation.weights_layout(destination.placed)
@@ -166,6 +167,8 @@ def reallocate(
         return group
     leaves = group if "train" in settings else None
     grid = None if isinstance(to, TrainStrategy) else _own_grid(group, where, generate)
+    for now_or_then in (group.settings, settings):
+        group.worker_class.check_written(now_or_then)
     new = planned(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
     here, there = reallocation.weights_layout(group.placed), reallocation.weights_layout(new)
     reallocation.check_same_model(here, there, group.name, f"{group.name} as it would be")

@@ -11,9 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hybridflow.errors import CheckpointError, ModelError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Head = Literal["lm", "value"]
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -31,6 +34,24 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating point operations of a forward pass over a sequence of n tokens: linear * n + quadratic * n^2.
+
+    The quadratic term is causal attention; beyond a `window` of tokens it grows linearly.
+    """
+
+    linear: float
+    quadratic: float
+    window: int | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[rows] float64 for sequences of `tokens` [rows], any number dtype."""
+        n = tokens.double()
+        inside = n if self.window is None else n.clamp(max=self.window)
+        return self.linear * n + self.quadratic * inside * (2 * n - inside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +227,16 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors().values())
+
+    @property
+    def cost(self) -> Cost:
+        """What a token costs in the matrices of layers and head, and a pair of tokens in attention (half of all pairs
+        are seen, each is multiplied and added twice per head dimension)."""
+        width = self.heads * self.head_dim
+        attention = 2 * self.hidden * (width + self.kv_heads * self.head_dim)
+        head = self.hidden * (self.vocab if self.head == "lm" else 1)
+        matrices = self.layers * (attention + 3 * self.hidden * self.intermediate) + head
+        return Cost(2.0 * matrices, 2.0 * self.layers * width, self.sliding_window)
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridflow.model_spec import Cost
 from hybridflow.rows import RowPlan
 
 Index = NDArray[np.int64]
@@ -76,12 +77,15 @@ class Concat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """A row plan whose assignment may depend on data: `weights` and `groups` are columns, read where it is needed."""
+    """A row plan whose assignment may depend on data: `weights` and `groups` are columns, read where it is needed.
+
+    With a `cost`, `weights` are the tokens that it is a function of."""
 
     plan: RowPlan
     weights: ColumnRef | None = None
     groups: ColumnRef | None = None
     key: int = 0
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

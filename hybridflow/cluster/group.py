@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from hybridflow.batch import Batch
@@ -32,6 +32,7 @@ from hybridflow.errors import (
     PlacementError,
     nearest,
 )
+from hybridflow.model_spec import Cost
 from hybridflow.protocols import Operation, operations
 from hybridflow.topology import RankGrid
 
@@ -90,6 +91,12 @@ class WorkerGroup:
     @property
     def grid(self) -> RankGrid:
         return self.placed.grid
+
+    @cached_property
+    def token_cost(self) -> Cost | None:
+        """What a row of so many tokens costs here; None: as much as it has tokens."""
+        of_class = getattr(self.worker_class, "token_cost", None)
+        return of_class(self.settings) if of_class else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -186,7 +193,8 @@ class WorkerGroup:
                 f"{self.name}.{operation.name} keeps groups of rows together and needs 'group_id': repeat() or "
                 f"generate_sequences(n=...) write it."
             )
-        return Splitting(column(operation.balance), column("group_id") if operation.groups else None, chunks)
+        weights, groups = column(operation.balance), column("group_id") if operation.groups else None
+        return Splitting(weights, groups, chunks, self.token_cost)
 
     def _who_writes(self, column: str) -> str:
         if column in _DRIVER_WRITES:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hybridflow.cluster.columns import ColumnRef, Order
 from hybridflow.cluster.store import Reader
+from hybridflow.model_spec import Cost
 from hybridflow.rows import RowPlan
 
 _ORDER_KEYS = itertools.count(1)
@@ -16,13 +17,14 @@ _ORDER_KEYS = itertools.count(1)
 class Splitting:
     """How rows are split: the columns that decide, and the plans that were made, which batches of one call share.
 
-    `weights` (tokens per row) are spread evenly, rows of one of `groups` stay together, and each of `chunks` ranges of
-    rows is split on its own.
+    `weights` (tokens per row), or their `cost`, are spread evenly, rows of one of `groups` stay together, and each of
+    `chunks` ranges of rows is split on its own.
     """
 
     weights: ColumnRef | None = None
     groups: ColumnRef | None = None
     chunks: int = 1
+    cost: Cost | None = None
     plans: dict[tuple[int, int], tuple[Order, list[list[int]]]] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self, rows: int, parts: int, timeout: float) -> tuple[Order, list[list[int]]] | None:
@@ -32,7 +34,7 @@ class Splitting:
             return None
         if (rows, parts) not in self.plans:
             plan = RowPlan(rows, parts, self.chunks)
-            order = Order(plan, weights, self.groups, next(_ORDER_KEYS))
+            order = Order(plan, weights, self.groups, next(_ORDER_KEYS), self.cost)
             counts = plan.counts()
             if self.groups is not None:  # group boundaries are data: the documented exception that waits
                 counts = [[len(chunk) for chunk in part] for part in Reader(timeout).assignment(order)]

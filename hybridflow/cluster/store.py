@@ -151,6 +151,8 @@ class Reader:
         for name, column in (("balance", weights), ("group_id", groups)):
             if column is not None and not isinstance(column, Tensor):
                 raise BatchError(f"rows are split by {name}, a column of numbers; it holds Python objects.")
+        if order.cost is not None and isinstance(weights, Tensor):
+            weights = order.cost(weights)
         return order.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 

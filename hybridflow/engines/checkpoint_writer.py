@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,17 +57,48 @@ def save_checkpoint(
     Errors: CheckpointError, on all ranks, when a rank cannot write, when `like` has no config, or when `directory`
     exists and holds other things than a checkpoint.
     """
-    target = Path(os.path.abspath(directory))
-    partial = target.with_name(f".{target.name}.partial")
     dtypes = _dtypes(layout, storage, group, rank, dtype)
     nbytes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in layout.tensors.items()}
+    files = file_contents(nbytes, group.size() if group is not None else 1, max_file_bytes)
+
+    def start(directory: Path) -> None:
+        _start(directory, Path(like), files, nbytes, dtypes)
+
+    save_tensors(directory, layout, storage, files, start, group=group, rank=rank, dtypes=dtypes)
+
+
+def save_tensors(
+    directory: str | os.PathLike[str],
+    layout: Layout,
+    storage: Mapping[str, Tensor],
+    files: Mapping[str, Sequence[str]],
+    start: Callable[[Path], None],
+    *,
+    group: dist.ProcessGroup | None = None,
+    rank: int = 0,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
+
+    `start` writes what is beside them, a `*config.json` at least, into the empty directory that it is given, on rank 0;
+    when it raises nothing has changed. Otherwise as `save_checkpoint`.
+    """
+    target = Path(os.path.abspath(directory))
+    partial = target.with_name(f".{target.name}.partial")
+    dtypes = dtypes or _dtypes(layout, storage, group, rank, None)
     writers = group.size() if group is not None else 1
-    files = file_contents(nbytes, writers, max_file_bytes)
     with _agreed(group, rank):
         if rank == 0:
             _restore(target)
             _check_replaceable(target)
-            _start(partial, Path(like), files, nbytes, dtypes)
+            if partial.exists():  # of a save that was interrupted
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            try:
+                start(partial)
+            except CheckpointError:
+                shutil.rmtree(partial)
+                raise
     for first in range(0, len(files), writers):
         turn = list(files.items())[first : first + writers]
         buffers = _gather(turn, layout, storage, dtypes, group, rank)
@@ -75,7 +106,7 @@ def save_checkpoint(
             if rank < len(turn):
                 file = partial / turn[rank][0]
                 save_file(buffers, file, metadata={"format": "pt"})
-                shutil.copymode(partial / "config.json", file)  # safetensors makes it readable by its owner only
+                shutil.copymode(next(partial.glob("*config.json")), file)  # safetensors lets only its owner read it
                 _flush(file)
     with _agreed(group, rank):
         if rank == 0:
@@ -111,7 +142,7 @@ def _dtypes(
 
 
 def _gather(
-    turn: list[tuple[str, list[str]]],
+    turn: Sequence[tuple[str, Sequence[str]]],
     layout: Layout,
     storage: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
@@ -124,7 +155,7 @@ def _gather(
     def regions(writer: int) -> list[Region]:
         return [Region(Box.whole(name, shapes[name]), name, (0,) * len(shapes[name])) for name in turn[writer][1]]
 
-    mine = turn[rank][1] if rank < len(turn) else []
+    mine = turn[rank][1] if rank < len(turn) else ()
     buffers = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in mine}
     execute(plan(layout, Layout(shapes, len(turn), regions)), storage, buffers, group, rank)
     return buffers
@@ -139,9 +170,6 @@ def _start(
 ) -> None:
     if not (like / "config.json").is_file():
         raise CheckpointError(f"cannot save a checkpoint like {like}: it has no config.json to copy.")
-    if partial.exists():  # of a save that was interrupted
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
     for pattern in _BESIDE_WEIGHTS:
         for file in like.glob(pattern):
             if file.is_file():
@@ -170,7 +198,11 @@ def _check_replaceable(target: Path) -> None:
     """A checkpoint may replace a checkpoint, but never somebody's other files."""
     if not target.exists():
         return
-    known = {f.name for pattern in (*_BESIDE_WEIGHTS, "*.safetensors", INDEX) for f in target.glob(pattern)}
+    known = {
+        f.name
+        for pattern in (*_BESIDE_WEIGHTS, "adapter_config.json", "*.safetensors", INDEX)
+        for f in target.glob(pattern)
+    }
     others = sorted({f.name for f in target.iterdir()} - known) if target.is_dir() else [target.name]
     if others:
         raise CheckpointError(

@@ -23,6 +23,7 @@ from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
     from hybridflow.batch import Batch
+    from hybridflow.engines.lora.adapters import Adapters
 
 Output = Literal["log_probs", "entropy", "values"]
 Held = Literal["parameters", "optimizer", "gradients"]
@@ -37,7 +38,14 @@ UNSET = Unset()
 
 
 class TrainEngine(Trainer, Protocol):
-    """One rank of a sharded model that computes and trains."""
+    """One rank of a sharded model that computes and trains.
+
+    With `adapters` the weights of `layout()` are frozen: whoever reads `storage()` as the weights that the model
+    computes with has them merged first (`adapters.merge()`), and restored before it computes again.
+    """
+
+    @property
+    def adapters(self) -> Adapters | None: ...
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Raise what can be said against these rows without any collective, so that ranks can agree to go on.

@@ -29,12 +29,12 @@ class Operation:
 
     `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` makes
     the call wait for its result. `groups` never splits the rows of one `group_id`; `balance` names a column with
-    tokens per row by which rows are spread evenly over ranks; `chunks` names the setting that says into how many
-    mini-batches the rows fall, each of which is split over all ranks (so that a mini-batch holds the same rows
-    whatever the data parallel size). `repeat(worker settings, call settings)` says how many output rows come from one
-    input row, and `carries` that the input's columns come back with the output. `resizes` says that the number of
-    output rows is known only when the call is done (such a call waits). `check` validates a call's settings on the
-    driver.
+    tokens per row by which, or by what the worker says they cost (`token_cost`), rows are spread evenly over ranks;
+    `chunks` names the setting that says into how many mini-batches the rows fall, each of which is split over all
+    ranks (so that a mini-batch holds the same rows whatever the data parallel size). `repeat(worker settings, call
+    settings)` says how many output rows come from one input row, and `carries` that the input's columns come back
+    with the output. `resizes` says that the number of output rows is known only when the call is done (such a call
+    waits). `check` validates a call's settings on the driver.
     """
 
     name: str

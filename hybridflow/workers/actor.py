@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridflow.algorithms.loss import policy_loss
 from hybridflow.algorithms.pretrain import negative_log_likelihood
@@ -23,7 +22,9 @@ from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
+from hybridflow.workers.adapters import lora_of
 from hybridflow.workers.generation import Generation, check_alone, generates
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.update import UpdateCall
@@ -40,12 +41,25 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
             f"{worker}(transition={design!r}, offload={offload!r}, overlap={overlap!r}) says how weights move to "
             f"generation, and this actor does not generate: give generate=hf.VLLM(...)."
         )
+    if overlap and lora_of(settings) is not None:
+        raise ConfigError(
+            f"{worker}(overlap=True) moves parts of the model while others are still stepped, and with LoRA a step is "
+            f"of adapters, which are merged into the model afterwards: use overlap=False."
+        )
     if optim is None and (trained := [name for name in offload if name != "generation"]):
         raise ConfigError(f"{worker}(offload={offload!r}): without optim= there are no {' and '.join(trained)}.")
     if overlap and (optim is None or design != "hybridflow"):
         raise ConfigError(
             f"{worker}(overlap=True) moves weights during optimizer steps by transition='hybridflow': it needs optim= "
             f"and no other transition, found optim={optim!r}, transition={design!r}."
+        )
+
+
+def _check_reference(settings: Settings, call: Any) -> None:
+    if lora_of(settings) is None:
+        raise ConfigError(
+            "compute_ref_log_prob of an actor is that of its model without adapters, and this one trains the model "
+            "itself: place a ReferenceWorker, or give train=hf.FSDP(lora=hf.LoRA(...))."
         )
 
 
@@ -155,11 +169,11 @@ class ActorWorker(ModelWorker):
         if self.hybrid is not None:
             with self.context.stage("transition") if self.hybrid.phase == "generation" else nullcontext():
                 self.hybrid.to_training()
-        yield
-
-    def weights_storage(self) -> Mapping[str, Tensor]:
-        with self.at_work():
-            return super().weights_storage()
+        self._restore()  # what was merged for generation
+        try:
+            yield
+        finally:
+            self._restore()
 
     def weights_arrived(self) -> None:
         super().weights_arrived()
@@ -185,6 +199,8 @@ class ActorWorker(ModelWorker):
         assert self.generation is not None  # checked on the driver
         assert self.hybrid is not None
         with self.context.stage("transition"):
+            if self.hybrid.phase == "training":
+                self._merge()
             self.hybrid.to_generation()
         with self.context.stage("generation"):
             return self.generation.responses(batch, **sampling)
@@ -201,6 +217,22 @@ class ActorWorker(ModelWorker):
             temperature = self._agreed("compute_log_prob", batch, ("log_probs",))
             out = self.engine.forward(batch, ("log_probs",), temperature)
         return None if out is None else Batch({"old_log_probs": out["log_probs"]})
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "temperature?"),
+        writes=("ref_log_probs",),
+        balance="num_tokens",
+        check=_check_reference,
+    )
+    def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
+        """`ref_log_probs` ragged [B, R] float32, as a ReferenceWorker's: those of the model without its adapters."""
+        adapters = self.engine.adapters
+        assert adapters is not None  # checked on the driver
+        with self.at_work(), adapters.disabled():
+            temperature = self._agreed("compute_ref_log_prob", batch, ("log_probs",))
+            out = self.engine.forward(batch, ("log_probs",), temperature)
+        return None if out is None else Batch({"ref_log_probs": out["log_probs"]})
 
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:

@@ -15,17 +15,19 @@ from torch import Tensor
 from hybridflow.algorithms.loss import Loss
 from hybridflow.algorithms.typed_columns import row_column
 from hybridflow.batch import Batch
-from hybridflow.config import Megatron, Optimizer, TrainStrategy
+from hybridflow.config import FSDP, Megatron, Optimizer, TrainStrategy, ZeRO
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
+from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
-from hybridflow.model_spec import Head, ModelSpec
+from hybridflow.model_spec import Cost, Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
+from hybridflow.workers.adapters import check_lora, check_written, with_saved_adapters
 from hybridflow.workers.worker import Worker
 
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
@@ -60,7 +62,11 @@ def build_engine(
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         return MegatronEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
-    raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
+    if isinstance(strategy, FSDP | ZeRO):
+        from hybridflow.engines.fsdp.engine import FSDPEngine
+
+        return FSDPEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
+    raise _no_strategy(strategy)
 
 
 def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> Layout:
@@ -69,7 +75,13 @@ def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> La
         from hybridflow.engines.megatron.layout import megatron_layout
 
         return megatron_layout(spec, grid, strategy.stage_layers)
-    raise ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...).")
+    if isinstance(strategy, FSDP | ZeRO):
+        return strategy_layout(strategy, spec, grid)
+    raise _no_strategy(strategy)
+
+
+def _no_strategy(strategy: TrainStrategy) -> ConfigError:
+    return ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...), hf.FSDP() or hf.ZeRO(...).")
 
 
 def batch_temperature(batch: Batch) -> float | None:
@@ -95,7 +107,7 @@ def _check_save(settings: Settings, call: Any) -> None:
 
 
 class ModelWorker(Worker):
-    """One rank of a model with 3D parallelism behind the `TrainEngine` contract."""
+    """One rank of a sharded model behind the `TrainEngine` contract."""
 
     head: ClassVar[Head] = "lm"
     _idle: tuple[Held, ...] = ()  # what waits in host memory between calls
@@ -104,7 +116,8 @@ class ModelWorker(Worker):
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Checkpoints become absolute paths, names of the hub those of their snapshots, which are downloaded here."""
         found = {name: settings[name] for name in _CHECKPOINTS if settings.get(name) is not None}
-        return {**settings, **{name: str(find_checkpoint(path)) for name, path in found.items()}}
+        paths = {name: str(find_checkpoint(path)) for name, path in found.items()}
+        return with_saved_adapters({**settings, **paths}, find_checkpoint)
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
@@ -121,9 +134,12 @@ class ModelWorker(Worker):
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
         strategy = settings["train"]
-        split = strategy.stage_layers if isinstance(strategy, Megatron) else None
-        spec.check_parallel(grid.p, grid.t, cls.role, split)
+        if isinstance(strategy, Megatron):
+            spec.check_parallel(grid.p, grid.t, cls.role, strategy.stage_layers)
+        else:
+            check_tensor_parallel(spec, grid.t, cls.role)
         Checkpoint(settings["model"]).check(spec)
+        check_lora(spec, settings)
         optimizer = settings.get("optim")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
@@ -142,14 +158,33 @@ class ModelWorker(Worker):
         return ModelSpec.from_checkpoint(settings["model"], cls.head)
 
     @classmethod
+    def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
+        """Attention of long rows costs more than their tokens say."""
+        return None if settings.get("model") is None else cls.model_spec(settings).cost
+
+    @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         if settings.get("model") is None:
             raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
         return train_layout(settings["train"], cls.model_spec(settings), grid)
 
+    @classmethod
+    def check_written(cls, settings: Mapping[str, Any]) -> None:
+        check_written(cls.__name__, settings)
+
     def weights_storage(self) -> Mapping[str, Tensor]:
         self.engine.reload(self._idle)
+        self._merge()
         return self.engine.storage()
+
+    def _merge(self) -> None:
+        """Make the engine's storage hold what the model computes with, until the call at work ends."""
+        if self.engine.adapters is not None:
+            self.engine.adapters.merge()
+
+    def _restore(self) -> None:
+        if self.engine.adapters is not None:
+            self.engine.adapters.restore()
 
     def weights_arrived(self) -> None:
         self.engine.weights_loaded()
@@ -185,6 +220,7 @@ class ModelWorker(Worker):
         try:
             yield
         finally:
+            self._restore()
             self.engine.offload(self._idle)
 
     def _agreed(self, method: str, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
@@ -222,13 +258,18 @@ class ModelWorker(Worker):
         return self.engine.step()
 
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
-    def save(self, path: str | os.PathLike[str]) -> str:
+    def save(self, path: str | os.PathLike[str], merged: bool = False) -> str:
         """Write a Hugging Face directory (safetensors, config, tokenizer) that all ranks can reach; waits for it.
 
+        With LoRA what is trained is written in peft's format, or with `merged` the whole model.
         Returns its absolute path. Errors: CheckpointError; ConfigError for a reward that is a function.
         """
         group, engine = self.context.groups.everyone(), self.engine
         with self.at_work():
+            if engine.adapters is not None and not merged:
+                engine.adapters.save(path, self.checkpoint)
+                return str(path)
+            self._merge()
             save_checkpoint(
                 path, engine.layout(), engine.storage(), like=self.checkpoint, group=group, rank=self.context.rank
             )

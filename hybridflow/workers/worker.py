@@ -16,6 +16,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.model_spec import Cost
 from hybridflow.protocols import operations
 from hybridflow.topology import RankGrid
 
@@ -49,6 +50,13 @@ class Worker:
         """Check settings on the driver, before any process builds anything."""
 
     @classmethod
+    def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
+        """What a row costs as a function of its tokens: balanced calls spread it evenly over the data parallel ranks.
+
+        None: a row costs as much as it has tokens."""
+        return None
+
+    @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
         """Check against the groups that live in the same hosts already. Errors: PlacementError."""
 
@@ -68,6 +76,10 @@ class Worker:
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         """The boxes of canonical tensors that each rank holds, from settings alone. Errors: ConfigError without any."""
         raise ConfigError(f"{cls.__name__} has no weights that could be moved.")
+
+    @classmethod
+    def check_written(cls, settings: Mapping[str, Any]) -> None:
+        """Errors: ConfigError where weights may be read but not written from outside."""
 
     def weights_storage(self) -> Mapping[str, Tensor]:
         """This rank's weights by the names of `weights_layout`: the same tensors every time.

@@ -23,7 +23,11 @@ from hybridflow.errors import CheckpointError
 from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
 
-ENGINES = {config.Megatron: ("hybridflow.engines.megatron.engine", "MegatronEngine")}
+ENGINES = {
+    config.Megatron: ("hybridflow.engines.megatron.engine", "MegatronEngine"),
+    config.FSDP: ("hybridflow.engines.fsdp.engine", "FSDPEngine"),
+    config.ZeRO: ("hybridflow.engines.fsdp.engine", "FSDPEngine"),
+}
 
 
 def build(
@@ -89,9 +93,9 @@ def updates(
     head: str,
     optimizer: config.Optimizer,
     counts: Sequence[int] | None = None,
-    steps: int = 2,
+    steps: int = 3,
 ) -> dict[str, Any]:
-    """Two updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes."""
+    """Updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes."""
     engine = build(world, name, strategy, size, path, head, optimizer)
     loss = loss_of(head)
     found: dict[str, Any] = {"norms": [], "metrics": []}
@@ -196,7 +200,7 @@ def fresh_weights(world: World, name: str, strategy: Any, size: int, spec: Any) 
 
 def vocabulary(world: World, name: str, size: int, temperature: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Vocab-parallel log-probabilities, entropy and this rank's gradient of a random function of both."""
-    from hybridflow.engines.megatron.log_probs import vocab_parallel_log_probs
+    from hybridflow.engines.log_probs import vocab_parallel_log_probs
 
     context = world.context(name, RankGrid(t=size))
     group = context.groups.new("t", range(size))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_models import make_mesh, wrap
+from fsdp_models import wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import RankProcesses, World
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan import plan
 from hybridflow.engines.fsdp.layout import fsdp_layout
+from hybridflow.engines.fsdp.mesh import make_mesh
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.errors import LayoutError, PlacementError
 from hybridflow.model_spec import ModelSpec
@@ -115,7 +116,8 @@ def refused(world: World, name: str) -> dict[str, str]:
     from hybridflow.engines.fsdp.dtensors import dtensor_layout
 
     model: Any = make_model("llama", True)
-    spec, mesh = spec_of(model), make_mesh(world.context(name, RankGrid(d=WORLD)), (1, 3, 2))["shard", "tp"]
+    whole = make_mesh(world.context(name, RankGrid(d=WORLD)), (1, 3, 2))
+    spec, mesh = spec_of(model), whole[(whole.mesh_dim_names or ())[1:]]
 
     def error(call: Callable[[], Any]) -> str:
         try:

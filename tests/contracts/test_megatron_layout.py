@@ -1,4 +1,4 @@
-"""Megatron's layout and micro-batches as pure values: every canonical number has a place, every token is read once."""
+"""Megatron's layout as a pure value: every canonical number has a place."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Region
 from hybridflow.engines.megatron.layout import megatron_layout
-from hybridflow.engines.megatron.micro_batches import Split
 from hybridflow.engines.megatron.units import padded_vocab, stages
-from hybridflow.errors import BatchError, ModelError
+from hybridflow.errors import ModelError
 from hybridflow.model_spec import ModelSpec
-from hybridflow.ragged import Ragged
 from hybridflow.topology import RankGrid
 
 
@@ -126,61 +124,3 @@ def test_stages_are_as_even_as_can_be_and_larger_ones_come_first():
     assert stages(7, 3) == (range(3), range(3, 5), range(5, 7))
     assert stages(4, 4) == tuple(range(i, i + 1) for i in range(4))
     assert stages(5, 2, (1, 4)) == (range(1), range(1, 5))
-
-
-rows_of_tokens = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12)
-
-
-@settings(max_examples=100, deadline=None)
-@given(rows_of_tokens, st.integers(1, 60), st.integers(1, 4), st.integers(1, 4))
-@example(lengths=[(1, 1)] * 4, budget=60, multiple=1, at_least=3)
-def test_micro_batches_read_every_response_token_once(lengths, budget, multiple, at_least):
-    prompts = Ragged.from_rows([list(range(100 * i, 100 * i + p)) for i, (p, _) in enumerate(lengths)], torch.int64)
-    responses = Ragged.from_rows(
-        [list(range(100 * i + p, 100 * i + p + r)) for i, (p, r) in enumerate(lengths)], torch.int64
-    )
-    micro_batches = Split(budget, multiple, at_least).responses(prompts, responses)
-    assert torch.cat([m.rows for m in micro_batches]).sort().values.tolist() == list(range(len(lengths)))
-    assert len(micro_batches) >= min(at_least, max(1, len(lengths)))
-    for micro in micro_batches:
-        rows, width = micro.ids.shape
-        assert width % multiple == 0
-        assert rows * width <= max(budget, width) or rows == 1
-        assert micro.lengths.tolist() == [lengths[i][1] for i in micro.rows.tolist()]
-        assert micro.selected == int(micro.lengths.sum())
-        assert len(micro.index) == max(1, micro.selected)
-        if micro.selected:
-            before = micro.ids.t().flatten()[micro.index]  # position-major
-            assert micro.targets.equal(before + 1)
-    for micro in Split(budget, multiple, at_least).responses(prompts, responses, own=True):
-        assert micro.ids.t().flatten()[micro.index][: micro.selected].equal(micro.targets)
-
-
-@settings(max_examples=50, deadline=None)
-@given(rows_of_tokens, st.integers(1, 60))
-def test_scores_are_read_at_the_last_token(lengths, budget):
-    full = [list(range(100 * i + 1, 100 * i + 1 + p + r)) for i, (p, r) in enumerate(lengths)]
-    prompts = Ragged.from_rows([row[:p] for row, (p, _) in zip(full, lengths, strict=True)], torch.int64)
-    responses = Ragged.from_rows([row[p:] for row, (p, _) in zip(full, lengths, strict=True)], torch.int64)
-    for micro in Split(budget).last_tokens(prompts, responses):
-        found = micro.ids.t().flatten()[micro.index][: micro.selected]
-        assert found.tolist() == [full[i][-1] for i in micro.rows.tolist()]
-
-
-def test_rows_need_a_prompt_and_a_partner():
-    one, none = Ragged.from_rows([[1]]), Ragged.from_rows([[]], torch.int64)
-    with pytest.raises(BatchError, match="row 0 has an empty prompt"):
-        Split(10).responses(none, one)
-    with pytest.raises(BatchError, match="1 prompts and 2 responses"):
-        Split(10).responses(one, Ragged.from_rows([[1], [2]]))
-
-
-@pytest.mark.parametrize("wrong", [56, -1])
-def test_token_ids_are_in_the_vocabulary(wrong):
-    inside, outside = Ragged.from_rows([[0], [1, 55]]), Ragged.from_rows([[2], [3, wrong]])
-    assert Split(10, vocab=56).responses(inside, inside)
-    for prompts, responses, name in ((outside, inside, "prompt_ids"), (inside, outside, "response_ids")):
-        says = rf"row 1 of 2 has the token id {wrong} in {name}, the model's vocabulary is 0\.\.55"
-        for split in (Split(10, vocab=56).responses, Split(10, vocab=56).last_tokens):
-            with pytest.raises(BatchError, match=says):
-                split(prompts, responses)

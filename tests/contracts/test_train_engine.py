@@ -1,6 +1,7 @@
-"""The contract of a TrainEngine, held by every backend: it computes and trains like transformers, however split.
+"""The contract of a TrainEngine, held by Megatron: it computes and trains like transformers, however split.
 
-One set of four gloo processes serves the whole file (see conftest.py).
+Other backends are held to the same in `test_sharded_engines.py`. One set of four gloo processes serves all these files
+(see conftest.py).
 """
 
 from __future__ import annotations
@@ -13,40 +14,31 @@ import engine_tasks as tasks
 import pytest
 import torch
 from example_models import (
-    FAMILIES,
     VOCABULARY,
-    Oracle,
-    load_model,
     make_batch,
-    make_model,
-    reference,
-    reference_scores,
-    reference_token_scores,
     relative,
     spec_of,
 )
 from rank_processes import RankProcesses
-from torch import Tensor
+from train_contract import (
+    FEW_KV,
+    OPTIMIZERS,
+    UPDATED,
+    Key,
+    Sizes,
+    assert_outputs,
+    assert_updates,
+    count,
+    joined,
+    values_of,
+    whole,
+)
 
 from hybridflow.config import SGD, Adam, Megatron
-from hybridflow.ragged import Ragged
 
-Sizes = tuple[int, int, int]
 SMALL = sorted(s for s in itertools.product(range(1, 5), repeat=3) if s[0] * s[1] * s[2] <= 4)
 UPDATE = [(1, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
-UPDATED = [("qwen3-tied", "lm"), ("llama", "value")]  # tied embeddings, q/k norms, biases: see the log-prob tests
-FEW_KV = ("qwen3-one-kv", "lm")
 UNEVEN = [((3, 1, 1), None), ((2, 1, 2), (1, 3)), ((2, 2, 1), (3, 1))]  # layers of the stages, of four
-OPTIMIZERS: dict[str, tuple[Any, Any]] = {
-    "sgd": (
-        SGD(lr=0.05, momentum=0.5, clip_grad=0.7),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.5),
-    ),
-    "adam": (
-        Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7),
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.02, eps=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    ),
-}
 
 
 def megatron(sizes: Sizes, **settings: Any) -> Megatron:
@@ -55,140 +47,26 @@ def megatron(sizes: Sizes, **settings: Any) -> Megatron:
     return Megatron(pp=p, tp=t, dp=d, **{"micro_tokens": 48, **settings})
 
 
-def count(sizes: Sizes) -> int:
-    return sizes[0] * sizes[1] * sizes[2]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Every family's language model, and value models of two."""
-    directory = tmp_path_factory.mktemp("models")
-    wanted = [(name, "lm") for name in FAMILIES] + [("llama", "value"), ("qwen2", "value"), ("thirds", "value")]
-    return {(name, head): make_model(name, directory, head) for name, head in wanted}
-
-
-@pytest.fixture(scope="module")
-def expected(models: dict[tuple[str, str], Path]) -> dict[tuple[str, str], dict[str, Any]]:
-    """What transformers says, at temperature 1 for value models and 0.7 for language models."""
-    batch, found = make_batch(), {}
-    with torch.no_grad():
-        for (name, head), path in models.items():
-            model = load_model(path, head)
-            found[name, head] = reference(model, head, batch, 0.7)
-            if head == "value":
-                found[name, head]["scores"] = reference_scores(model, batch)
-                found[name, head]["token_scores"] = reference_token_scores(model, batch)
-    return found
-
-
-def joined(parts: list[dict[str, Any] | None], sizes: Sizes) -> dict[str, Any]:
-    """Outputs of all replicas, row after row; checks that exactly the last stages have them, equal on all t."""
-    p, t, d = sizes
-    last = []
-    for rank, part in enumerate(parts):
-        stage = rank // t % p
-        assert (part is not None) == (stage == p - 1), f"rank {rank}"
-        if part is not None:
-            last.append(part)
-    for i in range(0, len(last), t):
-        for other in last[i + 1 : i + t]:
-            assert all(_values(other[n]).equal(_values(last[i][n])) for n in other)
-    kept = last[::t]
-    assert len(kept) == d
-    return {
-        name: Ragged.concat([k[name] for k in kept])
-        if isinstance(value, Ragged)
-        else torch.cat([k[name] for k in kept])
-        for name, value in kept[0].items()
-    }
-
-
-def _values(output: Ragged | Tensor) -> Tensor:
-    return output.values if isinstance(output, Ragged) else output
-
-
-def whole(parts: list[list], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Canonical tensors from every rank's boxes; boxes held by several ranks must agree bit for bit."""
-    out = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-    for name, start, stop, value in (box for part in parts for box in part):
-        view = out[name][tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
-        assert view.isnan().all() or view.equal(value), f"two ranks differ in {name}[{start}:{stop}]"
-        view.copy_(value)
-    assert not any(tensor.isnan().any() for tensor in out.values())
-    return out
-
-
-def assert_outputs(
-    processes: RankProcesses,
-    models: dict[tuple[str, str], Path],
-    expected: dict[tuple[str, str], dict[str, Any]],
-    sizes: Sizes,
-    **settings: Any,
+def assert_megatron_outputs(
+    processes: RankProcesses, models: dict[Key, Path], expected: dict[Key, Any], sizes: Sizes, **settings: Any
 ) -> None:
-    named = [key for key in models if (key[0] == "thirds") == (3 in sizes and sizes[0] != 3)]
-    jobs = [(processes.name(), megatron(sizes, **settings), count(sizes), models[k], k[1], 0.7) for k in named]
-    found = processes.run(count(sizes), tasks.outputs, jobs)
-    for i, key in enumerate(named):
-        outputs = joined([part[i] for part in found], sizes)
-        assert outputs.keys() == expected[key].keys()
-        for name, want in expected[key].items():
-            got = outputs[name]
-            assert _values(got).dtype == torch.float32
-            if isinstance(want, Ragged):
-                assert got.offsets.equal(want.offsets)
-            difference = float((_values(got) - _values(want)).abs().max())
-            assert difference < 1e-4, f"{key} {name}: {difference}"
+    fitting = {k: path for k, path in models.items() if (k[0] == "thirds") == (3 in sizes and sizes[0] != 3)}
+    assert_outputs(processes, megatron(sizes, **settings), sizes, fitting, expected)
 
 
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
 def test_outputs_are_those_of_transformers(processes, models, expected, sizes):
-    assert_outputs(processes, models, expected, sizes)
+    assert_megatron_outputs(processes, models, expected, sizes)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=str)
 def test_outputs_with_sequence_parallelism(processes, models, expected, sizes):
-    assert_outputs(processes, models, expected, sizes, sequence_parallel=True)
+    assert_megatron_outputs(processes, models, expected, sizes, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("sizes", "stage_layers"), UNEVEN, ids=str)
 def test_outputs_with_uneven_stages(processes, models, expected, sizes, stage_layers):
-    assert_outputs(processes, models, expected, sizes, stage_layers=stage_layers)
-
-
-@pytest.fixture(scope="module")
-def oracles(models: dict[tuple[str, str], Path]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Two updates of each model with each optimizer in plain PyTorch."""
-    found = {}
-    for (name, head), kind in itertools.product([*UPDATED, FEW_KV], OPTIMIZERS):
-        oracle = Oracle(models[name, head], head, OPTIMIZERS[kind][1], clip=0.7)
-        before = oracle.parameters()
-        updates = [oracle.update(make_batch(seed=step)) for step in range(2)]
-        after = oracle.parameters()
-        moved = max(float((after[n] - before[n]).abs().max()) for n in after)
-        assert moved > 1e-3, "the tolerance of 1e-5 must be small against the movement"
-        assert all(norm > 0.7 for norm, _, _ in updates), "clipping must take part"
-        found[name, head, kind] = {"updates": updates, "parameters": after}
-    return found
-
-
-def assert_updates(found: list[dict[str, Any]], oracle: dict[str, Any], path: Path, head: str) -> None:
-    """Gradient norms, gradients, metrics and parameters of all ranks against plain PyTorch."""
-    shapes = spec_of(path, head).tensors()
-    norms = {tuple(u["grad_norm"] for u in part["norms"]) for part in found}
-    assert len(norms) == 1, f"ranks disagree about the gradient norm: {norms}"
-    for got, (want, _, _) in zip(norms.pop(), oracle["updates"], strict=True):
-        assert got == pytest.approx(want, rel=1e-5)
-    assert relative(whole([p["gradients"] for p in found], shapes), oracle["updates"][0][1]) < 1e-5
-    parameters = whole([p["parameters"] for p in found], shapes)
-    for name, want in oracle["parameters"].items():
-        assert float((parameters[name] - want).abs().max()) < 1e-5, name
-    reported = [part["metrics"] for part in found if part["metrics"][0]]
-    assert reported
-    for metrics in reported:
-        for got, (_, _, want) in zip(metrics, oracle["updates"], strict=True):
-            assert got.keys() == want.keys()
-            for metric in got.keys() - {"actor/clip_fraction", "critic/clip_fraction"}:  # rounding can flip a token
-                assert got[metric] == pytest.approx(want[metric], rel=1e-4, abs=1e-6)
+    assert_megatron_outputs(processes, models, expected, sizes, stage_layers=stage_layers)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -236,7 +114,7 @@ def test_uneven_and_empty_local_batches(processes, models, expected, oracles, si
         job = (processes.name(), megatron(sizes), count(sizes), path, head, 0.7)
         outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
         for output, want in expected[name, head].items():
-            assert torch.allclose(_values(outputs[output]), _values(want), atol=1e-4)
+            assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-4)
 
 
 def test_tied_embeddings_stay_bitwise_equal(processes, models):

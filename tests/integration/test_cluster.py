@@ -18,6 +18,7 @@ from hybridflow.errors import (
     MissingColumnError,
     ProtocolError,
 )
+from hybridflow.model_spec import Cost
 from hybridflow.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
@@ -132,6 +133,16 @@ class Arithmetic(Base):
         return hf.Batch({"columns": [batch.columns] * batch.rows})
 
 
+class Attentive(Arithmetic):
+    """Whose rows cost the square of their tokens."""
+
+    role = "attentive"
+
+    @classmethod
+    def token_cost(cls, settings):
+        return Cost(linear=0.0, quadratic=float(settings["factor"]))
+
+
 def _at_most(limit: int, scale: int) -> None:
     if scale > limit:
         raise ConfigError(f"scale={scale} is above {limit}.")
@@ -204,6 +215,22 @@ def test_balance_evens_out_the_tokens(four, batch):
     load = torch.zeros(4).index_add(0, ranks, example()["num_tokens"].float())
     assert load.max() - load.min() <= 2
     assert ranks.bincount().tolist() == [3, 3, 2, 2]
+
+
+def test_balance_evens_out_what_a_worker_says_tokens_cost(pool, two):
+    tokens = torch.tensor([6, 5, 1, 4, 4, 4])
+    columns = {
+        "x": torch.arange(6.0),
+        "num_tokens": tokens,
+        "tokens": hf.Ragged.from_lengths(torch.arange(18), tokens - 1),
+    }
+    batch = BatchRef.from_batch(hf.Batch(columns), two.session)
+    attentive = hf.place(Attentive, pool[0:2], name="attentive", factor=3)
+    squares = [int((tokens[group.balanced(batch)["rank"].get() == 0] ** 2).sum()) for group in (two, attentive)]
+    attentive.close()
+    halves = [abs(2 * half - int((tokens**2).sum())) for half in squares]
+    assert halves[1] < halves[0]
+    assert [int(tokens[two.balanced(batch)["rank"].get() == rank].sum()) for rank in (0, 1)] == [12, 12]
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 3])

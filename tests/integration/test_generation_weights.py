@@ -87,8 +87,10 @@ def with_megatron(context: RankContext, sizes: tuple[int, int, int], source: Pat
 
 def with_torch(context: RankContext, sizes: tuple[int, int, int], source: Path, target: Path) -> Any:
     """A transformers model under FSDP2, exported by torch's own gathering."""
-    from fsdp_models import make_mesh, wrap
+    from fsdp_models import wrap
     from transformers import AutoModelForCausalLM
+
+    from hybridflow.engines.fsdp.mesh import make_mesh
 
     model: Any = wrap(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), make_mesh(context, sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, foreach=False)

@@ -22,8 +22,17 @@ from tests.tiny_models import make_prompts, make_rows
 
 TOLERANCE = 1e-3  # nats per token, between vLLM and Megatron in float32
 UPDATES = 3
-# name: (p, t), (p_g, t_g); data parallel over what is left of four hosts
-PLACEMENTS = {"d2": ((1, 2), (1, 1)), "p2t2": ((2, 2), (1, 1)), "t4": ((1, 4), (1, 2))}
+# training and (p_g, t_g) of generation; data parallel over what is left of four hosts
+PLACEMENTS: dict[str, tuple[Any, tuple[int, int]]] = {
+    "d2": (hf.Megatron(tp=2), (1, 1)),
+    "p2t2": (hf.Megatron(tp=2, pp=2), (1, 1)),
+    "t4": (hf.Megatron(tp=4), (1, 2)),
+    "fsdp": (hf.FSDP(), (1, 1)),
+    "fsdp-tp": (hf.FSDP(tp=2), (1, 2)),
+    "hsdp": (hf.FSDP(replicate=2), (1, 4)),
+    "zero-1": (hf.ZeRO(stage=1), (1, 2)),
+    "zero-3": (hf.ZeRO(stage=3), (2, 1)),
+}
 SAMPLING: dict[str, Any] = {"max_tokens": 8, "seed": 5}
 
 
@@ -60,12 +69,12 @@ def observe(pool, policy, tmp_path_factory) -> Callable[[str], Observed]:
 
     def observed(name: str) -> Observed:
         if name not in known:
-            (p, t), (p_g, t_g) = PLACEMENTS[name]
+            train, (p_g, t_g) = PLACEMENTS[name]
             actor = hf.ActorWorker.on(
                 pool,
                 name=f"actor-{name}",
                 model=policy,
-                train=hf.Megatron(tp=t, pp=p),
+                train=train,
                 optim=hf.SGD(lr=0.5, clip_grad=1.0),
                 generate=hf.VLLM(tp=t_g, pp=p_g, **SAMPLING),
             )
@@ -124,7 +133,7 @@ def stored(batch: hf.Batch, group: hf.WorkerGroup) -> hf.BatchRef:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_generation_has_the_weights_of_every_update(observe, name):
-    """vLLM's log-probabilities of what it drew against Megatron's, after each of three updates that really moved."""
+    """vLLM's log-probabilities of what it drew against those of training, after each of three updates that really moved."""
     seen = observe(name)
     assert difference(seen.sampled["log_probs"], seen.sampled["old_log_probs"]) < TOLERANCE
     assert len(seen.drawn) == 2 * UPDATES
@@ -155,14 +164,15 @@ def test_log_probs_are_those_of_transformers(observe, policy, name):
 
 def test_the_same_seed_gives_the_same_responses_at_any_placement(observe):
     first = observe("d2")
-    for other in map(observe, ("p2t2", "t4")):
+    for other in map(observe, (name for name in PLACEMENTS if name != "d2")):
         assert other.sampled["response_ids"].equal(first.sampled["response_ids"])
         assert other.several["response_ids"].equal(first.several["response_ids"])
 
 
-@pytest.mark.parametrize("name", ["p2t2", "t4"])
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "d2"])
 def test_updates_do_not_depend_on_the_placement(observe, name):
-    """Seven rows in two mini-batches over one and over two data parallel ranks: equal metrics, equal models."""
+    """Seven rows in two mini-batches over one, two and four data parallel ranks, and on every backend: equal metrics,
+    equal models. Changing the backend is changing one setting."""
     one, two = observe(name), observe("d2")
     for found, expected in zip(one.updates, two.updates, strict=True):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
@@ -284,6 +294,22 @@ def test_every_way_to_generation_gives_the_same(moved, name):
     assert seen.drawn == plain.drawn
     assert seen.drawn[0] != seen.drawn[1] == seen.drawn[2]
     assert seen.update == plain.update  # bit by bit
+
+
+@pytest.mark.parametrize("settings", [{}, TRANSITIONS["moved aside"]], ids=["plain", "moved aside"])
+@pytest.mark.parametrize("train", [hf.FSDP(dtype="bfloat16"), hf.ZeRO(stage=2, dtype="bfloat16")], ids=["fsdp", "zero"])
+def test_sharded_weights_travel_in_16_bits(pool, policy, train, settings):
+    """FSDP's parameters are float32 and what generates is not; those of ZeRO-2 come back from main parameters."""
+    generate = hf.VLLM(tp=2, dtype="bfloat16", **SAMPLING)
+    actor = hf.ActorWorker.on(
+        pool, name="mover-16", model=policy, train=train, optim=hf.Adam(lr=1e-2), generate=generate, **settings
+    )
+    try:
+        seen = _moved(actor)
+    finally:
+        actor.close()
+    assert seen.drawn[0] != seen.drawn[1] == seen.drawn[2]
+    assert all(rank["memory/generation"] == 0 for rank in seen.training)
 
 
 def test_transitions_report_what_they_cost(moved):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import statistics
 
-from benchmarks import controller, controls, iteration
+import pytest
+import torch
+
+from benchmarks import controller, controls, iteration, packing
 
 
 def test_stages_add_up_to_the_iteration():
@@ -33,3 +36,25 @@ def test_a_hop_is_measured_as_often_as_asked():
     found = controller.measure(lambda: hops.append(0), 20)
     assert len(hops) == 5 + 20  # five warm it up
     assert 0 <= found["min_ms"] <= found["median_ms"]
+
+
+def test_drawn_lengths_are_distributed_like_gsm8k():
+    for drawn, (mean, deviation) in zip(packing.draw_lengths(20_000), (packing.QUESTION, packing.ANSWER), strict=True):
+        assert statistics.mean(drawn) == pytest.approx(mean, rel=0.02)
+        assert statistics.pstdev(drawn) == pytest.approx(deviation, rel=0.05)
+
+
+def test_lengths_of_a_file_are_words_digits_and_marks(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "Why 12?", "answer": "Because.\\n#### 7"}\n' * 3)
+    assert packing.read_lengths(path, 2) == ([4, 4], [8, 8])
+
+
+def test_rows_as_they_come_fill_padded_micro_batches_to_the_budget():
+    lengths = torch.tensor([3, 5, 2, 9, 1, 30])
+    rows = packing.InOrder(budget=12, packed=False).rows(lengths)
+    assert [part.tolist() for part in rows] == [[0, 1], [2], [3], [4], [5]]
+    ways = packing.splits(packing.Split(12))
+    assert ways["packed"].packed
+    assert not ways["padded"].packed
+    assert not ways["sorted"].packed

@@ -22,7 +22,7 @@ LAYERS = (
     ("errors",),
     ("topology",),
     ("ragged", "rows", "columns"),
-    ("config",),
+    ("config", "settings"),
     ("model_spec",),
     ("batch", "batch_records", "batch_display"),
     ("placement",),
@@ -44,10 +44,11 @@ HOMES = {
     "ray": ("hybridflow.cluster",),
     "megatron": ("hybridflow.engines.megatron",),
     "vllm": ("hybridflow.engines.vllm",),
+    "peft": ("hybridflow.engines.lora",),
 }
 # Loading these takes seconds, so functions may import them late, and with them the backends that stand on them.
 HEAVY = {"ray", "vllm", "megatron", "torch", "transformers", "tokenizers", "huggingface_hub", "tensordict"}
-HEAVY |= {"pandas", "matplotlib", "rich", "datasets", "pyarrow", "torchdata", "math_verify"}
+HEAVY |= {"pandas", "matplotlib", "rich", "datasets", "pyarrow", "torchdata", "math_verify", "peft"}
 BACKENDS = ("hybridflow.engines.megatron", "hybridflow.engines.vllm", "hybridflow.engines.fsdp")
 # What may be named in annotations only (under TYPE_CHECKING) although it stands higher: a loss is written against it.
 TYPES_FROM_ABOVE = {("algorithms", "hybridflow.engines.contract")}

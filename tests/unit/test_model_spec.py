@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridflow.errors import CheckpointError, ModelError
-from hybridflow.model_spec import FAMILIES, ModelSpec
+from hybridflow.model_spec import FAMILIES, Cost, ModelSpec
 
 SMALL = {
     "hidden_size": 64,
@@ -189,3 +190,28 @@ def test_stages_have_all_layers_and_at_least_one_each(stage_layers):
     spec.check_parallel(2, 1, stage_layers=(1, 2))
     with pytest.raises(ModelError, match=r"the model has 3 layers and p=2\. Give the layers of each stage"):
         spec.check_parallel(2, 1, stage_layers=stage_layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_cost_is_what_transformers_computes(family, tied):
+    """Torch's counter takes all pairs of positions, of which causal attention sees half; it skips the embedding."""
+    config = hf_config(small(family, tie_word_embeddings=tied))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    cost = ModelSpec.from_hf_config(config).cost
+    cost = Cost(cost.linear, cost.quadratic)
+    for tokens in (10, 100):
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+        computed = cost(torch.tensor([tokens])).item() + cost.quadratic * tokens**2
+        rotation = tokens * config.head_dim if hasattr(config, "head_dim") else tokens * 16  # an outer product
+        assert counter.get_total_flops() == pytest.approx(computed, abs=2 * rotation)
+
+
+def test_cost_grows_linearly_beyond_a_window():
+    """Of n positions each sees its window, the first ones what there is."""
+    cost, tokens = Cost(3.0, 0.5, window=4), torch.arange(1, 40)
+    pairs = cost(tokens) - 3.0 * tokens
+    assert pairs[:4].tolist() == [0.5 * n * n for n in range(1, 5)]
+    assert set(pairs[4:].diff().tolist()) == {4.0}

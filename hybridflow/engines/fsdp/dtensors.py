@@ -23,6 +23,7 @@ from hybridflow.errors import LayoutError
 from hybridflow.model_spec import ModelSpec
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, torch.compile
+_WRAPPERS += ("base_layer.", "default.")  # a layer with adapters; what peft calls an adapter without a name
 
 Model = nn.Module | Mapping[str, Tensor]
 

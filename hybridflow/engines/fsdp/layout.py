@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridflow.config import FSDP, ZeRO
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.errors import PlacementError
+from hybridflow.engines.lora.targets import trained_tensors
+from hybridflow.engines.zero.partition import optimizer_layout, parameter_layout
+from hybridflow.errors import ModelError, PlacementError
 from hybridflow.model_spec import ModelSpec
+from hybridflow.topology import RankGrid
 
 # the dimension that tensor parallelism cuts: outputs of the first linear layer of a pair, inputs of the second
 _OUTPUTS = frozenset({"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
@@ -66,6 +70,35 @@ def fsdp_layout(
         dim = tp_dim(name)
         cuts[name] = [(columns, dim), (rows, 0)] if tp > 1 and dim is not None else [(rows, 0)]
     return cut_layout(tensors, len(ranks), cuts)
+
+
+def strategy_layout(strategy: FSDP | ZeRO, spec: ModelSpec, grid: RankGrid, *, state: bool = False) -> Layout:
+    """Which rank of `grid` holds what of `spec` under a strategy, or with `state` what of the optimizer's state.
+
+    With LoRA that is the state of other tensors: of those that are trained.
+
+    Errors: ModelError when tensor parallel ranks cannot share the model; ConfigError for a target of LoRA that matches
+    nothing.
+    """
+    check_tensor_parallel(spec, grid.t)
+    if isinstance(strategy, ZeRO):
+        if strategy.stage < 3:
+            return optimizer_layout(spec.tensors(), grid.d) if state else parameter_layout(spec.tensors(), grid.d)
+        return fsdp_layout(spec, grid.d)
+    held = trained_tensors(spec, strategy.lora) if strategy.lora and state else spec
+    return fsdp_layout(held, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
+
+
+def check_tensor_parallel(spec: ModelSpec, tp: int, role: str = "the model") -> None:
+    """Errors: ModelError when heads, kv-heads or MLP columns do not divide by `tp`: transformers' attention has no
+    kv-head that several ranks share."""
+    spec.check_parallel(1, tp, role)
+    if spec.kv_heads % tp:
+        sizes = [n for n in range(1, spec.kv_heads + 1) if not (spec.kv_heads % n or spec.intermediate % n)]
+        raise ModelError(
+            f"{role} has {spec.kv_heads} kv-heads, which do not divide by tp={tp}. Use FSDP(tp=) in {sizes}, or "
+            f"Megatron, where ranks share a kv-head."
+        )
 
 
 def cut_layout(tensors: Mapping[str, tuple[int, ...]], ranks: int, cuts: Mapping[str, Sequence[Cut]]) -> Layout:

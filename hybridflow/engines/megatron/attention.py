@@ -1,22 +1,33 @@
-"""Rotary embeddings and core attention for Megatron's SelfAttention: one call of scaled dot-product attention.
+"""Rotary embeddings and core attention for Megatron's SelfAttention, of packed and of padded rows.
 
-Shapes: S positions, B rows, N heads (of this rank), K kv-heads (of this rank), D head dimension, E = D / 2. Rows are
-padded on the right and attention is causal, so padding is never looked at and needs no mask.
+Shapes: S positions, B rows, N heads (of this rank), K kv-heads (of this rank), D head dimension, E = D / 2.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
+from hybridflow.engines.attention import causal_attention, packed_attention
+from hybridflow.engines.packing import Sequences
 from hybridflow.model_spec import ModelSpec
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """How Megatron hands the sequences of a packed row from the model's input to every core attention, also when a
+    layer is recomputed: it drops the row dimension of query, key and value ("thd") and otherwise looks at nothing."""
+
+    qkv_format: str = "thd"
+    sequences: Sequences | None = None
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
@@ -34,37 +45,45 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 class Rotary:
-    """cos and sin of every position's rotation, [S, E] in the asked dtype; kept for the last few lengths."""
+    """cos and sin of every position's rotation, [S, E] in the asked dtype; kept for the last few lengths and rows."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.inverse_E = inverse_frequencies(spec)
         self.table = lru_cache(maxsize=16)(self._table)
+        self.packed = lru_cache(maxsize=4)(self._packed)  # all layers ask for the same row, one after the other
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angle_SE = torch.outer(torch.arange(length, device=device).float(), self.inverse_E.to(device))
         return angle_SE.cos().to(dtype), angle_SE.sin().to(dtype)
 
+    def _packed(self, sequences: Sequences, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[S, 1, E]: the positions of every sequence begin at 0."""
+        cos_LE, sin_LE = self.table(sequences.longest, sequences.positions.device, dtype)
+        return cos_LE[sequences.positions][:, None], sin_LE[sequences.positions][:, None]
+
 
 class _Rotate(torch.autograd.Function):
-    """Rotates the two halves of [B, N, S, D] (any strides) against each other; the result is contiguous."""
+    """Rotates the two halves of [..., D] (any strides) against each other; the result is contiguous.
+
+    cos and sin are broadcast from [..., E]."""
 
     @staticmethod
-    def forward(ctx, x_BNSD, cos_SE, sin_SE):
-        ctx.save_for_backward(cos_SE, sin_SE)
-        return _rotate(x_BNSD, cos_SE, sin_SE)
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
 
     @staticmethod
-    def backward(ctx, d_BNSD):  # type: ignore[override]
-        cos_SE, sin_SE = ctx.saved_tensors
-        return _rotate(d_BNSD, cos_SE, -sin_SE), None, None
+    def backward(ctx, d):  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotate(d, cos, -sin), None, None
 
 
-def _rotate(x_BNSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    out_BNSD = torch.empty(x_BNSD.shape, dtype=x_BNSD.dtype, device=x_BNSD.device)
-    (a, b), (out_a, out_b) = x_BNSD.chunk(2, -1), out_BNSD.chunk(2, -1)
-    torch.mul(a, cos_SE, out=out_a).addcmul_(b, sin_SE, value=-1)
-    torch.mul(b, cos_SE, out=out_b).addcmul_(a, sin_SE)
-    return out_BNSD
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    return out
 
 
 class CoreAttention(nn.Module):
@@ -74,30 +93,29 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.rotary, self.sliding_window = rotary, sliding_window
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_) -> Tensor:
-        """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedRow | None = None,
+        **_,
+    ) -> Tensor:
+        """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]; of a packed row all without B."""
+        if packed_seq_params is not None and packed_seq_params.sequences is not None:
+            return self._packed(query, key, value, packed_seq_params.sequences)
         length, rows, heads, head_dim = query.shape
         cos_SE, sin_SE = self.rotary.table(length, query.device, query.dtype)
         q_BNSD = _Rotate.apply(query.permute(1, 2, 0, 3), cos_SE, sin_SE)
         k_BKSD = _Rotate.apply(key.permute(1, 2, 0, 3), cos_SE, sin_SE)
-        mask_SS = self._window(length, query.device)
-        out_BNSD = F.scaled_dot_product_attention(
-            q_BNSD,
-            k_BKSD,
-            value.permute(1, 2, 0, 3),
-            attn_mask=mask_SS,
-            is_causal=mask_SS is None,
-            enable_gqa=heads != key.shape[2],
-        )
+        out_BNSD = causal_attention(q_BNSD, k_BKSD, value.permute(1, 2, 0, 3), self.sliding_window)  # type: ignore[arg-type]
         return out_BNSD.permute(2, 0, 1, 3).reshape(length, rows, heads * head_dim)
 
-    def _window(self, length: int, device: torch.device) -> Tensor | None:
-        """[S, S] bool: each position sees itself and the `sliding_window - 1` before it; None when that is all."""
-        if self.sliding_window is None or length <= self.sliding_window:
-            return None
-        position_S = torch.arange(length, device=device)
-        distance_SS = position_S[:, None] - position_S
-        return (distance_SS >= 0) & (distance_SS < self.sliding_window)
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
+        cos_S1E, sin_S1E = self.rotary.packed(sequences, query.dtype)
+        q_SND, k_SKD = _Rotate.apply(query, cos_S1E, sin_S1E), _Rotate.apply(key, cos_S1E, sin_S1E)
+        return packed_attention(q_SND, k_SKD, value, sequences, self.sliding_window).flatten(1)  # type: ignore[arg-type]
 
 
 class SharedHeadAttention(SelfAttention):

@@ -23,22 +23,22 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.contract import Held, LossFunction, Output, Unset
+from hybridflow.engines.held import GradientBuffers, HeldMemory
 from hybridflow.engines.megatron import device as devices
 from hybridflow.engines.megatron.buckets import Buckets
 from hybridflow.engines.megatron.groups import process_group_collection
-from hybridflow.engines.megatron.held import HeldMemory
 from hybridflow.engines.megatron.layout import megatron_layout
-from hybridflow.engines.megatron.micro_batches import MicroBatch
-from hybridflow.engines.megatron.model import build_model, transformer_config
+from hybridflow.engines.megatron.model import build_model, sequence_parallel, transformer_config
 from hybridflow.engines.megatron.optimizer import MegatronOptimizer
 from hybridflow.engines.megatron.optimizer_layout import is_distributed, optimizer_layout
 from hybridflow.engines.megatron.parameters import Parameters
-from hybridflow.engines.megatron.replicas import Replicas
 from hybridflow.engines.megatron.schedule import Schedule
-from hybridflow.engines.megatron.token_outputs import TokenOutputs
-from hybridflow.engines.megatron.units import stages, step_groups, units
-from hybridflow.engines.megatron.weights import initialise, load, load_local
+from hybridflow.engines.megatron.units import stages, step_groups, units, vocabulary_rows
+from hybridflow.engines.micro_batches import MicroBatch, Split, in_order
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.replicas import Replicas
+from hybridflow.engines.token_outputs import TokenOutputs
+from hybridflow.engines.weights import initialise, load, load_local
 from hybridflow.errors import ConfigError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.ragged import Ragged
@@ -56,6 +56,7 @@ class MegatronEngine:
     Errors: ModelError when the model does not divide by p and t, CheckpointError for a bad checkpoint.
     """
 
+    adapters = None  # it trains all parameters
     _config: Any = None  # these are None before they are built and once they are closed
     _gpt: Any = None
     _schedule: Any = None
@@ -84,7 +85,7 @@ class MegatronEngine:
         devices.prepare(self.device)
         self._groups = process_group_collection(context)
         self._replicas = Replicas(context)
-        self._tokens = TokenOutputs(context, strategy, spec, self._groups.tp)
+        self._tokens = self._token_outputs()
         self._config = transformer_config(spec, strategy, self.grid, self._dtype, self.device)
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": not yet added up over ranks
         try:
@@ -98,6 +99,19 @@ class MegatronEngine:
         except Exception:
             self.close()
             raise
+
+    def _token_outputs(self) -> TokenOutputs:
+        grid, spec, strategy = self.grid, self.spec, self.strategy
+        split = Split(
+            strategy.micro_tokens,
+            multiple=grid.t if sequence_parallel(strategy, grid) else 1,
+            count=2 * grid.p if grid.p > 1 else 1,
+            vocab=spec.vocab,
+            packed=strategy.packed,
+            cost=spec.cost,
+        )
+        vocabulary = vocabulary_rows(spec.vocab, grid.t, self._at.t)
+        return TokenOutputs(self.context.role, spec, split, vocabulary, self._groups.tp)
 
     def _build(self, optimizer: config.Optimizer | None) -> None:
         spec, at, split = self.spec, self._at, self.strategy.stage_layers
@@ -115,7 +129,8 @@ class MegatronEngine:
             if self._dtype == torch.float16:
                 self._config.grad_scale_func = self._optimizer.scale_loss
         tensors = self._optimizer.tensors if self._optimizer else None
-        self._held = HeldMemory(self.context.role, self._parameters.memory, self._buckets, tensors)
+        gradients = GradientBuffers(self._buckets.gradients, self._buckets.zero) if self._buckets else None
+        self._held = HeldMemory(self.context.role, self._parameters.memory, gradients, tensors)
 
     @property
     def is_last_stage(self) -> bool:
@@ -135,10 +150,10 @@ class MegatronEngine:
         self._tokens.check(batch, outputs, temperature)
         micro_batches = self._tokens.micro_batches(batch)
         read = partial(self._tokens.read, names=outputs, temperature=temperature)
-        flat = self._infer(micro_batches, lambda micro, out: {k: v.float() for k, v in read(micro, out).items()})
+        flat = self._infer(micro_batches, lambda micro, out: {k: v.float() for k, v in read(micro, out[0]).items()})
         if flat is None:
             return None
-        return {name: _in_order(micro_batches, [part[name] for part in flat]) for name in outputs}
+        return {name: in_order(micro_batches, [part[name] for part in flat]) for name in outputs}
 
     def score(self, batch: Batch, tokens: bool = False) -> Tensor | Ragged | None:
         """[B] float32 on the CPU: the value head at the last token; None off the last stage.
@@ -150,7 +165,7 @@ class MegatronEngine:
         parts = self._infer(micro_batches, lambda micro, out: out[0, : micro.selected, 0].float())
         if parts is None:
             return None
-        scores = _in_order(micro_batches, parts)
+        scores = in_order(micro_batches, parts)
         return scores if tokens else scores.values
 
     def _infer(self, micro_batches: list[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any] | None:
@@ -181,7 +196,7 @@ class MegatronEngine:
         totals = self._replicas.totals(batch) if self.is_last_stage else None
 
         def share(micro: MicroBatch, out: Tensor):
-            values = self._tokens.read(micro, out, outputs, temperature)
+            values = self._tokens.read(micro, out[0], outputs, temperature)
             nothing = out.flatten()[:0].sum().float()  # keeps the graph when no row or no token takes part
             if not len(micro.rows):
                 return nothing, 0, {}
@@ -275,7 +290,7 @@ class MegatronEngine:
         """
         if not self.restorable:
             raise ConfigError(f"{self.context.role} has no main parameters apart from its {self._dtype} parameters.")
-        self.memory().acquire()
+        self.reload(("parameters", "optimizer"))
         self._training().restore()
 
     def optimizer_layout(self) -> Layout | None:
@@ -343,13 +358,6 @@ class MegatronEngine:
             self._parameters.memory.release()
         self._optimizer = self._buckets = self._gpt = self._schedule = self._parameters = self._held = None
         self._config = None
-
-
-def _in_order(micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Ragged:
-    """What was read of each micro-batch, on the CPU, as the rows of the batch in their order."""
-    order = torch.cat([micro.rows for micro in micro_batches]).argsort()
-    lengths = torch.cat([micro.lengths for micro in micro_batches])
-    return Ragged.from_lengths(torch.cat([part.cpu() for part in parts]), lengths).index(order)
 
 
 def _raise_first(failures: Sequence[Exception]) -> None:

@@ -12,8 +12,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from hybridflow.engines.megatron.attention import PackedRow
 from hybridflow.engines.megatron.layers import SelectedPositions
-from hybridflow.engines.megatron.micro_batches import MicroBatch
+from hybridflow.engines.micro_batches import MicroBatch
 
 
 class Schedule:
@@ -37,8 +38,9 @@ class Schedule:
 
         def forward_step(batches: Iterator[MicroBatch], model: GPTModel):
             micro = next(batches).to(self.device)
-            self.selection.index = micro.index
-            out = model(input_ids=micro.ids, position_ids=None, attention_mask=None)  # type: ignore[arg-type]
+            self.selection.index = micro.position_major
+            packed = PackedRow(sequences=micro.sequences) if micro.sequences is not None else None
+            out = model(input_ids=micro.ids, position_ids=None, attention_mask=None, packed_seq_params=packed)  # type: ignore[arg-type]
             return out, partial(read, micro)
 
         self.model.train(not forward_only)

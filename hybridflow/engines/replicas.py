@@ -37,6 +37,13 @@ class Replicas:
         found = torch.stack(everyone)
         return Totals(*found[:, :3].sum(0).tolist(), longest=float(found[:, 3].max()))
 
+    def most(self, count: int) -> int:
+        """The largest `count` of all replicas."""
+        largest = torch.tensor(count, device="cpu")
+        if self.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
+
     def summed(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Metrics added over micro-batches and replicas; a replica without rows does not know their names."""
         names = list(dict.fromkeys(name for share in shares for name in share))

@@ -1,6 +1,6 @@
 """TokenOutputs: rows become micro-batches, and what the output layer gives becomes log-probabilities, entropy, values.
 
-Shapes: B rows, R response tokens, N tokens of a micro-batch that are read.
+Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, V this rank's columns of the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow import config
 from hybridflow.algorithms.typed_columns import response_mask, token_column
 from hybridflow.batch import Batch
 from hybridflow.engines.contract import Output
-from hybridflow.engines.megatron.log_probs import vocab_parallel_log_probs
-from hybridflow.engines.megatron.micro_batches import MicroBatch, Split
-from hybridflow.engines.megatron.model import sequence_parallel
-from hybridflow.engines.megatron.units import vocabulary_rows
-from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.log_probs import vocab_parallel_log_probs
+from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.errors import BatchError, ModelError
 from hybridflow.model_spec import ModelSpec
 
@@ -28,13 +25,13 @@ Positions = Literal["before", "own", "last"]
 
 
 class TokenOutputs:
-    """What one rank reads from its model; `group` are the ranks that share the vocabulary."""
+    """What one rank of `role` reads from its model: `vocabulary` is the range of token ids whose columns it has, and
+    `group` the ranks that share the vocabulary."""
 
-    def __init__(self, context: RankContext, strategy: config.Megatron, spec: ModelSpec, group) -> None:
-        grid, self.context, self.spec, self.group = context.grid, context, spec, group
-        multiple = grid.t if sequence_parallel(strategy, grid) else 1
-        self.split = Split(strategy.micro_tokens, multiple, 2 * grid.p if grid.p > 1 else 1, spec.vocab)
-        self.vocabulary = vocabulary_rows(spec.vocab, grid.t, context.coords.t)
+    def __init__(
+        self, role: str, spec: ModelSpec, split: Split, vocabulary: tuple[int, int], group: dist.ProcessGroup
+    ) -> None:
+        self.role, self.spec, self.split, self.vocabulary, self.group = role, spec, split, vocabulary, group
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Without any collective. Errors: ModelError for an output that the model's head does not give, BatchError for
@@ -43,7 +40,7 @@ class TokenOutputs:
         if not outputs or (wrong := [name for name in outputs if name not in given]):
             asked = ", ".join(map(repr, wrong if outputs else outputs)) or "no output"
             raise ModelError(
-                f"{self.context.role} was asked for {asked}; a model with head={self.spec.head!r} gives "
+                f"{self.role} was asked for {asked}; a model with head={self.spec.head!r} gives "
                 f"{' and '.join(map(repr, given))}."
             )
         if not (temperature > 0 and math.isfinite(temperature)):
@@ -58,9 +55,9 @@ class TokenOutputs:
             return self.split.last_tokens(prompts, responses)
         return self.split.responses(prompts, responses, own=at == "own")
 
-    def read(self, micro: MicroBatch, out: Tensor, names: Sequence[Output], temperature: float) -> dict[str, Tensor]:
-        """Each asked output [N] float32 of a micro-batch from the output layer's [1, N, columns]."""
-        rows = out[0, : micro.selected]
+    def read(self, micro: MicroBatch, rows: Tensor, names: Sequence[Output], temperature: float) -> dict[str, Tensor]:
+        """Each asked output [N] float32 of a micro-batch from the output layer's [N or more, V or more]."""
+        rows = rows[: micro.selected]
         if self.spec.head == "value":
             return {"values": rows[:, 0]}
         first, last = self.vocabulary

@@ -1,4 +1,4 @@
-"""Where a Megatron rank's first weights come from: a checkpoint, a fixed seed, or a saved state."""
+"""Where a rank's first weights come from: a checkpoint, a fixed seed, or a saved state."""
 
 from __future__ import annotations
 

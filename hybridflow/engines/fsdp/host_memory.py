@@ -1,0 +1,65 @@
+"""Whether a node's host memory takes what its ranks want to keep there."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow import config
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.process_groups import RankContext
+from hybridflow.errors import ConfigError
+
+_GIB = 1 << 30
+
+
+def require_host_memory(
+    context: RankContext,
+    strategy: config.FSDP | config.ZeRO,
+    layout: Layout,
+    dtype: torch.dtype,
+    optimizer: config.Optimizer | None,
+    free: int | None = None,
+) -> None:
+    """Refuse `offload=True`, before anything is allocated, where the ranks of this rank's node do not fit.
+
+    `layout` are the parameters, which compute in `dtype`; `free` bytes are what the node has (default: what the system
+    calls available; where it says nothing, nothing is refused).
+
+    Errors: ConfigError.
+    """
+    free = _available() if free is None else free
+    if not strategy.offload or free is None:
+        return
+    nodes = context.nodes or (0,) * context.grid.size
+    neighbours = nodes.count(nodes[context.rank])
+    width = bytes_kept(strategy, dtype, optimizer, context.grid.d)
+    needed = neighbours * width * sum(region.box.numel for region in layout.regions(context.rank))
+    if needed > free:
+        raise ConfigError(
+            f"{context.role}: offload=True keeps {needed / _GIB:.3g} GiB of {neighbours} ranks in host memory, this "
+            f"node has {free / _GIB:.3g} GiB free. Use more devices on more nodes, or offload=False."
+        )
+
+
+def bytes_kept(
+    strategy: config.FSDP | config.ZeRO, dtype: torch.dtype, optimizer: config.Optimizer | None, ranks: int
+) -> float:
+    """Bytes in host memory for each parameter that a rank holds."""
+    partly = strategy if isinstance(strategy, config.ZeRO) and strategy.stage < 3 else None
+    frozen = optimizer is None or (isinstance(strategy, config.FSDP) and strategy.lora is not None)
+    if frozen:
+        return 0.0 if partly else float(dtype.itemsize)
+    momentum = optimizer.momentum if isinstance(optimizer, config.SGD) else 0.0
+    moments = 2 if isinstance(optimizer, config.Adam) else int(momentum > 0)
+    if partly:  # main parameters, moments and, with stage 2, gradients are cut over the ranks
+        return 4.0 * (1 + moments + (partly.stage == 2)) / ranks
+    return 4.0 * (2 + moments)
+
+
+def _available() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    return int(found[0][1]) * 1024 if found else None

@@ -1,0 +1,179 @@
+"""Sharded: a TokenModel cut by tensor parallelism and FSDP2, with its gradients, in this rank's part.
+
+Losses are shares of a global sum, so gradients are added up over data parallel ranks and never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from hybridflow.config import FSDP
+from hybridflow.engine3d.residency import Residency
+from hybridflow.engines.fsdp.dtensors import canonical_name, local_tensor
+from hybridflow.engines.fsdp.layout import tensor_parallel_dim
+from hybridflow.engines.fsdp.mesh import make_mesh
+from hybridflow.engines.lora.targets import is_adapter
+from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.shards import ShardGradients
+from hybridflow.engines.token_model import TokenModel
+
+_PER_HEAD = (".q_norm.weight", ".k_norm.weight")  # of all ranks, but each rank sees the gradient of its own heads
+
+
+class Sharded:
+    """Fulfils `engines.shards.Shards`.
+
+    Cuts `model`, whose parameters are on the meta device still, and gives this rank's parts memory.
+
+    `storage` are those parts by canonical name, in memory that stays the same; their contents are undefined. Adapters
+    are in `adapters` instead. Parameters that need no gradient are frozen.
+    `compute` is the dtype that layers compute in, where parameters have another.
+    """
+
+    def __init__(self, context: RankContext, strategy: FSDP, model: TokenModel, compute: torch.dtype | None) -> None:
+        self.model: Any
+        grid, copies = context.grid, strategy.replicate
+        mesh = make_mesh(context, (copies, grid.d // copies, grid.t))
+        assert mesh.mesh_dim_names is not None
+        replicate, shard, tp = mesh.mesh_dim_names
+        self.model, self.tp, self._often = model, mesh[tp].get_group(), strategy.reduce_often
+        if grid.t > 1:
+            parallelize_module(model, mesh[tp], _parallel_styles(model), src_data_rank=None)  # pyright: ignore
+            model.tie()
+        pin = context.device.type == "cuda"
+        settings: dict[str, Any] = {
+            "mesh": mesh[replicate, shard] if copies > 1 else mesh[shard],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin) if strategy.offload else OffloadPolicy(),
+        }
+        for layer in model.layers:
+            fully_shard(layer, **settings)
+        self.root: FSDPModule = fully_shard(model, reshard_after_forward=False, **settings)
+        for module in self._modules():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        model.to_empty(device="cpu" if strategy.offload else context.device)
+        model.make_buffers(context.device)
+        self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        held = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
+        self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
+        self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
+        self.memory, self.separate = Residency(self.storage), False
+        self.gradients: ShardGradients = LocalGradients(self.parameters)
+        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self.main: Mapping[str, Tensor] = {n: t for n, t in held.items() if t.numel() and n in trained}
+        self._device, self._everyone = context.device, context.groups.everyone()
+        at = context.coords
+        first = at.d < grid.d // copies
+        self._counted = {n for n, p in self.parameters.items() if first and (at.t == 0 or _is_cut(p, tp))}
+
+    def _modules(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def after_pass(self) -> None:
+        """Give back what the last micro-batch left gathered: parameters are in `storage` alone."""
+        self.root.reshard()
+
+    def before_backward(self, last: bool) -> None:
+        """Say whether the next micro-batch is the `last` of its mini-batch: gradients then meet those of others."""
+        self.root.set_requires_gradient_sync(last or self._often)
+
+    def reduce(self) -> None:
+        """Complete the gradients before a step: FSDP2 has added them up over data parallel ranks, and left are those
+        of the norms of queries and keys, of which every tensor parallel rank knows what its own heads say."""
+        if self.tp.size() == 1:
+            return
+        shared = [grad for name, grad in self.gradients.tensors.items() if name.endswith(_PER_HEAD) and grad.numel()]
+        if shared:
+            flat = torch.cat([grad.flatten() for grad in shared]).to(self._device)
+            dist.all_reduce(flat, group=self.tp)
+            for grad, total in zip(shared, flat.split([grad.numel() for grad in shared]), strict=True):
+                grad.copy_(total.view_as(grad))
+
+    def main_gradients(self) -> dict[str, Tensor]:
+        """Gradients by the names of `main`."""
+        return {name: grad for name, grad in self.gradients.tensors.items() if name in self.main}
+
+    def square_sum(self) -> Tensor:
+        """float64: of the gradients of all ranks; what several ranks hold alike counts once. Collective."""
+        grads = [grad for name, grad in self.main_gradients().items() if name in self._counted]
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if grads:
+            total += torch.stack(torch._foreach_norm(grads)).double().square_().sum().to(self._device)
+        dist.all_reduce(total, group=self._everyone)
+        return total
+
+    def updated(self, names: Collection[str]) -> None:
+        """`main` of these was updated: it is the parameters."""
+
+    def parameters_changed(self) -> None:
+        """Nothing follows them."""
+
+    def close(self) -> None:
+        """Free parameters and gradients, whoever still refers to them."""
+        self.gradients.drop()
+        self.memory.release()
+        Residency(self.adapters).release()
+
+
+class LocalGradients:
+    """Gradients of this rank's parts; they exist from the first backward pass to the step, in buffers of FSDP2."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._away: Residency | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By canonical name, of the parameters that have any; views."""
+        found = {name: parameter.grad for name, parameter in self._parameters.items()}
+        return {name: local_tensor(grad) for name, grad in found.items() if grad is not None}
+
+    def drop(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @property
+    def resident(self) -> bool:
+        return self._away is None
+
+    def offload(self, zero: bool) -> None:
+        if self._away is None:
+            if zero:
+                self.drop()
+            self._away = Residency(self.tensors)
+            self._away.offload()
+
+    def reload(self, zero: bool) -> None:
+        if self._away is not None:
+            self._away.acquire()
+            self._away = None
+
+
+def _is_cut(parameter: Tensor, axis: str) -> bool:
+    """Whether ranks along an axis of the mesh hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return axis in names and isinstance(parameter.placements[names.index(axis)], Shard)
+
+
+def _parallel_styles(model: TokenModel) -> dict[str, ParallelStyle]:
+    """Column and row parallel pairs in every layer; embeddings and output are cut along the vocabulary.
+
+    Logits stay cut: `vocab_parallel_log_probs` takes them so. A value head of one column is everybody's.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (dim := tensor_parallel_dim(f"{canonical_name(name)}.weight")) is not None:
+            styles[name] = RowwiseParallel() if dim == 1 else ColwiseParallel()
+    styles["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    return styles

@@ -1,0 +1,1 @@
+"""Low-rank adapters on a frozen model, through peft (Hu et al. 2021)."""

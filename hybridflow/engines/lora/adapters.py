@@ -1,0 +1,140 @@
+"""Adapters: what is trained of a sharded model with LoRA, and its merging into the weights (Hu et al. 2021, eq. 3).
+
+Shapes: r rank of the adapters, I inputs and O outputs of a linear layer, o those rows of O that this rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridflow.config import LoRA
+from hybridflow.engine3d.layout import Layout, Region
+from hybridflow.engines.lora.injection import without_adapters
+from hybridflow.engines.lora.saved import load_adapters, save_adapters
+from hybridflow.engines.lora.targets import modules, parts
+from hybridflow.engines.process_groups import RankContext
+from hybridflow.model_spec import ModelSpec
+
+
+class Adapters:
+    """The adapters of one rank, and of a value model its head: `storage` by the names of `layout`, float32.
+
+    They stay in device memory whatever is offloaded. `weights` are the rank's parts of the frozen model, into which
+    they can be merged; `peers` are the ranks that hold one copy of the model together, ascending.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        spec: ModelSpec,
+        lora: LoRA,
+        layout: Layout,
+        storage: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        decoder: nn.Module,
+        peers: range,
+    ) -> None:
+        self.spec, self.lora, self.layout, self.storage = spec, lora, layout, storage
+        self._context, self._weights, self._decoder = context, weights, decoder
+        self._modules = modules(spec, lora)
+        self._group = context.groups.new("lora", peers)
+        self._kept: dict[str, Tensor] | None = None  # frozen weights, while others are in their place
+
+    def start(self) -> None:
+        """First values: those of `lora.start`, or A uniform in +-1/sqrt(I) (peft's) and B zero, so that the model
+        computes what it did; equal however it is cut."""
+        if self.lora.start is not None:
+            load_adapters(self.lora.start, self.layout, self._context.rank, self.storage)
+            return
+        for region in self.layout.regions(self._context.rank):
+            if region.box.tensor.endswith(".lora_A.weight"):
+                _draw(region, self.layout.tensors[region.box.tensor], self.storage[region.storage])
+            elif region.box.tensor.endswith(".lora_B.weight"):
+                self.storage[region.storage].zero_()
+
+    @property
+    def merged(self) -> bool:
+        """Whether the weights are W + alpha / r * B A now."""
+        return self._kept is not None
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Put W + alpha / r * B A in the place of every adapted weight W, which has memory; W waits on the host.
+
+        The model must not compute until `restore`. Does nothing where it is done already. Collective over the peers.
+        """
+        if self._kept is not None:
+            return
+        self._kept = {}
+        try:
+            for module in self._modules:
+                self._merge(module)
+        except Exception:
+            self.restore()
+            raise
+
+    def _merge(self, module: str) -> None:
+        a, b = parts(module)
+        name, a_rI = f"{module}.weight", self._whole(a)
+        weight_oI = self._weights[name]
+        if not weight_oI.numel():
+            return
+        assert self._kept is not None
+        kept = torch.empty(weight_oI.shape, dtype=weight_oI.dtype, device="cpu", pin_memory=weight_oI.is_cuda)
+        self._kept[name] = kept.copy_(weight_oI)
+        change_oI = (self.storage[b] @ a_rI.to(self.storage[b].device)) * (self.lora.alpha / self.lora.rank)
+        weight_oI.copy_(weight_oI.float() + change_oI.to(weight_oI.device))  # rounded once, where W has 16 bits
+
+    def _whole(self, tensor: str) -> Tensor:
+        """A tensor that the peers hold rows of."""
+        whole = torch.zeros(self.layout.tensors[tensor], dtype=torch.float32, device=self._context.device)
+        for region in self.layout.regions(self._context.rank):
+            if region.box.tensor == tensor:
+                whole[slice(*region.box.rows)] = self.storage[region.storage]
+        dist.all_reduce(whole, group=self._group)  # a sum with zeros
+        return whole
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back, bit for bit, what `merge` found; the weights have memory. Does nothing where it is done."""
+        kept, self._kept = self._kept or {}, None
+        for name, weight in kept.items():
+            self._weights[name].copy_(weight)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model computes without adapters within: it is its own reference policy."""
+        with without_adapters(self._decoder):
+            yield
+
+    def save(self, directory: str | os.PathLike[str], base: str | os.PathLike[str]) -> None:
+        """Write them in peft's format, as those of the model `base`. Collective over the model group.
+
+        Errors: CheckpointError, on all ranks.
+        """
+        group = self._context.groups.everyone()
+        save_adapters(
+            directory,
+            self.layout,
+            self.storage,
+            spec=self.spec,
+            lora=self.lora,
+            base=base,
+            group=group,
+            rank=self._context.rank,
+        )
+
+
+def _draw(region: Region, shape: tuple[int, ...], storage: Tensor) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(region.box.tensor.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    storage.copy_(whole[slice(*region.box.rows)])

@@ -1,0 +1,66 @@
+"""peft's layers in a transformers decoder, before it is cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridflow.config import LoRA
+from hybridflow.engines.lora.targets import ALL, modules, suffixes
+from hybridflow.model_spec import ModelSpec
+
+_NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
+
+
+def inject(decoder: nn.Module, spec: ModelSpec, lora: LoRA) -> None:
+    """Give `decoder`, the `model` of canonical names, its adapters: float32, on the meta device, undefined."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    within = [name.removeprefix("model.") for name in modules(spec, lora)]
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=within)  # type: ignore[arg-type]
+    inject_adapter_in_model(config, decoder, adapter_name=_NAME, low_cpu_mem_usage=True)
+    for layer in _layers(decoder):
+        layer.lora_A.to(torch.float32)
+        layer.lora_B.to(torch.float32)
+
+
+@contextmanager
+def without_adapters(decoder: nn.Module) -> Iterator[None]:
+    """The decoder computes as if it had none: what they add is multiplied by zero."""
+    layers = list(_layers(decoder))
+    try:
+        for layer in layers:
+            layer.set_scale(_NAME, 0)
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(_NAME, 1)
+
+
+def write_config(directory: Path, spec: ModelSpec, lora: LoRA, base: str) -> None:
+    """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""
+    from peft import LoraConfig
+
+    value = spec.head == "value"
+    targets = suffixes(modules(spec, lora)) if lora.targets == (ALL,) else list(lora.targets)
+    LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        modules_to_save=["score"] if value else None,
+        task_type="SEQ_CLS" if value else "CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).save_pretrained(str(directory))
+
+
+def _layers(decoder: nn.Module) -> Iterator[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return (module for module in decoder.modules() if isinstance(module, LoraLayer))

@@ -1,0 +1,71 @@
+"""Which linear layers have adapters, and what the tensors of these are called. Pure.
+
+An adapter's canonical tensors have the names of peft's files, without their prefix: `<module>.lora_A.weight`
+[rank, in] and `<module>.lora_B.weight` [out, rank].
+"""
+
+from __future__ import annotations
+
+from hybridflow.config import LoRA
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.model_spec import ModelSpec
+
+ALL = "all-linear"
+_HEAD = "score.weight"
+
+
+def modules(spec: ModelSpec, lora: LoRA) -> list[str]:
+    """Names of the linear layers that have adapters, in model order.
+
+    Errors: ConfigError for a target that matches no linear layer of the decoder.
+    """
+    linear = [
+        name.removesuffix(".weight")
+        for layer in range(spec.layers)
+        for name, shape in spec.layer_tensors(layer).items()
+        if len(shape) == 2
+    ]
+    if lora.targets == (ALL,):
+        return linear
+    found: set[str] = set()
+    for target in lora.targets:
+        matched = {name for name in linear if name == target or name.endswith(f".{target}")}
+        if not matched:
+            known = [*suffixes(linear), ALL]
+            raise ConfigError(
+                f"LoRA(targets={list(lora.targets)}): {target!r} matches no linear layer of this {spec.family} "
+                f"decoder, which has {', '.join(known[:-1])} in {spec.layers} layers.{nearest(target, known)}"
+            )
+        found |= matched
+    return [name for name in linear if name in found]
+
+
+def suffixes(names: list[str]) -> list[str]:
+    """The last parts of module names, each once."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def parts(module: str) -> tuple[str, str]:
+    """Names of A and B of a linear layer."""
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def is_adapter(tensor: str) -> bool:
+    """Whether a canonical tensor belongs to an adapter."""
+    return tensor.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def adapter_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
+    """Canonical names and shapes of all adapters, in model order. Errors: those of `modules`."""
+    whole, found = spec.tensors(), {}
+    for module in modules(spec, lora):
+        rows, columns = whole[f"{module}.weight"]
+        a, b = parts(module)
+        found |= {a: (lora.rank, columns), b: (rows, lora.rank)}
+    return found
+
+
+def trained_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
+    """What is trained: adapters, and a value head, which no pretraining has made. Errors: those of `modules`."""
+    head = {_HEAD: spec.tensors()[_HEAD]} if spec.head == "value" else {}
+    return adapter_tensors(spec, lora) | head

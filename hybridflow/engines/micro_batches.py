@@ -1,0 +1,201 @@
+"""Micro-batches by token budget: rows of prompt + response, packed into one row or padded on the right. Pure.
+
+Packed, a micro-batch is one row [1, S] of sequences without padding between them; padded, every row is as long as the
+longest among them. Padding exists only here.
+
+Shapes: R rows of a micro-batch, b and S rows and positions of what the model is given, N positions that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybridflow.engines.packing import Sequences, pack
+from hybridflow.errors import BatchError
+from hybridflow.model_spec import Cost
+from hybridflow.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows `rows` [R] of a batch as `ids` [b, S] int64 and what is read of the model's output.
+
+    `index` [N] int64 are positions in the flattened `ids`, `targets` [N] the tokens that they predict, `lengths` [R]
+    how many of them belong to each row. A micro-batch without any position still asks for one, which `selected` = 0
+    says to drop: every stage must run. Packed, `sequences` says where the rows lie in ids [1, S] (the last of them may
+    be padding up to a multiple); padded it is None, and causal attention never looks at what stands behind a row.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    index: Tensor
+    targets: Tensor
+    lengths: Tensor
+    sequences: Sequences | None = None
+
+    @property
+    def selected(self) -> int:
+        return len(self.targets)
+
+    @property
+    def positions(self) -> Tensor:
+        """[b, S] int64 on the device of `ids`: each token's place in its row."""
+        if self.sequences is not None:
+            return self.sequences.positions[None]
+        return torch.arange(self.ids.shape[1], device=self.ids.device).expand(self.ids.shape)
+
+    @property
+    def position_major(self) -> Tensor:
+        """`index` as positions in the flattened [S, b], Megatron's order; the same for one packed row."""
+        rows, width = self.ids.shape
+        return self.index if rows == 1 else self.index % width * rows + self.index // width
+
+    def to(self, device: torch.device) -> MicroBatch:
+        if device.type == "cpu":
+            return self
+        ids, index, targets = (x.to(device, non_blocking=True) for x in (self.ids, self.index, self.targets))
+        sequences = self.sequences and self.sequences.to(device)
+        return replace(self, ids=ids, index=index, targets=targets, sequences=sequences)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How rows become micro-batches: at most `budget` tokens each, S a multiple of `multiple`, at least `count`
+    micro-batches where there are as many rows (a pipeline with one would stand still). Token ids are below `vocab`.
+
+    Packed micro-batches are alike in `cost` (by default in tokens); padded ones have rows of similar length.
+    """
+
+    budget: int
+    multiple: int = 1
+    count: int = 1
+    vocab: int | None = None
+    packed: bool = True
+    cost: Cost | None = None
+
+    def rows(self, lengths: Tensor) -> list[Tensor]:
+        """Row indices of each micro-batch; in order when all fit into one."""
+        if self.packed:
+            budget = max(1, self.budget // self.multiple) * self.multiple
+            return pack(lengths, budget, self.count, self.cost and self.cost(lengths.double()))
+        rows = len(lengths)
+        if not rows:
+            return []
+        count = min(self.count, rows)
+        if count == 1 and self._padded(int(lengths.max())) * rows <= self.budget:
+            return [torch.arange(rows)]
+        order = lengths.argsort(descending=True, stable=True)
+        out, start = [], 0
+        while start < rows:
+            fit = max(1, self.budget // self._padded(int(lengths[order[start]])))
+            share = -(-(rows - start) // max(1, count - len(out)))  # leaves a row for each that is still to come
+            out.append(order[start : start + min(fit, share)])
+            start += len(out[-1])
+        return out
+
+    def _padded(self, length: int) -> int:
+        return max(1, -(-length // self.multiple)) * self.multiple
+
+    def responses(self, prompts: Ragged, responses: Ragged, own: bool = False) -> list[MicroBatch]:
+        """Micro-batches that read the positions which predict the response tokens, or with `own` their own positions.
+
+        Errors: BatchError of `check`.
+        """
+        self.check(prompts, responses)
+        return [self._response_batch(rows, prompts, responses, own) for rows in self._split(prompts, responses)]
+
+    def last_tokens(self, prompts: Ragged, responses: Ragged) -> list[MicroBatch]:
+        """Micro-batches that read the last position of every row. Errors: BatchError of `check`."""
+        self.check(prompts, responses)
+        out = []
+        for rows in self._split(prompts, responses):
+            prompt, response = prompts.index(rows), responses.index(rows)
+            ids, starts, sequences = self._laid_out(prompt, response)
+            index = starts + prompt.lengths + response.lengths - 1
+            read = (_some(index), torch.zeros_like(index), torch.ones_like(index))
+            out.append(MicroBatch(rows, ids, *read, sequences))
+        return out
+
+    def empty(self) -> MicroBatch:
+        """A micro-batch without rows, for a rank that takes part in the collectives of others' micro-batches."""
+        nothing = Ragged.from_rows([], torch.int64)
+        return self._response_batch(torch.arange(0), nothing, nothing, False)
+
+    def _split(self, prompts: Ragged, responses: Ragged) -> Sequence[Tensor]:
+        return self.rows(prompts.lengths + responses.lengths) or [torch.arange(0)]
+
+    def _response_batch(self, rows: Tensor, prompts: Ragged, responses: Ragged, own: bool) -> MicroBatch:
+        prompt, response = prompts.index(rows), responses.index(rows)
+        ids, starts, sequences = self._laid_out(prompt, response)
+        row = response.row_index()
+        index = (starts + prompt.lengths - (0 if own else 1))[row] + _positions(response, row)
+        return MicroBatch(rows, ids, _some(index), response.values.to(torch.int64), response.lengths, sequences)
+
+    def _laid_out(self, prompt: Ragged, response: Ragged) -> tuple[Tensor, Tensor, Sequences | None]:
+        """ids [b, S] int64 (zero where padded), where each row begins in the flattened ids [R], and the sequences."""
+        lengths = prompt.lengths + response.lengths
+        if self.packed:
+            shape, starts, sequences = self._packed(lengths)
+        else:
+            shape = max(1, len(lengths)), self._padded(int(lengths.max()) if len(lengths) else 1)
+            starts, sequences = torch.arange(len(lengths)) * shape[1], None
+        ids = torch.zeros(shape, dtype=torch.int64)
+        for part, first in ((prompt, starts), (response, starts + prompt.lengths)):
+            row = part.row_index()
+            ids.view(-1)[first[row] + _positions(part, row)] = part.values.to(torch.int64)
+        return ids, starts, sequences
+
+    def _packed(self, lengths: Tensor) -> tuple[tuple[int, int], Tensor, Sequences]:
+        """Rows of equal length lie side by side, so that one call attends for all of them."""
+        order = lengths.argsort(stable=True)
+        laid = lengths[order]
+        starts = torch.empty_like(lengths)
+        starts[order] = laid.cumsum(0) - laid
+        tokens = int(lengths.sum())
+        width = self._padded(tokens)
+        filler = [width - tokens] if width > tokens else []
+        return (1, width), starts, Sequences.of([*laid.tolist(), *filler])
+
+    def check(self, prompts: Ragged, responses: Ragged) -> None:
+        """Errors: BatchError for a row without a prompt (nothing predicts its first response token), or with a token
+        id that is not in the vocabulary (a rank of a split vocabulary would take it for another rank's)."""
+        if len(prompts) != len(responses):
+            raise BatchError(f"there are {len(prompts)} prompts and {len(responses)} responses: give one each.")
+        if len(prompts) and int(prompts.lengths.min()) < 1:
+            row = int(prompts.lengths.argmin())
+            raise BatchError(f"row {row} has an empty prompt: its first response token has nothing to follow.")
+        for name, ids in (("prompt_ids", prompts), ("response_ids", responses)):
+            self._check_ids(name, ids)
+
+    def _check_ids(self, name: str, ids: Ragged) -> None:
+        if self.vocab is None or not len(ids.values):
+            return
+        smallest, largest = (int(end) for end in ids.values.aminmax())
+        if smallest < 0 or largest >= self.vocab:
+            wrong = smallest if smallest < 0 else largest
+            row = int(ids.row_index()[(ids.values == wrong).nonzero()[0, 0]])
+            raise BatchError(
+                f"row {row} of {len(ids)} has the token id {wrong} in {name}, the model's vocabulary is "
+                f"0..{self.vocab - 1}. Was it made with another tokenizer?"
+            )
+
+
+def in_order(micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Ragged:
+    """What was read of each micro-batch ([selected] each), on the CPU, as the rows of the batch in their order."""
+    order = torch.cat([micro.rows for micro in micro_batches]).argsort()
+    lengths = torch.cat([micro.lengths for micro in micro_batches])
+    return Ragged.from_lengths(torch.cat([part.cpu() for part in parts]), lengths).index(order)
+
+
+def _positions(ragged: Ragged, row: Tensor) -> Tensor:
+    """[values]: each value's position in its row."""
+    return torch.arange(len(row)) - ragged.offsets[:-1][row]
+
+
+def _some(index: Tensor) -> Tensor:
+    """`index`, or position 0 when it is empty."""
+    return index if len(index) else torch.zeros(1, dtype=torch.int64)

@@ -1,0 +1,116 @@
+"""Which data parallel rank owns which part of a model's gradients and optimizer state. Pure.
+
+A *unit* (the embedding, a decoder layer, the final norm with the output layer) has one flat buffer, in which its
+parameters follow each other; of every unit each of N ranks owns one N-th, a contiguous share, which cuts parameters
+anywhere. So work and memory are even whatever the parameters' sizes, one collective serves a unit, and a unit's
+gradients can leave for their owners while those of the units before it are still computed (Rajbhandari et al. 2020,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engines.flat_regions import flat_regions
+
+ALIGNMENT = 64
+"""Elements: parameters and shares begin at multiples of it, as kernels and collectives on CUDA like it."""
+
+Tensors = Mapping[str, tuple[int, ...]]
+Range = tuple[int, int]
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+\.")  # up to the first number of a name: `model.layers.3.`
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Canonical names and shapes of the parameters that share a buffer, in its order, stepped in part `part`."""
+
+    part: int
+    parameters: Tensors
+
+    @cached_property
+    def places(self) -> dict[str, Range]:
+        """Where each flattened parameter begins and ends in the buffer."""
+        placed, end = {}, 0
+        for name, shape in self.parameters.items():
+            start = _aligned(end, ALIGNMENT)
+            end = start + math.prod(shape)
+            placed[name] = (start, end)
+        return placed
+
+    def share(self, ranks: int) -> int:
+        """Elements that each of `ranks` ranks owns; with padding, `ranks` of them are the buffer."""
+        end = max(stop for _, stop in self.places.values())
+        return _aligned(end, ranks * ALIGNMENT) // ranks
+
+    def owned(self, ranks: int, at: int) -> dict[str, Range]:
+        """The range of each flattened parameter that rank `at` of `ranks` owns; no entry where it is empty."""
+        share, found = self.share(ranks), {}
+        for name, (start, stop) in self.places.items():
+            first, last = max(start, at * share), min(stop, (at + 1) * share)
+            if first < last:
+                found[name] = (first - start, last - start)
+        return found
+
+
+def units(tensors: Tensors) -> list[Unit]:
+    """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order.
+
+    A layer is what has a number in its name up to which its parameters agree; whatever stands before the layers is one
+    unit, whatever behind them another. An optimizer step takes the ends of the model first, which are larger than a
+    layer; a final norm alone is too small for a part of its own.
+    """
+    layers = {match[0] for name in tensors if (match := _LAYER.match(name))}
+    grouped: dict[str, dict[str, tuple[int, ...]]] = {}
+    seen = False
+    for name, shape in tensors.items():
+        match = _LAYER.match(name)
+        seen = seen or match is not None
+        key = match[0] if match else ("behind" if seen else "before")
+        grouped.setdefault(key, {})[name] = shape
+    own_part = any(len(shape) > 1 for shape in grouped.get("behind", {}).values()) and "before" in grouped
+    parts = {"before": 0, "behind": int(own_part)}
+    first = max((parts[key] + 1 for key in grouped if key in parts), default=0)
+    parts |= {key: first + i for i, key in enumerate(key for key in grouped if key in layers)}
+    return [Unit(parts[key], named) for key, named in grouped.items()]
+
+
+def step_groups(units: Sequence[Unit]) -> list[frozenset[str]]:
+    """Canonical tensors of each part of an optimizer step."""
+    groups: list[set[str]] = [set() for _ in range(1 + max(unit.part for unit in units))]
+    for unit in units:
+        groups[unit.part].update(unit.parameters)
+    return [frozenset(group) for group in groups]
+
+
+def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
+    """Every rank holds every tensor whole, in storage of its name."""
+    regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in tensors.items()]
+    return Layout(tensors, ranks, lambda rank: regions, lambda rank: 0)
+
+
+def optimizer_layout(tensors: Tensors, ranks: int) -> Layout:
+    """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
+
+    State is stored flat, one tensor per parameter that a rank's share touches. Parameters have one or two dimensions.
+    """
+    whole, cut = parameter_layout(tensors, ranks), units(tensors)
+
+    def regions(rank: int) -> list[Region]:
+        owned: dict[str, Range] = {}
+        for unit in cut:
+            owned |= unit.owned(ranks, rank)
+        held = (region for region in whole.regions(rank) if region.storage in owned)
+        return [part for region in held for part in flat_regions(region, *owned[region.storage])]
+
+    return Layout(tensors, ranks, regions)
+
+
+def _aligned(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,116 @@
+"""What the processes of the sharded engine tests do: what a rank holds, and what it never does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_tasks import build, share
+from example_models import loss_of, make_batch
+from rank_processes import World
+from state_tasks import move, update
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from hybridflow.batch import Batch
+from hybridflow.ragged import Ragged
+
+
+def bytes_held(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, int]:
+    """Bytes of memory that this rank has between a backward pass and its step, and after the step."""
+    engine = build(world, name, strategy, size, path, "lm", optimizer)
+    rows, loss = share(make_batch(), engine.grid, world.rank), loss_of("lm")
+    for _ in range(2):
+        engine.forward_backward(rows, loss, loss.outputs)
+        found = {"gradients": _held_gradients(engine)}
+        engine.step()
+    kinds = engine.optimizer_storage()
+    found["parameters"] = engine.memory().total_bytes
+    found["moments"] = sum(_bytes(kinds[kind]) for kind in kinds if kind != "main")
+    found["main"] = _bytes(kinds["main"]) if engine.restorable else 0
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _held_gradients(engine: Any) -> int:
+    gradients = engine._shards.gradients
+    return gradients.memory.total_bytes if hasattr(gradients, "memory") else _bytes(gradients.tensors)
+
+
+def peak_bytes(world: World, name: str, strategy: Any, size: int, path: Path, spec: Any) -> dict[str, int]:
+    """The most memory that the allocator gave at a time: while an engine is built from a checkpoint, and while it
+    computes after that, beside what was there."""
+    found = {}
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        engine = build(world, name, strategy, size, path, spec.head, spec=spec)
+    found["build"] = _peak(seen)
+    rows = Batch({"prompt_ids": Ragged.from_rows([[1, 2]]), "response_ids": Ragged.from_rows([[3, 4]])})
+    engine.forward(rows, ("log_probs",))
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        engine.forward(rows, ("log_probs",))
+    found["forward"] = _peak(seen)
+    engine.context.groups.close()
+    engine.close()
+    return found
+
+
+def _peak(seen: Any) -> int:
+    changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def closed(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any, away: Sequence[str]) -> int:
+    """Bytes behind tensors that a closed engine held, whoever still refers to them. `away` is in host memory when it
+    closes."""
+    engine = build(world, name, strategy, size, path, "lm", optimizer)
+    held = [engine.storage()]
+    if optimizer:
+        loss, rows = loss_of("lm"), share(make_batch(), engine.grid, world.rank)
+        engine.forward_backward(rows, loss, loss.outputs)
+        engine.step()
+        held += engine.optimizer_storage().values()
+    tensors = [tensor.detach() for kind in held for tensor in kind.values() if tensor.numel()]
+    assert all(tensor.untyped_storage().nbytes() for tensor in tensors)
+    engine.offload(away)
+    engine.close()
+    engine.close()
+    engine.context.groups.close()
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def counters_follow(
+    world: World, name: str, strategies: Sequence[Any], path: Path, optimizer: Any
+) -> tuple[dict, dict, dict]:
+    """Counters of a float16 engine before and after it lowered its loss scale, and of one that they were moved to."""
+    first, second = (
+        build(world, f"{name}-{i}", strategy, 1, path, "lm", optimizer) for i, strategy in enumerate(strategies)
+    )
+    fresh = first.optimizer_counters()
+
+    def broken(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return found["log_probs"].values.sum() * torch.inf, {}
+
+    update(first, world, 0)
+    for _ in range(2):
+        first.forward_backward(make_batch(), broken, ("log_probs",))
+        first.step()
+    move(first, second, None, 0)
+    assert update(second, world, 1)["skipped"] == 0.0
+    first.context.groups.close()
+    second.context.groups.close()
+    return fresh, first.optimizer_counters(), second.optimizer_counters()

@@ -1,0 +1,221 @@
+"""LoRA on FSDP against peft on transformers' model in one process: outputs, gradients, updates, files, bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import lora_tasks as tasks
+import pytest
+import torch
+from example_models import load_model, loss_of, make_batch, reference, relative, spec_of, totals_of
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from train_contract import OPTIMIZERS, joined, values_of, whole
+
+from hybridflow.config import FSDP, SGD, Adam, LoRA
+from hybridflow.engines.lora.saved import read_config
+from hybridflow.engines.lora.targets import trained_tensors
+
+SMALL: dict[str, Any] = {"micro_tokens": 48}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "fsdp-1": ({}, 1),
+    "fsdp-4": ({}, 4),
+    "hsdp-2x2": ({"replicate": 2}, 4),
+    "recompute": ({"recompute": True, "reduce_often": True}, 4),
+    "offload": ({"offload": True}, 4),
+}
+KEYS = [("qwen3-tied", "lm"), ("llama", "value")]
+RANK, ALPHA, TARGETS, STEPS = 3, 5, ["q_proj", "v_proj", "down_proj"], 3  # a rank that no number of ranks divides
+
+
+@pytest.fixture(scope="module")
+def starts(models, tmp_path_factory) -> dict[tuple[str, str], Path]:
+    """Adapters that peft saved, of which neither A nor B is zero."""
+    found = {}
+    for name, head in KEYS:
+        config = LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM"
+        )
+        model = get_peft_model(load_model(models[name, head], head), config)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for tensor in trained(model).values():
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+        found[name, head] = tmp_path_factory.mktemp("adapters") / f"{name}-{head}"
+        model.save_pretrained(str(found[name, head]))
+    return found
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trained parameters of a peft model by our names."""
+    short = ((".default.", "."), (".modules_to_save", ""), ("base_model.model.", ""))
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            for old, new in short:
+                name = name.replace(old, new)
+            found[name] = parameter
+    return found
+
+
+def peft_model(path: Path, head: str, adapters: Path) -> Any:
+    return PeftModel.from_pretrained(load_model(path, head), str(adapters), is_trainable=True)  # type: ignore[arg-type]
+
+
+def peft_updates(path: Path, head: str, adapters: Path, make: Any, clip: float = 0.7) -> dict[str, Any]:
+    model, loss = peft_model(path, head, adapters), loss_of(head)
+    parameters, norms, gradients = trained(model), [], {}
+    optimizer = make(parameters.values())
+    for step in range(STEPS):
+        batch = make_batch(seed=step)
+        optimizer.zero_grad()
+        scalar, _ = loss(reference(model.base_model.model, head, batch), batch, totals_of(batch))
+        scalar.backward()
+        grads = {name: parameter.grad.clone() for name, parameter in parameters.items()}  # type: ignore[union-attr]
+        gradients = gradients or grads
+        norms.append(math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values())))
+        if norms[-1] > clip:
+            for parameter in parameters.values():
+                parameter.grad.mul_(clip / (norms[-1] + 1e-6))  # type: ignore[union-attr]
+        optimizer.step()
+    after = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    merged = {name: tensor.detach() for name, tensor in model.merge_and_unload().named_parameters()}
+    return {"norms": norms, "gradients": gradients, "adapters": after, "merged": merged}
+
+
+@pytest.fixture(scope="module")
+def expected(models, starts) -> dict[tuple[str, str, str], dict[str, Any]]:
+    found = {}
+    for key in KEYS:
+        for kind, (_, make) in OPTIMIZERS.items():
+            found[*key, kind] = peft_updates(models[key], key[1], starts[key], make)
+    return found
+
+
+def lora(start: Path | None, **more: Any) -> LoRA:
+    return LoRA(**({"rank": RANK, "alpha": ALPHA, "targets": TARGETS, "start": start and str(start)} | more))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_those_of_peft(processes, models, starts, expected, tmp_path, name, kind):
+    more, size = CASES[name]
+    for key in KEYS:
+        (_, head), path, oracle = key, models[key], expected[*key, kind]
+        strategy, save = FSDP(lora=lora(starts[key]), **more, **SMALL), tmp_path / head
+        save.mkdir()
+        args = (processes.name(), strategy, size, path, head, OPTIMIZERS[kind][0], STEPS, save)
+        found = processes.run(size, tasks.updates, *args)
+        shapes = trained_tensors(spec_of(path, head), lora(None))
+        assert found[0]["norms"] == pytest.approx(oracle["norms"], rel=1e-5)
+        assert relative(whole([part["gradients"] for part in found], shapes), oracle["gradients"]) < 1e-5
+        adapters = whole([part["adapters"] for part in found], shapes)
+        merged = whole([part["merged"] for part in found], spec_of(path, head).tensors())
+        for got, want in ((adapters, oracle["adapters"]), (merged, oracle["merged"])):
+            assert got.keys() == want.keys()
+            assert max(float((got[n] - want[n]).abs().max()) for n in want) < 1e-5
+        assert_saved(save, path, head, adapters, oracle)
+
+
+def assert_saved(save: Path, path: Path, head: str, adapters: dict[str, Tensor], oracle: dict[str, Any]) -> None:
+    """peft loads what was saved, transformers loads the merged model, and both compute the same."""
+    again = peft_model(path, head, save / "adapters")
+    assert all(adapters[name].equal(parameter) for name, parameter in trained(again).items())
+    config = json.loads((save / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(path)
+    base, setting = read_config(save / "adapters")
+    assert (base, setting.rank, setting.alpha, setting.targets) == (str(path), RANK, ALPHA, tuple(sorted(TARGETS)))
+    name = "values" if head == "value" else "log_probs"
+    with torch.no_grad():
+        here = reference(again.base_model.model, head, make_batch())[name].values
+        there = reference(load_model(save / "whole", head), head, make_batch())[name].values
+    assert float((here - there).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["fsdp-4", "hsdp-2x2", "fsdp-1"])
+def test_only_what_is_trained_has_gradients_and_optimizer_state(processes, models, starts, tmp_path, name):
+    more, size = CASES[name]
+    for (model, head), path in ((key, models[key]) for key in KEYS):
+        strategy = FSDP(lora=lora(starts[model, head]), **more, **SMALL)
+        args = (processes.name(), strategy, size, path, head, Adam(lr=0.01), 1, tmp_path)
+        found = processes.run(size, tasks.updates, *args)
+        copies = more.get("replicate", 1)
+        shapes = trained_tensors(spec_of(path, head), lora(None))
+        nbytes = 4 * copies * sum(math.prod(shape) for shape in shapes.values())
+        assert sum(part["gradient_bytes"] for part in found) == nbytes
+        for kind in ("main", "exp_avg", "exp_avg_sq"):
+            assert sum(part["state_bytes"][kind] for part in found) == nbytes
+        assert nbytes < 4 * copies * spec_of(path, head).num_parameters / 5
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_outputs_with_adapters_and_without(processes, models, starts, disabled):
+    for key in KEYS:
+        (_, head), path = key, models[key]
+        strategy = FSDP(lora=lora(starts[key]), **SMALL)
+        parts = processes.run(4, tasks.outputs, processes.name(), strategy, 4, path, head, disabled)
+        name = "values" if head == "value" else "log_probs"
+        with torch.no_grad():
+            model = peft_model(path, head, starts[key])
+            if disabled:
+                model.base_model.disable_adapter_layers()
+                if head == "value":  # the head that was trained is part of the model
+                    model.base_model.model.score = model.base_model.model.score.modules_to_save["default"]
+            want = reference(model.base_model.model, head, make_batch())[name].values
+        assert torch.allclose(values_of(joined(parts, (1, 1, 4))[name]), want, atol=1e-5)
+
+
+def test_new_adapters_change_nothing_and_do_not_depend_on_the_split(processes, models, tmp_path):
+    path, found = models["qwen3-tied", "lm"], []
+    for name in ("fsdp-1", "fsdp-4", "hsdp-2x2"):
+        more, size = CASES[name]
+        strategy = FSDP(lora=LoRA(rank=RANK), **more, **SMALL)
+        args = (processes.name(), strategy, size, path, "lm", SGD(lr=0.0), 0, tmp_path)
+        parts = processes.run(size, tasks.updates, *args)
+        adapters = whole([p["adapters"] for p in parts], trained_tensors(spec_of(path), LoRA(rank=RANK)))
+        merged = whole([part["merged"] for part in parts], spec_of(path).tensors())
+        assert all(tensor.equal(merged[name]) for name, tensor in load_model(path).named_parameters())
+        assert all(tensor.eq(0).all() == name.endswith("lora_B.weight") for name, tensor in adapters.items())
+        found.append(adapters)
+    for other in found[1:]:
+        assert all(other[name].equal(tensor) for name, tensor in found[0].items())
+
+
+def test_training_goes_on_from_a_state(processes, models):
+    strategy = FSDP(lora=LoRA(rank=RANK, targets="q_proj"), **SMALL)
+    args = (processes.name(), strategy, 4, models["qwen3-tied", "lm"], OPTIMIZERS["adam"][0])
+    assert all(processes.run(4, tasks.resumed, *args))
+
+
+def test_a_step_in_parts_is_the_step_in_one_go(processes, models):
+    strategy = FSDP(lora=LoRA(rank=RANK), **SMALL)
+    args = (processes.name(), strategy, 4, models["qwen3-tied", "lm"], OPTIMIZERS["adam"][0])
+    assert all(processes.run(4, tasks.in_parts, *args))
+
+
+def test_a_frozen_model_is_kept_in_16_bits_and_its_adapters_in_float32(processes, models, starts):
+    """Norms agree as far as 8 bits of every activation and frozen weight allow."""
+    key, norms = KEYS[0], []
+    for dtype in ("float32", "bfloat16"):
+        strategy = FSDP(dtype=dtype, lora=lora(starts[key]), **SMALL)
+        args = (processes.name(), strategy, 4, models[key], OPTIMIZERS["adam"][0])
+        found = processes.run(4, tasks.sixteen_bits, *args)
+        norms.append(found[0]["norm"])
+        for part in found:
+            assert part["kinds"] == ({getattr(torch, dtype)}, {torch.float32})
+            assert part["changed"]
+            assert part["same"]
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def test_dropout_is_drawn_alike_when_activations_are_computed_again(processes, models, starts):
+    path, found = models[KEYS[0]], []
+    for recompute in (False, True):
+        strategy = FSDP(recompute=recompute, lora=lora(starts[KEYS[0]], dropout=0.5), **SMALL)
+        args = (processes.name(), strategy, 1, path, OPTIMIZERS["sgd"][0])
+        found.append(processes.run(1, tasks.dropped_out, *args)[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(set(found[0])) == 2, "dropout has to differ from pass to pass"

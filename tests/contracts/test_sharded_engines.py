@@ -1,0 +1,200 @@
+"""The contract of a TrainEngine, held by FSDP2, HSDP, FSDP with tensor parallelism, and ZeRO: see train_contract.py.
+
+One set of four gloo processes serves the whole file (see conftest.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine_tasks as tasks
+import pytest
+import state_tasks
+import torch
+from example_models import make_batch, relative, spec_of
+from train_contract import OPTIMIZERS, UPDATED, Sizes, assert_outputs, assert_updates, count, joined, values_of, whole
+
+from hybridflow.config import FSDP, SGD, Adam, ZeRO
+
+Case = tuple[FSDP | ZeRO, Sizes]
+SMALL: dict[str, Any] = {"micro_tokens": 48}  # several micro-batches
+CASES: dict[str, Case] = {
+    "fsdp-1": (FSDP(**SMALL), (1, 1, 1)),
+    "fsdp-4": (FSDP(**SMALL), (1, 1, 4)),
+    "fsdp-4-padded": (FSDP(**SMALL, packed=False), (1, 1, 4)),
+    "fsdp-2-tp-2": (FSDP(tp=2, **SMALL), (1, 2, 2)),
+    "hsdp-2x2": (FSDP(replicate=2, **SMALL), (1, 1, 4)),
+    "tp-2-twice": (FSDP(tp=2, replicate=2, **SMALL), (1, 2, 2)),
+    "tp-4": (FSDP(tp=4, **SMALL), (1, 4, 1)),
+    "zero-1": (ZeRO(stage=1, **SMALL), (1, 1, 4)),
+    "zero-2": (ZeRO(stage=2, **SMALL), (1, 1, 4)),
+    "zero-3": (ZeRO(stage=3, **SMALL), (1, 1, 4)),
+}
+WAYS: dict[str, Case] = {  # of one engine to save memory, on top of the cases
+    "recompute": (FSDP(recompute=True, **SMALL), (1, 1, 4)),
+    "recompute-tp": (FSDP(recompute=True, tp=2, **SMALL), (1, 2, 2)),
+    "reduce-often": (FSDP(reduce_often=True, replicate=2, **SMALL), (1, 1, 4)),
+    "offload": (FSDP(offload=True, **SMALL), (1, 1, 4)),
+    "zero-1-offload": (ZeRO(stage=1, offload=True, **SMALL), (1, 1, 4)),
+    "zero-2-offload": (ZeRO(stage=2, offload=True, recompute=True, **SMALL), (1, 1, 4)),
+}
+FEW = ["fsdp-4", "fsdp-2-tp-2", "hsdp-2x2", "zero-1", "zero-2"]
+ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
+MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
+both = pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+
+
+def fitting(models: Any, sizes: Sizes) -> Any:
+    """Models whose kv-heads divide by t, of sizes that no rank count divides where t = 1."""
+    kv_heads = {"qwen2-two-kv": 2, "qwen3-one-kv": 1, "thirds": 3}
+    return {key: path for key, path in models.items() if kv_heads.get(key[0], 4) % sizes[1] == 0}
+
+
+def run_updates(processes: Any, case: Case, path: Any, head: str, optimizer: Any, *more: Any) -> list[dict[str, Any]]:
+    strategy, sizes = case
+    args = (processes.name(), strategy, count(sizes), path, head, optimizer, *more)
+    return processes.run(count(sizes), tasks.updates, *args)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_are_those_of_transformers(processes, models, expected, name):
+    strategy, sizes = CASES[name]
+    assert_outputs(processes, strategy, sizes, fitting(models, sizes), expected)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_those_of_plain_pytorch(processes, models, oracles, name, kind):
+    for key in UPDATED:
+        found = run_updates(processes, CASES[name], models[key], key[1], OPTIMIZERS[kind][0])
+        assert_updates(found, oracles[*key, kind], models[key], key[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_save_memory_change_nothing(processes, models, oracles, way):
+    for key in UPDATED:
+        found = run_updates(processes, WAYS[way], models[key], key[1], OPTIMIZERS["adam"][0])
+        assert_updates(found, oracles[*key, "adam"], models[key], key[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("fsdp-4", (4, 0, 2, 1)), ("fsdp-2-tp-2", (0, 7)), ("zero-2", (7, 0, 0, 0)), ("zero-1", (0, 3, 4, 0))],
+)
+def test_uneven_and_empty_local_batches(processes, models, expected, oracles, name, counts):
+    strategy, sizes = CASES[name]
+    for key in UPDATED:
+        path, head = models[key], key[1]
+        found = run_updates(processes, CASES[name], path, head, OPTIMIZERS["adam"][0], counts)
+        assert_updates(found, oracles[*key, "adam"], path, head)
+        job = (processes.name(), strategy, count(sizes), path, head, 0.7)
+        outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
+        for output, want in expected[key].items():
+            assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_several_passes_before_a_step_add_up(processes, models, name):
+    (strategy, sizes), path = CASES[name], models["qwen3", "lm"]
+    args = (processes.name(), strategy, count(sizes), path, SGD(lr=0.0, clip_grad=0))
+    found = processes.run(count(sizes), tasks.two_passes, *args)
+    halves, once = (whole([part[key] for part in found], spec_of(path).tensors()) for key in ("gradients", "whole"))
+    assert relative(halves, once) < 1e-5
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_resuming_from_a_state_changes_nothing(processes, models, optimizer, dtype):
+    strategy = FSDP(dtype=dtype, **SMALL)
+    found = processes.run(2, tasks.resumed, processes.name(), strategy, 2, models["llama", "lm"], optimizer)
+    for part in found:
+        for straight, resumed in zip(part["straight"], part["resumed"], strict=True):
+            assert straight[3].equal(resumed[3]), straight[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_updates_start_from_weights_that_were_written_from_outside(processes, models, dtype):
+    strategy = FSDP(tp=2, dtype=dtype, **SMALL)
+    args = (processes.name(), strategy, 4, models["llama-tied", "lm"], Adam(lr=1e-3))
+    assert all(processes.run(4, tasks.written_from_outside, *args))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FEW)
+def test_16_bit_updates_follow_float32_parameters(processes, models, oracles, name, dtype):
+    """Activations and gradients are rounded to 8 (or 11) bits, parameters are not: they stay near the float32 run,
+    whose steps are 100 times what bfloat16 parameters would round away."""
+    key, (strategy, sizes) = UPDATED[0], CASES[name]
+    case = (type(strategy)(**{**vars(strategy), "dtype": dtype}), sizes)
+    found = run_updates(processes, case, models[key], key[1], OPTIMIZERS["adam"][0])
+    parameters = whole([part["parameters"] for part in found], spec_of(models[key]).tensors())
+    oracle = oracles[*key, "adam"]
+    assert relative(parameters, oracle["parameters"]) < 0.02
+    assert found[0]["norms"][0]["grad_norm"] == pytest.approx(oracle["updates"][0][0], rel=0.05)
+
+
+def test_weights_without_a_checkpoint_do_not_depend_on_the_split(processes, models):
+    spec, found = spec_of(models["qwen2-tied", "lm"]), {}
+    for name in ("fsdp-1", "fsdp-4", "fsdp-2-tp-2", "hsdp-2x2", "zero-1"):
+        strategy, sizes = CASES[name]
+        args = (processes.name(), strategy, count(sizes), spec)
+        found[name] = whole(processes.run(count(sizes), tasks.fresh_weights, *args), spec.tensors())
+    for other in found.values():
+        assert all(other[name].equal(tensor) for name, tensor in found["fsdp-1"].items())
+
+
+def test_a_value_model_starts_from_a_language_model_with_a_zero_head(processes, models):
+    strategy, sizes = CASES["fsdp-4"]
+    job = (processes.name(), strategy, 4, models["llama", "lm"], "value", 1.0)
+    outputs = joined([part[0] for part in processes.run(4, tasks.outputs, [job])], sizes)
+    assert outputs["values"].values.eq(0).all()
+    assert len(outputs["values"].values) == len(make_batch().peek("response_ids").values)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothing(processes, models, name):
+    strategy, sizes = CASES[name]
+    args = (processes.name(), strategy, count(sizes), models["llama", "lm"], OPTIMIZERS["sgd"][0])
+    found = processes.run(count(sizes), tasks.survives_a_loss_that_raises, *args)
+    assert len({name for name, _, _ in found}) == 1
+    assert all("the reward of this row is gone" in text for _, text, _ in found)
+    assert all(same for _, _, same in found)
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FEW)
+def test_a_step_in_parts_is_the_step_in_one_go(processes, models, name, dtype, optimizer):
+    (strategy, sizes), path = CASES[name], models["qwen3-tied", "lm"]
+    strategy = type(strategy)(**{**vars(strategy), "dtype": dtype})
+    parameters = processes.run(4, state_tasks.steps_in_parts, processes.name(), strategy, count(sizes), path, optimizer)
+    assert not any(t.isnan().any() for t in whole(parameters, spec_of(path).tensors()).values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_skipped_step_yields_every_part_and_changes_nothing(processes, models, dtype):
+    args = (processes.name(), FSDP(dtype=dtype, tp=2, **SMALL), 4, models["llama", "lm"], ADAM)
+    assert all(processes.run(4, state_tasks.skipped_in_parts, *args))
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FEW)
+def test_memory_of_layers_is_released_and_comes_back(processes, models, name, dtype, optimizer):
+    strategy, sizes = CASES[name]
+    strategy = type(strategy)(**{**vars(strategy), "dtype": dtype})
+    args = (processes.name(), strategy, count(sizes), models["qwen3-tied", "lm"], optimizer)
+    processes.run(4, state_tasks.released_and_restored, *args)
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_offloaded_comes_back_as_it_was(processes, models, dtype, optimizer):
+    args = (processes.name(), FSDP(dtype=dtype, **SMALL), 2, models["qwen3-tied", "lm"], optimizer)
+    processes.run(2, state_tasks.offloaded, *args)
+
+
+def test_an_engine_without_weights_is_filled_from_outside(processes, models):
+    for name in ("fsdp-4", "fsdp-2-tp-2", "zero-1", "zero-2"):
+        args = (processes.name(), CASES[name][0], 4, models["qwen3-tied", "lm"], ADAM)
+        processes.run(4, state_tasks.filled_from_outside, *args)

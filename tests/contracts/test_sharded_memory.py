@@ -1,0 +1,173 @@
+"""What FSDP and ZeRO hold on each rank, what they never hold, and where their optimizer state can go.
+
+Rajbhandari et al. 2020, table 1: of P parameters on N ranks, ZeRO-1 keeps 1/N of the optimizer's state, ZeRO-2 of
+gradients too, ZeRO-3 and FSDP of parameters too. Four gloo processes serve the whole file (see conftest.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine_tasks
+import pytest
+import sharded_tasks as tasks
+import state_tasks
+import torch
+from example_models import make_model, spec_of
+from safetensors.torch import save_file
+from train_contract import whole
+
+from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
+from hybridflow.engines.fsdp.layout import check_tensor_parallel, fsdp_layout
+from hybridflow.engines.weights import initialise
+from hybridflow.errors import ModelError
+from hybridflow.model_spec import ModelSpec
+
+ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
+MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
+SMALL: dict[str, Any] = {"micro_tokens": 48}
+HELD: dict[str, tuple[Any, dict[str, float]]] = {  # in parameters of four bytes, P = 1
+    "fsdp-4": (FSDP(), {"parameters": 1 / 4, "gradients": 1 / 4, "moments": 2 / 4, "main": 0}),
+    "fsdp-4-bf16": (FSDP(dtype="bfloat16"), {"parameters": 1 / 4, "gradients": 1 / 4, "moments": 2 / 4, "main": 0}),
+    "fsdp-2-tp-2": (FSDP(tp=2), {"parameters": 1 / 4, "gradients": 1 / 4, "moments": 2 / 4, "main": 0}),
+    "hsdp-2x2": (FSDP(replicate=2), {"parameters": 1 / 2, "gradients": 1 / 2, "moments": 2 / 2, "main": 0}),
+    "zero-1": (ZeRO(stage=1), {"parameters": 1, "gradients": 1, "moments": 2 / 4, "main": 0}),
+    "zero-2": (ZeRO(stage=2), {"parameters": 1, "gradients": 1 / 4, "moments": 2 / 4, "main": 0}),
+    "zero-2-bf16": (
+        ZeRO(stage=2, dtype="bfloat16"),
+        {"parameters": 1 / 2, "gradients": 1 / 4, "moments": 2 / 4, "main": 1 / 4},
+    ),
+    "zero-3": (ZeRO(stage=3), {"parameters": 1 / 4, "gradients": 1 / 4, "moments": 2 / 4, "main": 0}),
+}
+DEEP = ModelSpec(
+    family="llama", hidden=64, intermediate=128, layers=16, heads=4, kv_heads=4, head_dim=16, vocab=64, head="lm"
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("qwen3-tied", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_rank_holds_what_the_table_says(processes, path, name):
+    """Up to padding: FSDP cuts whole rows, and norms stay whole under tensor parallelism; ZeRO's shares are multiples
+    of 64 elements, and the last rank of a unit may own less."""
+    strategy, shares = HELD[name]
+    whole_bytes = 4 * spec_of(path).num_parameters
+    found = processes.run(4, tasks.bytes_held, processes.name(), strategy, 4, path, ADAM)
+    for what, share in shares.items():
+        held = [rank[what] for rank in found]
+        assert max(held) >= share * whole_bytes
+        assert max(held) <= share * whole_bytes * 1.05, f"{what}: {held} bytes, the model has {whole_bytes}"
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), FSDP(tp=2), FSDP(replicate=2), ZeRO(stage=3)], ids=str)
+def test_no_rank_ever_holds_the_whole_model(processes, tmp_path, strategy):
+    """A rank has its part, and for a moment what it reads of a tensor, or the layer that it computes and the next."""
+    checkpoint = saved(tmp_path / "deep", DEEP)
+    everything = 4 * DEEP.num_parameters
+    layer = 4 * sum(a * b for a, b in ((s[0], s[1] if len(s) > 1 else 1) for s in DEEP.layer_tensors(0).values()))
+    part = everything / (2 if isinstance(strategy, FSDP) and strategy.replicate == 2 else 4)
+    for found in processes.run(4, tasks.peak_bytes, processes.name(), strategy, 4, checkpoint, DEEP):
+        assert part <= found["build"] < part + 2 * layer < 0.75 * everything
+        assert 0 < found["forward"] < 5 * layer < 0.4 * everything
+
+
+def saved(directory: Path, spec: ModelSpec) -> Path:
+    """The model of `spec` with drawn weights as a Hugging Face directory."""
+    from hybridflow.engines.token_model import hf_config
+
+    storage = {name: torch.empty(shape) for name, shape in spec.tensors().items()}
+    initialise(fsdp_layout(spec, 1), 0, storage)
+    directory.mkdir()
+    save_file(storage, directory / "model.safetensors")
+    hf_config(spec).save_pretrained(directory)
+    return directory
+
+
+CIRCLE = [
+    FSDP(**SMALL),
+    Megatron(tp=2, **SMALL),
+    ZeRO(stage=2, **SMALL),
+    FSDP(tp=2, **SMALL),
+    Megatron(pp=2, **SMALL),
+    ZeRO(stage=1, **SMALL),
+    FSDP(replicate=2, **SMALL),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+def test_training_goes_on_in_another_backend(processes, path, optimizer, dtype):
+    """Main parameters and moments are bit-equal after each move; losses are those of the run that never moved.
+
+    In bfloat16 backends round in other places, by 2^-9 at a time, and every update carries the difference on: the
+    first updates are compared.
+    """
+    strategies = [type(strategy)(**{**vars(strategy), "dtype": dtype}) for strategy in CIRCLE]
+    found = processes.run(4, state_tasks.moving, processes.name(), strategies, path, optimizer)
+    shapes = spec_of(path).tensors()
+    kinds = ("main", "exp_avg", "exp_avg_sq") if optimizer is ADAM else ("main", "momentum_buffer")
+    for i in range(len(CIRCLE) - 1):
+        for kind in kinds:
+            before, after = (whole([part[when][i][kind] for part in found], shapes) for when in ("before", "after"))
+            assert all(after[name].equal(tensor) for name, tensor in before.items()), (kind, CIRCLE[i])
+            assert any(tensor.any() for tensor in before.values())
+    tolerance, compared = (1e-5, len(CIRCLE)) if dtype == "float32" else (0.05, 4)
+    for seed in range(compared):
+        straight = {key: value for part in found for key, value in part["straight"][seed].items()}
+        moved = {key: value for part in found for key, value in part["moved"][seed].items()}
+        assert moved.keys() == straight.keys()
+        for key in ("grad_norm", "lr", "actor/loss"):
+            assert moved[key] == pytest.approx(straight[key], rel=tolerance, abs=tolerance * 0.1), (key, seed)
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [(FSDP(dtype="float16"), Megatron(dtype="float16")), (Megatron(dtype="float16"), ZeRO(stage=1, dtype="float16"))],
+    ids=["fsdp to megatron", "megatron to zero"],
+)
+def test_step_counts_and_loss_scales_move_too(processes, path, strategies):
+    fresh, before, after = processes.run(1, tasks.counters_follow, processes.name(), strategies, path, ADAM)[0]
+    assert (fresh["steps"], before["steps"], after["steps"]) == (0, 1, 2)
+    assert before["loss_scale"]["scale"] < fresh["loss_scale"]["scale"]
+    assert after["loss_scale"]["scale"] == before["loss_scale"]["scale"]
+
+
+@pytest.mark.parametrize("away", [(), ("parameters", "optimizer", "gradients")], ids=["here", "away"])
+@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM, None], ids=["adam", "sgd", "none"])
+@pytest.mark.parametrize("strategy", [FSDP(tp=2), ZeRO(stage=1), ZeRO(stage=2, dtype="bfloat16")], ids=str)
+def test_close_gives_all_memory_back(processes, path, strategy, optimizer, away):
+    assert processes.run(4, tasks.closed, processes.name(), strategy, 4, path, optimizer, away) == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "error"),
+    [
+        (FSDP(), "values", "ModelError: actor was asked for 'values'"),
+        (FSDP(), "train", "ConfigError: actor was built without an optimizer"),
+        (ZeRO(stage=2), "prompt", "BatchError: row 0 has an empty prompt"),
+        (
+            FSDP(tp=2),
+            "vocabulary",
+            "BatchError: row 1 of 2 has the token id 61 in response_ids, the model's vocabulary",
+        ),
+        (FSDP(tp=3), "values", "ModelError: actor has 8 heads, not divisible by t=3"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_said(processes, path, strategy, what, error):
+    size = strategy.tp if isinstance(strategy, FSDP) else 1
+    found = processes.run(size, engine_tasks.fails, processes.name(), strategy, size, path, what)
+    assert all(message.startswith(error) for message in found)
+
+
+def test_a_kv_head_belongs_to_one_rank(path):
+    spec = replace(spec_of(path), kv_heads=2)
+    with pytest.raises(
+        ModelError, match=r"actor has 2 kv-heads, which do not divide by tp=4. Use FSDP\(tp=\) in \[1, 2\]"
+    ):
+        check_tensor_parallel(spec, 4, "actor")

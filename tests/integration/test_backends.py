@@ -1,0 +1,115 @@
+"""Backends side by side: Megatron, FSDP and ZeRO in one loop, and models that change theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hybridflow as hf
+from tests import tiny_models
+from tests.tiny_models import make_prompts, make_rows
+
+ADAM = hf.Adam(lr=0.02, eps=1e-3)
+SAMPLING: dict[str, Any] = {"max_tokens": 8, "seed": 5}
+SETUPS: dict[str, tuple[Any, Any, Any, Any]] = {  # of actor, critic, reference, reward
+    "mixed": (hf.Megatron(tp=2), hf.FSDP(), hf.ZeRO(stage=3), hf.FSDP(tp=2)),
+    "exchanged": (hf.FSDP(), hf.ZeRO(stage=2), hf.Megatron(tp=2), hf.ZeRO(stage=1)),
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory) -> Path:
+    return tiny_models.make_classifier(tmp_path_factory.mktemp("classifier"))
+
+
+def ppo(pool: hf.ResourcePool, name: str, policy: Path, classifier: Path) -> list[dict[str, float]]:
+    """Two steps of PPO with four models, each on its own backend, on the devices of one pool."""
+    train = dict(zip(("actor", "critic", "reference", "reward"), SETUPS[name], strict=True))
+    groups = [
+        hf.ActorWorker.on(
+            pool,
+            name=f"{name}-actor",
+            model=policy,
+            train=train["actor"],
+            optim=ADAM,
+            generate=hf.VLLM(tp=1, **SAMPLING),
+        ),
+        hf.CriticWorker.on(pool, name=f"{name}-critic", model=classifier, train=train["critic"], optim=ADAM),
+        hf.ReferenceWorker.on(pool, name=f"{name}-reference", model=policy, train=train["reference"]),
+        hf.RewardWorker.on(pool, name=f"{name}-reward", model=classifier, train=train["reward"]),
+    ]
+    actor, critic, reference, reward = groups
+    figures = []
+    try:
+        for seed in range(2):
+            batch = actor.generate_sequences(hf.BatchRef.from_batch(make_prompts(seed=seed), actor.session))
+            batch |= actor.compute_log_prob(batch)
+            batch |= reference.compute_ref_log_prob(batch)
+            batch |= critic.compute_values(batch)
+            batch |= reward.compute_reward(batch)
+            batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95, kl_coef=0.05)
+            learned = critic.update_critic(batch, minibatches=2), actor.update_actor(batch, minibatches=2)
+            figures.append({name: value for metrics in learned for name, value in metrics.get().items()})
+    finally:
+        for group in groups:
+            group.close()
+    return figures
+
+
+def test_a_loop_does_not_notice_its_backends(pool, policy, classifier):
+    mixed, exchanged = (ppo(pool, name, policy, classifier) for name in SETUPS)
+    for found, expected in zip(mixed, exchanged, strict=True):
+        assert {"actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm"} <= set(found)
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert mixed[0] != mixed[1]
+
+
+def test_an_actor_changes_its_backend_while_it_trains(pool, policy):
+    """Weights, moments and step counts come along; updates are those of an actor that stayed."""
+    place: dict[str, Any] = {"model": policy, "optim": ADAM}
+    stays = hf.ActorWorker.on(pool, name="stays", train=hf.Megatron(tp=2), **place)
+    moves = hf.ActorWorker.on(pool, name="moves", train=hf.Megatron(tp=2), **place)
+    journey = [hf.FSDP(), hf.ZeRO(stage=2), hf.FSDP(tp=2), hf.Megatron(pp=2, tp=2)]
+    try:
+        for seed, to in enumerate([*journey, None]):
+            batch = hf.BatchRef.from_batch(make_rows(8, seed=seed), moves.session)
+            expected, got = (group.update_actor(batch, minibatches=2).get() for group in (stays, moves))
+            assert got == pytest.approx(expected, rel=1e-3, abs=1e-6), f"update {seed}"
+            if to is not None:
+                assert hf.reallocate(moves, to) is moves
+    finally:
+        stays.close()
+        moves.close()
+
+
+@pytest.mark.parametrize(
+    ("writes", "reads"),
+    [(hf.FSDP(), hf.Megatron(pp=2, tp=2)), (hf.Megatron(tp=2), hf.ZeRO(stage=3)), (hf.ZeRO(stage=1), hf.FSDP(tp=2))],
+    ids=["fsdp to megatron", "megatron to zero-3", "zero-1 to fsdp"],
+)
+def test_a_checkpoint_of_one_backend_loads_in_another(pool, policy, tmp_path, writes, reads):
+    rows = make_rows(8)
+    first = hf.ActorWorker.on(pool, name="writes", model=policy, train=writes, optim=ADAM)
+    try:
+        _ = first.update_actor(hf.BatchRef.from_batch(rows, first.session)).get()
+        saved = Path(first.save(tmp_path / "saved"))
+        expected = first.compute_log_prob(hf.BatchRef.from_batch(rows, first.session)).get()["old_log_probs"]
+    finally:
+        first.close()
+    second = hf.ActorWorker.on(pool, name="reads", model=saved, train=reads)
+    try:
+        found = second.compute_log_prob(hf.BatchRef.from_batch(rows, second.session)).get()["old_log_probs"]
+    finally:
+        second.close()
+    torch.testing.assert_close(found.values, expected.values, rtol=0, atol=1e-5)
+    weights = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (policy, saved)]
+    assert max(float((weights[0][key] - weights[1][key]).abs().max()) for key in weights[0]) > 1e-3
