@@ -133,7 +133,7 @@ def stored(batch: hf.Batch, group: hf.WorkerGroup) -> hf.BatchRef:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_generation_has_the_weights_of_every_update(observe, name):
-    """vLLM's log-probabilities of what it drew against those of training, after each of three updates that really moved."""
+    """vLLM's log-probabilities of what it drew against training's, after each of three updates that really moved."""
     seen = observe(name)
     assert difference(seen.sampled["log_probs"], seen.sampled["old_log_probs"]) < TOLERANCE
     assert len(seen.drawn) == 2 * UPDATES
