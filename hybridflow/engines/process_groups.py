@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ class ProcessGroups:
     device: torch.device
     timeout: float = 600.0
     _built: dict[tuple[str, str], dist.ProcessGroup] = field(default_factory=dict)
+    _holders: list[Callable[[], object]] = field(default_factory=list)
 
     def new(
         self, name: str, members: Sequence[int], backend: str | None = None, timeout: float | None = None
@@ -66,11 +67,18 @@ class ProcessGroups:
     def everyone(self, backend: str | None = None) -> dist.ProcessGroup:
         return self.new("all", range(len(self.ranks)), backend)
 
+    def when_closed(self, forget: Callable[[], object]) -> None:
+        """Call `forget` when the groups are closed: whoever keeps a gloo group keeps its threads running."""
+        self._holders.append(forget)
+
     def close(self) -> None:
         """Destroy the groups that were built. Call on every member."""
+        for forget in self._holders:
+            forget()
         for group in self._built.values():
             dist.destroy_process_group(group)
         self._built.clear()
+        self._holders.clear()
 
 
 @dataclass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import itertools
 import multiprocessing as mp
+import os
 import pickle
 import time
 import traceback
@@ -20,6 +22,7 @@ from hybridflow.topology import RankGrid
 
 CPU = torch.device("cpu")
 TIMEOUT = 120.0
+THREADS = 40
 
 
 class World:
@@ -27,12 +30,23 @@ class World:
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         self.rank, self.store = rank, store
+        self._contexts: list[RankContext] = []
 
     def context(self, name: str, grid: RankGrid, first: int = 0, role: str = "actor") -> RankContext:
         """This process as a rank of a model group on world ranks `first : first + grid.size`."""
         rank = self.rank - first
         members = range(first, first + grid.size)
-        return RankContext(role, rank, grid, CPU, ProcessGroups(self.store, name, members, rank, CPU, TIMEOUT))
+        groups = ProcessGroups(self.store, name, members, rank, CPU, TIMEOUT)
+        self._contexts.append(RankContext(role, rank, grid, CPU, groups))
+        return self._contexts[-1]
+
+    def close(self) -> None:
+        """Close the groups of all contexts: every gloo group has threads, and a file has hundreds of groups."""
+        for context in self._contexts:
+            context.groups.close()
+        self._contexts.clear()
+        if len(os.listdir("/proc/self/task")) > THREADS:
+            gc.collect()
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
@@ -46,6 +60,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             answer = (True, function(world, *args))
         except Exception:
             answer = (False, traceback.format_exc())
+        world.close()
         pipe.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()
 

@@ -28,4 +28,6 @@ def make_mesh(context: RankContext, sizes: Sequence[int]) -> DeviceMesh:
         groups.append(context.groups.new(name, line.tolist()))
     names = tuple(f"{axis} of {context.groups.name}" for axis in AXES)
     world_ranks = torch.tensor(context.groups.ranks, device="cpu")[ranks]
-    return DeviceMesh.from_group(groups, context.device.type, mesh=world_ranks, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group(groups, context.device.type, mesh=world_ranks, mesh_dim_names=names)
+    context.groups.when_closed(mesh._pg_registry.clear)  # DTensor's caches keep meshes for ever
+    return mesh
