@@ -19,7 +19,9 @@ def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("models") / "policy")
 
 
-def test_prompts_of_a_dataset_come_with_workers_and_continue(pool, policy):
+def test_prompts_of_a_dataset_come_with_workers_and_continue(pool, policy, settle):
+    settle()
+
     def loader(workers: int) -> hf.PromptLoader:
         return hf.PromptLoader(
             datasets.Dataset.from_list(RECORDS),

@@ -23,8 +23,9 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def actor(pool, policy):
+def actor(pool, policy, settle):
     """Two replicas whose weights stay what they are."""
+    settle()
     made = hf.ActorWorker.on(
         pool[:2], name="losses", model=policy, train=hf.Megatron(micro_tokens=30), optim=hf.SGD(lr=0.0)
     )
