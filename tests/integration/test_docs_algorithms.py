@@ -63,6 +63,7 @@ def names(cluster, settle) -> Any:
     yield SimpleNamespace(task=task, groups=groups)
     for group in groups.values():
         group.close()
+    pool.close()
 
 
 def loop(page: Path) -> str:
