@@ -23,9 +23,8 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def actor(pool, policy, settle):
+def actor(pool, policy):
     """Two replicas whose weights stay what they are."""
-    settle()
     made = hf.ActorWorker.on(
         pool[:2], name="losses", model=policy, train=hf.Megatron(micro_tokens=30), optim=hf.SGD(lr=0.0)
     )
