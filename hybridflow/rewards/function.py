@@ -9,6 +9,7 @@ from typing import Any
 from hybridflow.columns import Column
 from hybridflow.data.prompts import RESERVED, RESERVED_PREFIXES
 from hybridflow.errors import RewardError
+from hybridflow.ragged import Ragged
 from hybridflow.rewards.answers import AnswerCheck, Level, RowAnswer
 from hybridflow.rewards.calling import Call, attempt, attempt_together, is_async, unheard
 from hybridflow.rewards.outcome import RowFailure
@@ -115,7 +116,7 @@ class FunctionReward:
             )
         names = [name for name in (*asked.needed, *asked.optional) if name in columns]
         if asked.everything:
-            names += [name for name in columns if name not in asked.excluded and not _is_written(name)]
+            names += [n for n, column in columns.items() if n not in asked.excluded and not _is_of_tokens(n, column)]
         plain = {name: _as_list(columns[name]) for name in dict.fromkeys(names)}
         lengths = None
         if self.level == "token" or asked.needs_ids:
@@ -208,9 +209,9 @@ def _completion(prompt: Any, response: str) -> Any:
     return [{"role": "assistant", "content": response}] if chat and prompt else response
 
 
-def _is_written(column: str) -> bool:
-    """Whether hybridflow writes it, rather than the prompts."""
-    return column in RESERVED or column.startswith(RESERVED_PREFIXES)
+def _is_of_tokens(name: str, column: Any) -> bool:
+    """Whether hybridflow writes a value per token there: a function gets those that it names."""
+    return isinstance(column, Ragged) and (name in RESERVED or name.startswith(RESERVED_PREFIXES))
 
 
 def _as_list(column: Any) -> list[Any]:

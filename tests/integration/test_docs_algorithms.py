@@ -45,8 +45,9 @@ class Tracked:
 
 
 @pytest.fixture(scope="module")
-def names(cluster) -> Any:
+def names(cluster, settle) -> Any:
     """What the loops call by name: all groups live on one host, with the models that the recipes train."""
+    settle()
     task = arithmetic.make(ROOT / ".cache")
     pool = hf.ResourcePool([1])
     optim = hf.Adam(lr=1e-5)
@@ -62,6 +63,7 @@ def names(cluster) -> Any:
     yield SimpleNamespace(task=task, groups=groups)
     for group in groups.values():
         group.close()
+    pool.close()
 
 
 def loop(page: Path) -> str:

@@ -207,7 +207,7 @@ def test_in_a_batch_only_the_row_that_was_stopped_fails():
     assert masked.rewards.tolist() == [1.0, 0.0, 0.0]
     assert [bool(failure) for failure in masked.failures] == [False, True, False]
     assert "printed more than 64 kB" in masked.failures[1]
-    with pytest.raises(RewardError, match="printed more than 64 kB at row 41"):
+    with pytest.raises(RewardError, match="row 41: printed more than 64 kB"):
         Functions(Code(limits=LIMITS))(["p"] * 3, programs, columns, row_ids=[40, 41, 42])
 
 

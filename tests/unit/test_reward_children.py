@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -262,7 +263,15 @@ def test_children_that_died_between_rounds_are_replaced():
         assert second.value != first.value
 
 
-def test_an_interrupted_round_leaves_no_stale_answers():
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, also where the tests run in the background and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_round_leaves_no_stale_answers(interruptible):
     with Children(lambda value: time.sleep(0.2) or value, 2, seconds=20) as slow:
         threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):

@@ -92,7 +92,7 @@ def test_texts_never_go_in_for_a_column(function):
     assert reward(PROMPTS, RESPONSES) == [1.0] * 3
 
 
-def test_what_hybridflow_writes_is_only_given_by_name():
+def test_what_hybridflow_writes_per_token_is_only_given_by_name():
     written = {
         "log_probs": Ragged.from_rows([[0.1], [0.2, 0.3], [0.4]]),
         "rewards/format": torch.ones(3),
@@ -105,11 +105,11 @@ def test_what_hybridflow_writes_is_only_given_by_name():
         return [0.0] * 3
 
     FunctionReward(everything)(PROMPTS, RESPONSES, COLUMNS | written)
-    assert sorted(seen) == ["answer", "completion_ids", "prompts", "row_id"]
+    assert sorted(seen) == ["answer", "completion_ids", "prompts", "rewards/format", "row_id"]
     assert seen["row_id"] == [0, 1, 2]
 
     def row(prompt, response, **columns):
-        assert list(columns) == ["answer"]
+        assert set(columns) == {"answer", "rewards/format", "row_id"}
         return 1.0
 
     assert FunctionReward(row)(PROMPTS, RESPONSES, COLUMNS | written) == [1.0] * 3

@@ -98,7 +98,10 @@ def main(config: dict[str, Any]) -> NoReturn:
     while True:
         request, ends, _, _ = socket.recv_fds(connection, 1 << 16, 16)
         if not request:
-            _remove_empty(config["scratch"])
+            # a supervisor that is not done yet empties it without knowing that nobody else will remove it
+            due = time.monotonic() + 5.0
+            while not _remove_empty(config["scratch"]) and time.monotonic() < due:
+                time.sleep(0.01)
             os._exit(0)
         if os.fork() == 0:
             with _told(ends[1]):
@@ -199,10 +202,12 @@ def _occupied(directory: str) -> int:
     return total
 
 
-def _remove_empty(directory: str | None) -> None:
+def _remove_empty(directory: str | None) -> bool:
+    """Whether there is no such directory any more; while a supervisor uses it, it is not empty."""
     if directory is not None:
-        with suppress(OSError):  # another supervisor is not done with it yet, or the caller was faster
+        with suppress(OSError):
             os.rmdir(directory)
+    return directory is None or not os.path.exists(directory)
 
 
 def _gather(uid: int | None) -> None:
