@@ -1,0 +1,113 @@
+"""Execution plans: which devices each call runs on, and how its model is cut there (ReaL, section 4). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridflow.errors import PlacementError
+from hybridflow.topology import RankGrid
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A set of devices, by their numbers in the cluster (node after node), ascending.
+
+    Errors: PlacementError for no device, a negative number, or numbers that do not ascend.
+    """
+
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        given = self.devices
+        if not given or given[0] < 0 or any(a >= b for a, b in zip(given, given[1:], strict=False)):
+            raise PlacementError(f"Mesh({given!r}): give device numbers from 0 in ascending order, each once.")
+
+    @classmethod
+    def of(cls, start: int, size: int) -> Mesh:
+        """The `size` neighbouring devices from `start`."""
+        return cls(tuple(range(start, start + size)))
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def bits(self) -> int:
+        """The set as one number, a bit for each device: meshes overlap where these have a bit in common."""
+        found = 0
+        for device in self.devices:
+            found |= 1 << device
+        return found
+
+    def overlaps(self, other: Mesh) -> bool:
+        """Some device is in both, so calls on the two take turns."""
+        return bool(self.bits & other.bits)
+
+    def __str__(self) -> str:
+        return ",".join(_runs(self.devices))
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Pipeline, tensor and data parallel sizes; `micro_batches` per data parallel rank (None: the model decides).
+
+    Errors: PlacementError for a size below one.
+    """
+
+    p: int = 1
+    t: int = 1
+    d: int = 1
+    micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (("p", self.p), ("t", self.t), ("d", self.d), ("micro_batches", self.micro_batches))
+        for name, size in sizes:
+            if size is None and name == "micro_batches":
+                continue
+            if type(size) is not int or size < 1:
+                raise PlacementError(f"Parallel({name}={size!r}): must be a whole number of at least 1.")
+
+    @property
+    def size(self) -> int:
+        return self.p * self.t * self.d
+
+    @property
+    def grid(self) -> RankGrid:
+        return RankGrid(p=self.p, t=self.t, d=self.d)
+
+    def __str__(self) -> str:
+        return f"{self.p}-{self.t}-{self.d}" + (f" ({self.micro_batches} mb)" if self.micro_batches else "")
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """Where one call runs and how. Errors: PlacementError when the sizes do not fill the mesh."""
+
+    mesh: Mesh
+    parallel: Parallel
+
+    def __post_init__(self) -> None:
+        if self.mesh.size != self.parallel.size:
+            p = self.parallel
+            raise PlacementError(
+                f"p*t*d = {p.p}*{p.t}*{p.d} = {p.size} devices do not fill a mesh of {self.mesh.size} devices."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.parallel} on {self.mesh}"
+
+
+ExecutionPlan = Mapping[str, CallPlan]  # by the name of the call
+
+
+def _runs(devices: tuple[int, ...]) -> list[str]:
+    """Neighbouring numbers as `first-last`."""
+    found: list[list[int]] = []
+    for device in devices:
+        if found and device == found[-1][1] + 1:
+            found[-1][1] = device
+        else:
+            found.append([device, device])
+    return [f"{first}-{last}" if last > first else str(first) for first, last in found]
