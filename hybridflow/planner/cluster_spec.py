@@ -1,0 +1,170 @@
+"""ClusterSpec: the nodes, devices and links that a plan is made for. Pure."""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.planner.devices import GIB, GIGA, DeviceSpec, check_size, device
+
+LINK_LATENCY = 5e-6
+NETWORK_LATENCY = 15e-6
+_PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>[0-9.]+)(?P<unit>[gt])bps)?")
+_FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4" or "here".'
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """`count` equal devices; `bandwidth` [bytes/s per device, one way] and `latency` [s] of a message between them.
+
+    Errors: ConfigError for a size that is not positive.
+    """
+
+    device: DeviceSpec
+    count: int
+    bandwidth: float
+    latency: float = LINK_LATENCY
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise ConfigError(f"NodeSpec(count={self.count!r}): a node has a whole number of devices, at least 1.")
+        for name in ("bandwidth", "latency"):
+            check_size("NodeSpec", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Devices are counted through from node to node; `bandwidth` [bytes/s, one way] is that of a whole node to the
+    network, shared by its devices, and `latency` [s] that of a message between nodes.
+
+    Errors: ConfigError for a cluster without nodes or a size that is not positive.
+    """
+
+    nodes: tuple[NodeSpec, ...]
+    bandwidth: float
+    latency: float = NETWORK_LATENCY
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        if not self.nodes:
+            raise ConfigError(f"a ClusterSpec needs at least one node. {_FORM}")
+        for name in ("bandwidth", "latency"):
+            check_size("ClusterSpec", name, getattr(self, name))
+
+    @classmethod
+    def of(cls, text: str | ClusterSpec, bandwidth: float | None = None) -> ClusterSpec:
+        """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here".
+
+        The network is the usual one of the devices (the slowest of the parts) unless a part says "@200Gbps" or
+        `bandwidth` [bytes/s of a node] does. Errors: ConfigError for another form, an unknown device, sizes below 1.
+        """
+        if isinstance(text, ClusterSpec):
+            return text
+        if not isinstance(text, str):
+            raise ConfigError(f"cluster {text!r} is not a description of a cluster. {_FORM}")
+        if text.strip().lower() == "here":
+            return cls.this_machine()
+        nodes: list[NodeSpec] = []
+        networks: list[float] = []
+        for part in text.split(","):
+            made, network = _part(part.strip(), text)
+            nodes += made
+            networks.append(network)
+        return cls(tuple(nodes), bandwidth if bandwidth is not None else min(networks))
+
+    @classmethod
+    def this_machine(cls, devices: int | None = None, memory: float | None = None) -> ClusterSpec:
+        """This host as one node of `devices` logical devices (default: one per processor core) that share its cores
+        and its memory [bytes; default: all of it]. Figures are those of an ordinary server core: a profile knows
+        better."""
+        cores = len(os.sched_getaffinity(0))
+        count = cores if devices is None else devices
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"this_machine(devices={devices!r}): give a whole number of at least 1.")
+        whole = memory if memory is not None else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        share = min(1.0, cores / count)
+        peak = 50e9 * share
+        host = DeviceSpec("host", whole / count, {"float32": peak, "bfloat16": peak}, 8 * GIGA * share, link=GIGA)
+        return cls((NodeSpec(host, count, GIGA * share, 50e-6),), GIGA, 200e-6)
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1]
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(node.count for node in self.nodes))
+
+    def node_of(self, index: int) -> int:
+        """The node of device `index`. Errors: PlacementError outside of the cluster."""
+        if not 0 <= index < self.size:
+            raise PlacementError(f"device {index} is not in this cluster, whose devices are 0 to {self.size - 1}.")
+        return bisect_right(self._ends, index)
+
+    def device(self, index: int) -> DeviceSpec:
+        """Errors: PlacementError outside of the cluster."""
+        return self.nodes[self.node_of(index)].device
+
+    def devices_of(self, node: int) -> range:
+        """The devices of node `node`, as numbers in the cluster."""
+        return range(self._ends[node] - self.nodes[node].count, self._ends[node])
+
+    def first(self, devices: int) -> ClusterSpec:
+        """The cluster's first `devices` devices as a cluster of their own. Errors: PlacementError beyond its size."""
+        if not 1 <= devices <= self.size:
+            raise PlacementError(f"{devices} devices were asked of a cluster of {self.size}.")
+        nodes, left = [], devices
+        for node in self.nodes:
+            if left > 0:
+                nodes.append(replace(node, count=min(node.count, left)))
+                left -= node.count
+        return replace(self, nodes=tuple(nodes))
+
+    def __str__(self) -> str:
+        parts: list[tuple[str, int, int]] = []
+        for node in self.nodes:
+            name, count = node.device.name, node.count
+            if parts and (parts[-1][0], parts[-1][2]) == (name, count):
+                parts[-1] = (name, parts[-1][1] + 1, count)
+            else:
+                parts.append((name, 1, count))
+        return ",".join(f"{name}:{nodes}x{count}" for name, nodes, count in parts)
+
+
+def slowest(devices: Sequence[DeviceSpec]) -> DeviceSpec:
+    """What a group of devices that wait for each other is as good as: the least of each figure."""
+    if len(kinds := set(devices)) == 1:
+        return devices[0]
+    dtypes = set.intersection(*(set(kind.flops) for kind in kinds))
+    if not dtypes:
+        raise ConfigError(f"devices {', '.join(sorted(kind.name for kind in kinds))} have no dtype in common.")
+    return DeviceSpec(
+        "+".join(sorted(kind.name for kind in kinds)),
+        min(kind.memory for kind in kinds),
+        {dtype: min(kind.flops[dtype] for kind in kinds) for dtype in sorted(dtypes)},
+        min(kind.bandwidth for kind in kinds),
+        min(kind.link for kind in kinds),
+        min(kind.network for kind in kinds),
+    )
+
+
+def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
+    match = _PART.fullmatch(part.lower())
+    if match is None:
+        raise ConfigError(f"cluster {text!r}: {part!r} is not of the form DEVICE:NODESxDEVICES. {_FORM}")
+    spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
+    if nodes < 1 or count < 1:
+        raise ConfigError(f"cluster {text!r}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
+    network = spec.network
+    if match["network"]:
+        network = float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8
+    return [NodeSpec(spec, count, spec.link)] * nodes, network
+
+
+__all__ = ["GIB", "ClusterSpec", "NodeSpec", "slowest"]

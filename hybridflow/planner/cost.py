@@ -1,0 +1,76 @@
+"""What a call costs: seconds by cause, and bytes on each device by use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+# The causes of time, and how an explanation names them.
+LIMITS: Mapping[str, str] = MappingProxyType(
+    {
+        "compute": "arithmetic of the devices",
+        "memory": "reading weights from device memory",
+        "prefill": "reading the prompts (arithmetic)",
+        "decode": "reading weights and KV cache for every token (memory bandwidth)",
+        "tensor_parallel": "tensor parallel all-reduces",
+        "pipeline": "pipeline bubbles and messages between stages",
+        "data_parallel": "data parallel gradient reduction",
+        "optimizer": "the optimizer step (memory bandwidth)",
+        "fixed": "fixed costs per launch, step and call",
+    }
+)
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """`seconds` of one call of one iteration; `parts` are their causes and add up to them."""
+
+    seconds: float
+    parts: Mapping[str, float]
+
+    @classmethod
+    def of(cls, **parts: float) -> CallCost:
+        return cls(sum(parts.values()), MappingProxyType({name: value for name, value in parts.items() if value > 0}))
+
+    @property
+    def limit(self) -> str:
+        """The cause that takes longest, as a phrase."""
+        if not self.parts:
+            return "nothing"
+        name = max(self.parts, key=self.parts.__getitem__)
+        share = self.parts[name] / self.seconds if self.seconds else 0.0
+        return f"{LIMITS.get(name, name)} ({share:.0%})"
+
+    def __reduce__(self):
+        return _cost, (self.seconds, dict(self.parts))
+
+
+def _cost(seconds: float, parts: dict[str, float]) -> CallCost:
+    return CallCost(seconds, MappingProxyType(parts))
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on the fullest device. `static` stays between calls, `active` is there while the call runs."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    kv_cache: float = 0.0
+    logits: float = 0.0
+    weights: float = field(default=0.0)  # a second copy of the parameters, in the layout of a call that has its own
+
+    @cached_property
+    def static(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    @cached_property
+    def active(self) -> float:
+        return self.activations + self.kv_cache + self.logits + self.weights
+
+    @property
+    def total(self) -> float:
+        return self.static + self.active

@@ -1,0 +1,97 @@
+"""Workload: how many rows of what lengths an iteration works on. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridflow.config import DType
+from hybridflow.errors import ConfigError
+from hybridflow.settings import one_of, settings, true_or_false, whole
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens: their `mean`, `max` and mean square (attention works on pairs of tokens).
+
+    Errors: ConfigError for lengths that are not positive, or whose figures contradict each other.
+    """
+
+    mean: float
+    max: float
+    square_mean: float
+
+    def __post_init__(self) -> None:
+        figures = (self.mean, self.max, self.square_mean)
+        if not all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in figures):
+            raise ConfigError(f"Lengths{figures}: mean, max and mean square must be positive numbers.")
+        if self.mean > self.max * (1 + 1e-9):
+            raise ConfigError(f"Lengths: a mean of {self.mean:g} tokens is above the maximum of {self.max:g}.")
+
+    @classmethod
+    def of(cls, lengths: int | float | tuple[float, float] | list[float] | Sequence[int] | Lengths) -> Lengths:
+        """From one length that all rows have, a pair (mean, max) (as if evenly spread around the mean), or a sample of
+        at least three lengths."""
+        if isinstance(lengths, Lengths):
+            return lengths
+        if isinstance(lengths, int | float) and type(lengths) is not bool:
+            return cls(lengths, lengths, float(lengths) * lengths)
+        if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
+            raise ConfigError(f"lengths {lengths!r}: give a number, a pair (mean, max), or a list of lengths.")
+        if not all(isinstance(n, int | float) and n > 0 for n in lengths):
+            raise ConfigError(f"lengths {list(lengths)[:8]!r}: every length must be a positive number.")
+        if len(lengths) == 2 and isinstance(lengths, tuple):
+            mean, longest = lengths
+            spread = max(0.0, min(longest - mean, mean))
+            return cls(mean, longest, mean * mean + spread * spread / 3)
+        total = len(lengths)
+        return cls(sum(lengths) / total, max(lengths), sum(n * n for n in lengths) / total)
+
+
+@settings
+class Workload:
+    """One iteration: `rows` responses (`responses_per_prompt` of them share a prompt), and how they are trained on.
+
+    `prompt` and `response` take what `Lengths.of` takes. `minibatches` and `epochs` hold for training calls that do
+    not say otherwise. `recompute` trains with activation recomputation. `micro_tokens` is the token budget of a
+    micro-batch that is not fixed by `Parallel.micro_batches`.
+
+    Errors: ConfigError for sizes that are not positive, and for more responses per prompt than rows.
+    """
+
+    rows: int
+    prompt: Lengths
+    response: Lengths
+    minibatches: int = 1
+    epochs: int = 1
+    recompute: bool = False
+    dtype: DType = "bfloat16"
+    responses_per_prompt: int = 1
+    micro_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        whole(self, 1, "rows", "minibatches", "epochs", "responses_per_prompt", "micro_tokens")
+        true_or_false(self, "recompute")
+        one_of(self, "dtype", DType)
+        for name in ("prompt", "response"):
+            object.__setattr__(self, name, Lengths.of(getattr(self, name)))
+        if self.rows % self.responses_per_prompt:
+            raise ConfigError(
+                f"Workload(rows={self.rows}, responses_per_prompt={self.responses_per_prompt}): rows are responses, "
+                "and must be a multiple of those per prompt."
+            )
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of a row: prompt plus response."""
+        return self.prompt.mean + self.response.mean
+
+    @property
+    def longest(self) -> float:
+        return self.prompt.max + self.response.max
+
+    @property
+    def square(self) -> float:
+        """Mean square of a row's tokens, prompt and response taken as independent."""
+        return self.prompt.square_mean + self.response.square_mean + 2 * self.prompt.mean * self.response.mean
