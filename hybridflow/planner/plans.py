@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         given = self.devices
-        if not given or given[0] < 0 or any(a >= b for a, b in zip(given, given[1:], strict=False)):
+        if not given or given[0] < 0 or any(a >= b for a, b in itertools.pairwise(given)):
             raise PlacementError(f"Mesh({given!r}): give device numbers from 0 in ascending order, each once.")
 
     @classmethod
