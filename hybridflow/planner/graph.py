@@ -7,7 +7,7 @@ tells it what a driver calls, the constructors below what the papers' algorithms
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -103,7 +103,7 @@ class Program:
     """Collects the calls of a loop. `begin` an iteration, tell every `call`, then ask for the `graph`.
 
     The last iteration is taken as the one that all others are like; two are enough to see what reaches from one into
-    the next.
+    the next, unless the first is unlike the others.
     """
 
     models: dict[str, ModelSpec | None] = field(default_factory=dict)
@@ -121,26 +121,23 @@ class Program:
         group: str,
         method: str,
         kind: Kind,
-        reads: Mapping[str, Source | None] | None = None,
+        reads: Mapping[str, Sequence[Source]] | None = None,
         writes: Sequence[str] = (),
         *,
-        after: Sequence[Source] = (),
         rows: float = 1.0,
         minibatches: int = 1,
         epochs: int = 1,
     ) -> Source:
-        """`reads` says who wrote each column (None: the prompts brought it); `after` are calls that the driver itself
-        has waited for. Returns what later calls name as the writer of these columns.
+        """`reads` says who wrote each column (nobody: the prompts brought it). `rows` are in any unit: a graph's are
+        relative to the rows that are generated. Returns what later calls name as the writer of these columns.
         """
         reads, count = reads or {}, sum(c.group == group and c.method == method for c in self._calls.values())
         name = f"{group}.{method}" + (f"#{count + 1}" if count else "")
         given = Call(name, group, method, kind, tuple(reads), tuple(writes), rows, minibatches, epochs)
         self._calls[name] = given
-        for column, source in reads.items():
-            if source is not None:
+        for column, sources in reads.items():
+            for source in sources:
                 self._edges.setdefault((source, name, "data"), {})[column] = None
-        for source in after:
-            self._edges.setdefault((source, name, "data"), {})
         if group in self._versions:
             self._edges.setdefault((self._versions[group], name, "parameters"), {})
         here = Source(name, self.iteration)
@@ -162,10 +159,26 @@ class Program:
             for (source, target, kind), columns in self._edges.items()
             if source.call in self._calls and self.iteration - source.iteration <= 1
         ]
-        groups = dict.fromkeys(call.group for call in self._calls.values())
-        models = {group: self.models.get(group) for group in groups}
-        trained = frozenset(call.group for call in self._calls.values() if call.kind == "training")
-        return Graph(tuple(self._calls.values()), tuple(edges), models, trained)
+        edges += self._next_versions({edge.target for edge in edges if edge.kind == "parameters"})
+        calls = tuple(replace(call, rows=call.rows / self.rows) for call in self._calls.values())
+        models = {call.group: self.models.get(call.group) for call in calls}
+        return Graph(calls, tuple(edges), models, frozenset(call.group for call in calls if call.kind == "training"))
+
+    @property
+    def rows(self) -> float:
+        """The rows of an iteration: of the largest call that generates, or of the largest where none does."""
+        calls = self._calls.values()
+        return max([c.rows for c in calls if c.kind == "generation"] or [c.rows for c in calls], default=1.0)
+
+    def _next_versions(self, known: set[str]) -> list[Edge]:
+        """What calls wait for whose group was stepped for the first time after them: the next iteration's need it."""
+        return [
+            Edge(self._versions[call.group].call, call.name, "parameters", distance=1)
+            for call in self._calls.values()
+            if call.name not in known
+            and call.group in self._versions
+            and self._versions[call.group].call in self._calls
+        ]
 
 
 def ppo(
@@ -182,21 +195,19 @@ def ppo(
 
     `log_probs=False`: generation gives them, and there is no pass of the actor for them (ReaL's six calls).
     """
-    reference = reference or actor
-    program = Program({"actor": actor, "critic": critic, "reference": reference, "reward": reward})
-    updates = {"minibatches": minibatches, "epochs": epochs}
+    program = Program({"actor": actor, "critic": critic, "reference": reference or actor, "reward": reward})
     for _ in range(2):
         program.begin()
-        texts = _generated(program)
+        batch = _Columns(program)
+        batch.generate()
         if log_probs:
-            texts["log_probs"] = program.call("actor", "compute_log_prob", "inference", _tokens(texts), ["log_probs"])
-        _reference(program, texts)
-        texts["values"] = program.call("critic", "compute_values", "inference", _tokens(texts), ["values"])
-        _reward(program, texts, reward)
-        _advantage(program, texts, "values", "log_probs", "ref_log_probs")
-        read = ("response_mask", "values", "returns", "advantages", "log_probs")
-        program.call("critic", "update_critic", "training", _tokens(texts, *read[:3]), **updates)
-        program.call("actor", "update_actor", "training", _tokens(texts, read[0], *read[3:]), **updates)
+            batch.infer("actor", "compute_log_prob", "old_log_probs")
+        batch.infer("reference", "compute_ref_log_prob", "ref_log_probs")
+        batch.infer("critic", "compute_values", "values")
+        batch.infer("reward", "compute_reward", "rewards", "inference" if reward else "function")
+        batch.advantages("values", batch.policy, "ref_log_probs")
+        batch.train("critic", "update_critic", ("values", "returns"), minibatches, epochs)
+        batch.train("actor", "update_actor", ("advantages", batch.policy), minibatches, epochs)
     return program.graph()
 
 
@@ -212,42 +223,46 @@ def grpo(
     program = Program({"actor": actor, "reference": reference or actor, "reward": reward})
     for _ in range(2):
         program.begin()
-        texts = _generated(program)
-        texts["log_probs"] = program.call("actor", "compute_log_prob", "inference", _tokens(texts), ["log_probs"])
-        _reference(program, texts)
-        _reward(program, texts, reward)
-        _advantage(program, texts)
-        read = _tokens(texts, "response_mask", "advantages", "log_probs", "ref_log_probs")
-        program.call("actor", "update_actor", "training", read, minibatches=minibatches, epochs=epochs)
+        batch = _Columns(program)
+        batch.generate()
+        batch.infer("actor", "compute_log_prob", "old_log_probs")
+        batch.infer("reference", "compute_ref_log_prob", "ref_log_probs")
+        batch.infer("reward", "compute_reward", "rewards", "inference" if reward else "function")
+        batch.advantages()
+        batch.train("actor", "update_actor", ("advantages", batch.policy, "ref_log_probs"), minibatches, epochs)
     return program.graph()
 
 
-_Columns = dict[str, Source | None]
 _GENERATED = ("prompt_ids", "response_ids", "response_mask", "num_tokens", "log_probs")
 
 
-def _generated(program: Program) -> _Columns:
-    """Columns of the responses, with the log-probabilities that the generator found."""
-    source = program.call("actor", "generate_sequences", "generation", {"prompt_ids": None}, _GENERATED)
-    return dict.fromkeys(_GENERATED, source)
+@dataclass
+class _Columns:
+    """The columns of one iteration's batch, by who wrote them."""
 
+    program: Program
+    writers: dict[str, tuple[Source, ...]] = field(default_factory=dict)
 
-def _tokens(texts: _Columns, *further: str) -> _Columns:
-    return {name: texts[name] for name in ("prompt_ids", "response_ids", *further)}
+    @property
+    def policy(self) -> str:
+        """The column with the log-probabilities of the policy before its update."""
+        return "old_log_probs" if "old_log_probs" in self.writers else "log_probs"
 
+    def call(self, group: str, method: str, kind: Kind, reads: Sequence[str], *writes: str, **sizes: int) -> None:
+        known = {name: self.writers.get(name, ()) for name in reads}
+        source = self.program.call(group, method, kind, known, writes, **sizes)
+        self.writers |= dict.fromkeys(writes, (source,))
 
-def _reference(program: Program, texts: _Columns) -> None:
-    written = ["ref_log_probs"]
-    texts[written[0]] = program.call("reference", "compute_ref_log_prob", "inference", _tokens(texts), written)
+    def generate(self) -> None:
+        self.call("actor", "generate_sequences", "generation", ("prompt_ids",), *_GENERATED)
 
+    def infer(self, group: str, method: str, column: str, kind: Kind = "inference") -> None:
+        self.call(group, method, kind, ("prompt_ids", "response_ids"), column)
 
-def _reward(program: Program, texts: _Columns, reward: ModelSpec | None) -> None:
-    kind: Kind = "function" if reward is None else "inference"
-    texts["rewards"] = program.call("reward", "compute_reward", kind, _tokens(texts), ["rewards"])
+    def advantages(self, *further: str) -> None:
+        reads = ("rewards", "response_mask", *further)
+        self.call(HELPER, "compute_advantage", "function", reads, "advantages", "returns")
 
-
-def _advantage(program: Program, texts: _Columns, *further: str) -> None:
-    written = ("advantages", "returns")
-    read = {name: texts[name] for name in ("rewards", "response_mask", *further)}
-    source = program.call(HELPER, "compute_advantage", "function", read, written)
-    texts |= dict.fromkeys(written, source)
+    def train(self, group: str, method: str, further: Sequence[str], minibatches: int, epochs: int) -> None:
+        reads = ("prompt_ids", "response_ids", "response_mask", *further)
+        self.call(group, method, "training", reads, minibatches=minibatches, epochs=epochs)
