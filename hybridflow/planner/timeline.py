@@ -69,21 +69,29 @@ class Move(NamedTuple):
     distance: int
 
 
+def home(graph: Graph, group: str) -> str:
+    """The call in whose layout a group's weights stay: the last that trains them, else the first that does not
+    generate, else the first."""
+    calls = graph.of_group(group)
+    trains = [call for call in calls if call.kind == "training"]
+    others = [call for call in calls if call.kind != "generation"]
+    return (trains[-1:] or others or calls)[0].name
+
+
 def moves(graph: Graph) -> tuple[Move, ...]:
     """Every use of weights that may lie in another layout where they were before, in program order.
 
-    Weights are at home where a training call steps them. Those of a frozen group are at home with its first call.
+    They come from the call that stepped them, those of a frozen group from where they stay.
     """
-    found = []
-    for at, call in enumerate(graph.calls):
+    found, at = [], {call.name: i for i, call in enumerate(graph.calls)}
+    for call in graph.calls:
         steps = [edge for edge in graph.into(call.name) if edge.kind == "parameters"]
         if steps:
-            last = max(steps, key=lambda edge: (-edge.distance, _position(graph, edge.source)))
+            last = max(steps, key=lambda edge: (-edge.distance, at[edge.source]))
             found.append(Move(call.group, last.source, call.name, last.distance))
         elif graph.models.get(call.group) is not None:
-            home = next(i for i, c in enumerate(graph.calls) if c.group == call.group)
-            if home < at:
-                found.append(Move(call.group, graph.calls[home].name, call.name, 0))
+            source = home(graph, call.group)
+            found.append(Move(call.group, source, call.name, int(at[source] > at[call.name])))
     return tuple(move for move in found if move.source != move.target)
 
 
@@ -165,15 +173,16 @@ class Schedule:
         count = len(masks)
         return min(together, key=lambda i: (max(first, _free_from(masks[i % count], taken)), i))
 
-    def per_iteration(self, stops: Sequence[float]) -> float:
-        """Seconds from the end of one iteration to that of the next, when the last ones follow each other."""
+    def per_iteration(self, stops: Sequence[float], seconds: Sequence[float], masks: Sequence[int]) -> float:
+        """Seconds from the end of one iteration to that of the next when the last ones follow each other, and no less
+        than the busiest device works in each: it may have put off work of the last iterations, but not for ever."""
         count, last = len(self.nodes), self.iterations - 1
         if not last:
             return max(stops)
         earlier = last // 2
         # everything up to there: a slow call of an earlier iteration may outlast a later one's
         ends = [max(stops[: (i + 1) * count]) for i in (earlier, last)]
-        return (ends[1] - ends[0]) / (last - earlier)
+        return max((ends[1] - ends[0]) / (last - earlier), busiest(seconds, masks))
 
 
 def simulate(
@@ -211,7 +220,29 @@ def simulate(
         masks.append(mask)
         meshes.append(mesh)
     starts, stops = schedule.run(durations, masks)
-    return Timeline(_spans(schedule, meshes, starts, stops), max(stops), schedule.per_iteration(stops))
+    return Timeline(
+        _spans(schedule, meshes, starts, stops), max(stops), schedule.per_iteration(stops, durations, masks)
+    )
+
+
+def busiest(seconds: Sequence[float], masks: Sequence[int]) -> float:
+    """Seconds that the busiest device works, from those of each node and the devices that it takes."""
+    loads: dict[int, float] = {}  # disjoint sets of devices
+    for mask, took in zip(masks, seconds, strict=True):
+        if not mask or not took:
+            continue
+        for other in list(loads):
+            if common := other & mask:
+                load = loads.pop(other)
+                loads[common] = load + took
+                if rest := other & ~mask:
+                    loads[rest] = load
+                mask &= ~common
+                if not mask:
+                    break
+        if mask:
+            loads[mask] = took
+    return max(loads.values(), default=0.0)
 
 
 def _seconds(seconds: Callable[[str, CallPlan], float] | Mapping[str, float], call: str, plan: CallPlan | None):
@@ -272,7 +303,3 @@ def _nodes(graph: Graph, moved: Sequence[Move]) -> list[Node]:
 
 def _data(graph: Graph, call: str, places: Mapping[str, int]) -> set[tuple[int, int]]:
     return {(places[edge.source], edge.distance) for edge in graph.into(call) if edge.kind == "data"}
-
-
-def _position(graph: Graph, name: str) -> int:
-    return next(i for i, call in enumerate(graph.calls) if call.name == name)

@@ -1,0 +1,246 @@
+"""Auto-mapping: the best placement of models by stage-wise cost (HybridFlow, algorithms 1 and 2). Pure.
+
+Every way to colocate groups in sets is tried, every way to share the devices between the sets, and every layout of
+every group in its set. The result is that of trying all of them together; most are ruled out by bounds before that:
+
+- what a group can choose on so many devices is found once for every architecture and workload, and is reduced to the
+  choices that no other beats in a stage's seconds or in memory, which peers may need;
+- an allocation costs at least the sum over stages of the largest least seconds of its sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from hybridflow.planner.packing import pack, sizes
+from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh
+from hybridflow.planner.space import Problem, meshes
+from hybridflow.planner.stages import STAGES, Floats, Front, Layouts, Setting, group_settings, undominated
+
+GRID = 4_000_000
+"""Allocations looked at for one way to colocate; with more, sets get fewer different sizes."""
+
+
+@dataclass(frozen=True)
+class ColocatedSet:
+    """Groups that share the devices of `mesh`, their layouts, and the seconds that they take of each stage."""
+
+    groups: tuple[str, ...]
+    mesh: Mesh
+    layouts: tuple[Layouts, ...]
+    seconds: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The best placement: `seconds` of an iteration by stage-wise cost, and the same as an execution plan.
+
+    `allocations` were bounded, and `tried` of them looked at in full.
+    """
+
+    sets: tuple[ColocatedSet, ...]
+    seconds: float
+    plan: ExecutionPlan
+    allocations: int
+    tried: int
+
+
+def auto_map(problem: Problem) -> Mapped | None:
+    """HybridFlow's algorithm 1. None when no placement keeps the constraints and fits into memory."""
+    return _Search(problem).best()
+
+
+def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """All ways to colocate groups in sets."""
+    if not groups:
+        yield ()
+        return
+    first, rest = groups[0], groups[1:]
+    for sets in partitions(rest):
+        for i, names in enumerate(sets):
+            yield (*sets[:i], (first, *names), *sets[i + 1 :])
+        yield ((first,), *sets)
+
+
+@dataclass
+class _Search:
+    problem: Problem
+    sizes: list[int] = field(init=False)
+    keys: dict[str, int] = field(init=False)
+    _fronts: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
+    _up_to: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Front]] = field(default_factory=dict)
+    allocations: int = 0
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        self.sizes = sizes(self.problem.cluster)
+        known: dict[tuple, int] = {}
+        self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in self.problem.graph.groups}
+        self.example = {key: group for group, key in self.keys.items()}
+
+    def _kind(self, group: str) -> tuple:
+        """Groups of one kind cost the same wherever they are."""
+        graph, rules = self.problem.graph, self.problem.rules
+        calls = tuple((c.kind, c.rows, c.minibatches, c.epochs) for c in graph.of_group(group))
+        own = rules.pins.get(group), rules.caps.get(group)
+        return graph.models[group], group in graph.trained, calls, own if any(own) else None
+
+    def best(self) -> Mapped | None:
+        found: tuple[float, tuple, list[Mesh], list[tuple[Front, int]]] | None = None
+        ways = [sets for sets in partitions(self.problem.graph.groups) if self.problem.rules.allows_sets(sets)]
+        # few sets first: they are quick to look at, and their best bounds the others
+        for sets in sorted(ways, key=len):
+            ordered = [tuple(sorted(names, key=lambda name: self.keys[name])) for names in sets]
+            better = self._best_allocation(ordered, found[0] if found else np.inf)
+            if better is not None:
+                found = (better[0], tuple(ordered), better[1], better[2])
+        return self._mapped(*found) if found else None
+
+    def _best_allocation(
+        self, sets: Sequence[tuple[str, ...]], limit: float
+    ) -> tuple[float, list[Mesh], list[tuple[Front, int]]] | None:
+        """The best way to share devices between sets if it takes less than `limit` seconds, with each set's choice."""
+        some = self._some_sizes(len(sets))
+        fronts = [self._fronts_up_to(tuple(self.keys[name] for name in names), some) for names in sets]
+        best = None
+        for bound, allocation in self._bounded(fronts, some, limit):
+            if bound >= limit:
+                break
+            chosen = [front[i] for front, i in zip(fronts, allocation, strict=True)]
+            self.tried += 1
+            seconds, rows = cheapest(chosen)
+            if seconds < limit and (packed := self._packed(sets, [some[i] for i in allocation])) is not None:
+                limit, best = seconds, (seconds, packed, list(zip(chosen, rows, strict=True)))
+        return best
+
+    def _bounded(
+        self, fronts: Sequence[list[Front]], some: list[int], limit: float
+    ) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Allocations, by number of the size for each set, and what each costs at least; the lowest bounds first."""
+        least = [np.array([front.least for front in of_set]) for of_set in fronts]  # [sizes, stages] for each set
+        *others, last = least
+        count = len(others)
+        used = np.zeros((1,) * count, dtype=np.int64)
+        stages = np.zeros((*(1,) * count, STAGES))
+        numbers = np.array(some)
+        for axis, table in enumerate(others):
+            shape = [1] * count
+            shape[axis] = len(some)
+            used = used + numbers.reshape(shape)
+            stages = np.maximum(stages, table.reshape(*shape, STAGES))
+        # the last set gets all that is left: with more devices it can always do what it could with fewer
+        left = np.searchsorted(numbers, self.problem.cluster.size - used, side="right") - 1
+        bounds = np.where(left >= 0, np.maximum(stages, last[left]).sum(axis=-1), np.inf).reshape(-1)
+        self.allocations += int((left >= 0).sum())
+        good = np.flatnonzero(bounds < limit)
+        for at in good[np.argsort(bounds[good], kind="stable")].tolist():
+            where = np.unravel_index(at, left.shape) if count else ()
+            yield float(bounds[at]), (*(int(i) for i in where), int(left.reshape(-1)[at]))
+
+    def _some_sizes(self, sets: int) -> list[int]:
+        """All sizes, or with many sets as many of them as can be looked at."""
+        found = self.sizes
+        if len(found) ** (sets - 1) <= GRID:
+            return found
+        wanted = int(GRID ** (1 / (sets - 1)))
+        steps = np.unique(np.geomspace(1, len(found), wanted).round().astype(int)) - 1
+        return [found[i] for i in steps.tolist()]
+
+    def _fronts_up_to(self, keys: tuple[int, ...], some: list[int]) -> list[Front]:
+        """By size, what a set can choose from when it may leave devices unused."""
+        at = (keys, tuple(some))
+        if at not in self._up_to:
+            found = [self._front(keys, size) for size in some]
+            for i, (smaller, _) in enumerate(pairwise(range(len(found)))):
+                found[i + 1] = found[smaller].or_(found[i + 1])
+            found[0] = found[0].or_(found[0])
+            self._up_to[at] = found
+        return self._up_to[at]
+
+    def _front(self, keys: tuple[int, ...], size: int) -> Front:
+        """Choices of groups of these kinds together on exactly `size` devices."""
+        if (keys, size) not in self._fronts:
+            where = self._representatives(keys, size)
+            capacity = min((self.problem.capacity[d] for mesh in where for d in mesh.devices), default=0.0)
+            if len(keys) == 1:
+                found = Front.of(self._settings(self.example[keys[0]], size, where), size, capacity)
+            else:
+                found = self._front(keys[:-1], size).with_peers(self._front(keys[-1:], size), capacity)
+            self._fronts[keys, size] = found
+        return self._fronts[keys, size]
+
+    def _settings(self, group: str, size: int, where: list[Mesh]) -> list[Setting]:
+        """Algorithm 2 for one group; on unlike devices what holds wherever the set may come to be."""
+        if not self.problem.rules.allows_size(group, size) or not where:
+            return []
+        everywhere = [{s.layouts: s for s in group_settings(self.problem, group, mesh)} for mesh in where]
+        found = []
+        for layouts in everywhere[0]:
+            if all(layouts in here for here in everywhere):
+                same = [here[layouts] for here in everywhere]
+                seconds = [max(stage) for stage in zip(*(s.seconds for s in same), strict=True)]
+                static, active = max(s.static for s in same), max(s.active for s in same)
+                found.append(Setting(layouts, (seconds[0], seconds[1], seconds[2]), static, active))
+        return found
+
+    def _representatives(self, keys: Sequence[int], size: int) -> list[Mesh]:
+        """Meshes of this size that differ in their devices."""
+        for key in keys:
+            if (pinned := self.problem.rules.devices(self.example[key])) is not None:
+                return [Mesh(pinned)] if len(pinned) == size else []
+        if self.problem.homogeneous:
+            return [Mesh.of(0, size)]
+        cluster, found = self.problem.cluster, {}
+        for node in range(len(cluster.nodes)):
+            if size <= cluster.nodes[node].count:
+                mesh = Mesh.of(cluster.devices_of(node)[0], size)
+                found.setdefault(self.problem.shape(mesh), mesh)
+        for mesh in meshes(cluster):
+            if mesh.size == size:
+                found.setdefault(self.problem.shape(mesh), mesh)
+        return list(found.values())
+
+    def _packed(self, sets: Sequence[tuple[str, ...]], allocated: Sequence[int]) -> list[Mesh] | None:
+        asked: list[int | Mesh] = list(allocated)
+        for i, names in enumerate(sets):
+            pins = {pinned for name in names if (pinned := self.problem.rules.devices(name)) is not None}
+            if len(pins) > 1:
+                return None
+            asked[i] = Mesh(pins.pop()) if pins else asked[i]
+        return pack(self.problem.cluster, asked)
+
+    def _mapped(self, seconds: float, sets: tuple, where: list[Mesh], chosen: list[tuple[Front, int]]) -> Mapped:
+        found, plan = [], {}
+        for names, mesh, (front, row) in zip(sets, where, chosen, strict=True):
+            own = Mesh(mesh.devices[: front.sizes[row]])
+            stages = front.values[row, :STAGES].tolist()
+            found.append(ColocatedSet(names, own, front.layouts[row], (stages[0], stages[1], stages[2])))
+            for group, layouts in zip(names, front.layouts[row], strict=True):
+                for call in self.problem.graph.of_group(group):
+                    plan[call.name] = CallPlan(own, layouts.of(call))
+        ordered = {call.name: plan[call.name] for call in self.problem.calls}
+        return Mapped(tuple(found), seconds, ordered, self.allocations, self.tried)
+
+
+def cheapest(fronts: Sequence[Front]) -> tuple[float, list[int]]:
+    """The choice of each set for which the sum over stages of the largest seconds is least, and that sum."""
+    worst: Floats = np.zeros((1, STAGES))
+    rows: list[list[int]] = [[]]
+    for front in fronts:
+        both = np.maximum(worst[:, None], front.values[None, :, :STAGES]).reshape(-1, STAGES)
+        kept = undominated(both)
+        width = max(1, len(front.values))
+        rows = [[*rows[i // width], i % width] for i in kept.tolist()]
+        worst = both[kept]
+    if not len(worst):
+        return np.inf, []
+    totals = worst.sum(axis=1)
+    at = int(totals.argmin())
+    return float(totals[at]), rows[at]
+
+
+__all__ = ["ColocatedSet", "Mapped", "auto_map", "cheapest", "partitions"]

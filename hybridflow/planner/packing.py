@@ -1,0 +1,73 @@
+"""Packing: where on a cluster sets of colocated models go, whose sizes are known. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.plans import Mesh
+
+
+def sizes(cluster: ClusterSpec) -> list[int]:
+    """Numbers of devices that a set may get: any within a node, then whole neighbouring nodes."""
+    counts = [node.count for node in cluster.nodes]
+    found = set(range(1, max(counts) + 1))
+    for first in range(len(counts)) if len(set(counts)) > 1 else [0]:
+        total = 0
+        for count in counts[first:]:
+            total += count
+            found.add(total)
+    return sorted(found)
+
+
+def pack(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> list[Mesh] | None:
+    """A mesh for each set, from its size or, pinned, the mesh itself; no two overlap. None where they do not fit."""
+    pinned = [mesh for mesh in asked if isinstance(mesh, Mesh)]
+    taken = 0
+    for mesh in pinned:
+        if taken & mesh.bits:
+            return None
+        taken |= mesh.bits
+    # large sets first: what is left of the nodes then takes the small ones
+    order = sorted((i for i, n in enumerate(asked) if not isinstance(n, Mesh)), key=lambda i: -_size(asked[i]))
+    found: dict[int, Mesh] = {i: mesh for i, mesh in enumerate(asked) if isinstance(mesh, Mesh)}
+    if not _place(cluster, asked, order, taken, found):
+        return None
+    return [found[i] for i in range(len(asked))]
+
+
+def _place(
+    cluster: ClusterSpec, asked: Sequence[int | Mesh], order: Sequence[int], taken: int, found: dict[int, Mesh]
+) -> bool:
+    if not order:
+        return True
+    for mesh in _candidates(cluster, _size(asked[order[0]]), taken):
+        found[order[0]] = mesh
+        if _place(cluster, asked, order[1:], taken | mesh.bits, found):
+            return True
+    return False
+
+
+def _candidates(cluster: ClusterSpec, size: int, taken: int) -> Iterator[Mesh]:
+    """Free meshes of a size that differ in what they leave: whole nodes, or a part of the node with least room."""
+    free = [[d for d in cluster.devices_of(n) if not taken >> d & 1] for n in range(len(cluster.nodes))]
+    if size <= max(node.count for node in cluster.nodes):
+        tried = set()
+        for node in sorted((devices for devices in free if len(devices) >= size), key=len):
+            kind = (len(node), cluster.nodes[cluster.node_of(node[0])])
+            if kind not in tried:
+                tried.add(kind)
+                yield Mesh(tuple(node[:size]))
+        return
+    whole = [len(devices) == cluster.nodes[n].count for n, devices in enumerate(free)]
+    for first in range(len(free)):
+        total, last = 0, first
+        while last < len(free) and whole[last] and total < size:
+            total += len(free[last])
+            last += 1
+        if total == size:
+            yield Mesh(tuple(d for devices in free[first:last] for d in devices))
+
+
+def _size(asked: int | Mesh) -> int:
+    return asked.size if isinstance(asked, Mesh) else asked

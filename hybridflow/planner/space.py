@@ -1,0 +1,275 @@
+"""The space that searches walk through: meshes of a cluster, parallel sizes of a model, what each costs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from hybridflow.errors import ModelError, PlacementError
+from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.constraints import Constraint, Rules
+from hybridflow.planner.graph import Call, Graph
+from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh, Parallel
+from hybridflow.planner.timeline import Timeline, home, moves, simulate
+
+MANY_NODES = 16
+
+
+class Cost(Protocol):
+    """Seconds of a call of one iteration, and what most of them are spent on, as a phrase."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def limit(self) -> str: ...
+
+
+class Costs(Protocol):
+    """What searches ask of a simulator. Memory is in bytes per device. Errors: PlacementError for what cannot run."""
+
+    def cost(self, call: str, plan: CallPlan) -> Cost: ...
+
+    def static(self, group: str, plan: CallPlan) -> float:
+        """What stays between calls of a group whose weights lie as `plan` says."""
+        ...
+
+    def active(self, call: str, plan: CallPlan) -> float:
+        """What a call needs on top while it runs, without a second copy of the weights."""
+        ...
+
+    def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
+        """Seconds in which weights get from one layout into another."""
+        ...
+
+
+class Option(NamedTuple):
+    """One way to run a call: seconds, bytes that stay if the weights are at home here, bytes on top while it runs."""
+
+    plan: CallPlan
+    seconds: float
+    static: float
+    active: float
+    copy: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be placed where, with what it costs. `memory_share` of a device's memory may be used, and
+    a second copy of weights takes `weight_bytes` for each.
+
+    Errors: PlacementError for constraints that name unknown groups or contradict each other.
+    """
+
+    graph: Graph
+    cluster: ClusterSpec
+    costs: Costs
+    constraints: tuple[Constraint, ...] = ()
+    memory_share: float = 0.95
+    weight_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        _ = self.rules
+
+    @cached_property
+    def rules(self) -> Rules:
+        return Rules(self.constraints, self.graph.groups, self.cluster.size)
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """Calls that run on devices."""
+        groups = set(self.graph.groups)
+        return tuple(call for call in self.graph.calls if call.group in groups)
+
+    @cached_property
+    def homes(self) -> Mapping[str, str]:
+        """By group, the call in whose layout its weights stay."""
+        return {group: home(self.graph, group) for group in self.graph.groups}
+
+    @cached_property
+    def capacity(self) -> tuple[float, ...]:
+        """Usable bytes of each device."""
+        return tuple(self.cluster.device(i).memory * self.memory_share for i in range(self.cluster.size))
+
+    @cached_property
+    def homogeneous(self) -> bool:
+        return len(set(self.cluster.nodes)) == 1
+
+    @cached_property
+    def _options(self) -> dict[tuple, Option | None]:
+        return {}
+
+    @cached_property
+    def _moves(self) -> dict[tuple, float]:
+        return {}
+
+    def shape(self, mesh: Mesh) -> tuple:
+        """Meshes of equal shape cost the same: how many devices of which nodes."""
+        counts = self.counts(mesh)
+        if self.homogeneous:
+            return tuple(counts.values())
+        return tuple((self.cluster.nodes[node], count) for node, count in counts.items())
+
+    def counts(self, mesh: Mesh) -> dict[int, int]:
+        """How many devices of each node are in a mesh."""
+        return dict(Counter(map(self.cluster.node_of, mesh.devices)))
+
+    def strategies(self, group: str, mesh: Mesh) -> list[Parallel]:
+        """All p, t, d of a group on a mesh: tensor parallel groups do not lie across nodes."""
+        return strategies(self.graph.models[group], mesh.size, math.gcd(*self.counts(mesh).values()))
+
+    def option(self, call: Call, mesh: Mesh, parallel: Parallel, shape: tuple | None = None) -> Option | None:
+        """None where the simulator refuses it. The answer is the same object for equal shapes but for the mesh."""
+        key = (call.name, parallel, shape if shape is not None else self.shape(mesh))
+        if key not in self._options:
+            self._options[key] = self._asked(call, CallPlan(mesh, parallel))
+        found = self._options[key]
+        if found is None or found.plan.mesh == mesh:
+            return found
+        return found._replace(plan=CallPlan(mesh, parallel))
+
+    def _asked(self, call: Call, plan: CallPlan) -> Option | None:
+        try:
+            return Option(
+                plan,
+                self.costs.cost(call.name, plan).seconds,
+                self.costs.static(call.group, plan),
+                self.costs.active(call.name, plan),
+                self.copy(call.group, plan.parallel),
+            )
+        except (PlacementError, ModelError):
+            return None
+
+    def copy(self, group: str, parallel: Parallel) -> float:
+        """Bytes of the weights alone: what a call in a layout of its own needs besides those at home."""
+        model = self.graph.models[group]
+        return self.weight_bytes * model.num_parameters / (parallel.p * parallel.t) if model else 0.0
+
+    def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
+        """Seconds, remembered: pairs that differ by whole nodes cost the same."""
+        if source == target:
+            return 0.0
+        key = (group, source.parallel, target.parallel, *self._relative(source.mesh, target.mesh))
+        if key not in self._moves:
+            self._moves[key] = self.costs.reallocation(group, source, target)
+        return self._moves[key]
+
+    @cached_property
+    def _shifts(self) -> dict[tuple[int, int], tuple]:
+        return {}
+
+    def _relative(self, first: Mesh, second: Mesh) -> tuple:
+        key = (first.bits, second.bits)
+        if key not in self._shifts:
+            low = min(first.devices[0], second.devices[0])
+            shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
+            self._shifts[key] = (key[0] >> shift, key[1] >> shift)
+        return self._shifts[key]
+
+    def memory(self, plan: ExecutionPlan) -> list[float]:
+        """Bytes in use on each device at its fullest moment."""
+        static, active = [0.0] * self.cluster.size, [0.0] * self.cluster.size
+        for group, name in self.homes.items():
+            home = plan[name]
+            for device in home.mesh.devices:
+                static[device] += self.costs.static(group, home)
+        for call in self.calls:
+            here = plan[call.name]
+            more = self.costs.active(call.name, here)
+            if here != plan[self.homes[call.group]]:
+                more += self.copy(call.group, here.parallel)
+            for device in here.mesh.devices:
+                active[device] = max(active[device], more)
+        return [a + b for a, b in zip(static, active, strict=True)]
+
+    def fits(self, plan: ExecutionPlan) -> bool:
+        return all(used <= limit for used, limit in zip(self.memory(plan), self.capacity, strict=True))
+
+    def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
+        """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""
+        seconds = lambda call, at: self.costs.cost(call, at).seconds  # noqa: E731
+        return simulate(self.graph, plan, seconds, reallocation=self.reallocation, **how)
+
+    def obeys(self, plan: ExecutionPlan) -> bool:
+        """The plan keeps all constraints."""
+        for call in self.calls:
+            here = plan[call.name]
+            if not self.rules.allows(call.group, here.mesh, here.parallel, call.kind == "generation"):
+                return False
+        meshes = {group: [plan[c.name].mesh for c in self.graph.of_group(group)] for group in self.graph.groups}
+        for pair in self.rules.apart:
+            if any(a.overlaps(b) for a in meshes[pair.first] for b in meshes[pair.second]):
+                return False
+        return all(len({*meshes[pair.first], *meshes[pair.second]}) == 1 for pair in self.rules.together)
+
+
+def meshes(cluster: ClusterSpec) -> list[Mesh]:
+    """Meshes that calls may run on (ReaL, section 4): whole neighbouring nodes, or a slice of one node whose size is a
+    power of two and which starts at a multiple of it.
+
+    Beyond 16 nodes runs of nodes are as slices are: powers of two, aligned; and the whole cluster.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for node in range(len(cluster.nodes)):
+        devices = cluster.devices_of(node)
+        for size in _powers(len(devices)):
+            for start in range(0, len(devices) - size + 1, size):
+                found[tuple(devices[start : start + size])] = None
+    count = len(cluster.nodes)
+    lengths = range(1, count + 1) if count <= MANY_NODES else [*_powers(count), count]
+    for length in lengths:
+        for start in range(0, count - length + 1, 1 if count <= MANY_NODES else length):
+            first, last = cluster.devices_of(start), cluster.devices_of(start + length - 1)
+            found[tuple(range(first[0], last[-1] + 1))] = None
+    return [Mesh(devices) for devices in found]
+
+
+def strategies(model: ModelSpec | None, size: int, node: int) -> list[Parallel]:
+    """All p, t, d on `size` devices that the model can be cut by; tensor parallel groups lie within `node` neighbours.
+
+    A group without a model (functions) is data parallel.
+    """
+    if model is None:
+        return [Parallel(d=size)]
+    found = []
+    for t in _divisors(size):
+        if node % t:
+            continue
+        for p in _divisors(size // t):
+            if _cuts(model, p, t):
+                found.append(Parallel(p, t, size // t // p))
+    return found
+
+
+def generation_sizes(train: Parallel) -> list[Parallel]:
+    """Generation layouts within a training layout (paper, section 5): p_g divides p and t_g divides t."""
+    return [Parallel(p, t, train.size // (p * t)) for p in _divisors(train.p) for t in _divisors(train.t)]
+
+
+def plan_moves(problem: Problem, plan: ExecutionPlan) -> dict[str, float]:
+    """By call, the seconds in which weights get into its layout; calls without such a move are left out."""
+    found = {}
+    for move in moves(problem.graph):
+        if plan[move.source] != plan[move.target]:
+            found[move.target] = problem.reallocation(move.group, plan[move.source], plan[move.target])
+    return found
+
+
+def _cuts(model: ModelSpec, p: int, t: int) -> bool:
+    try:
+        model.check_parallel(p, t)
+    except ModelError:
+        return False
+    return True
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,142 @@
+"""Stage-wise cost of a placement (HybridFlow, section 6: d_cost), and what a set of colocated models can choose. Pure.
+
+An iteration is three stages, generation, preparation and learning. Within a stage the models of one colocated set run
+one after another, and sets run at the same time; stages follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.planner.graph import Call
+from hybridflow.planner.plans import CallPlan, Mesh, Parallel
+from hybridflow.planner.space import Problem, generation_sizes
+
+Floats = NDArray[np.float64]
+STAGES = 3
+_STATIC, _ACTIVE, _WIDTH = 3, 4, 5
+
+
+class Layouts(NamedTuple):
+    """How a group's model is cut in training and inference, and in generation (None: likewise)."""
+
+    parallel: Parallel
+    generate: Parallel | None = None
+
+    def of(self, call: Call) -> Parallel:
+        return self.generate if call.kind == "generation" and self.generate is not None else self.parallel
+
+
+class Setting(NamedTuple):
+    """One choice for a group on a mesh: seconds of each stage, bytes per device that stay, and on top of them."""
+
+    layouts: Layouts
+    seconds: tuple[float, float, float]
+    static: float
+    active: float
+
+
+def stage_of(call: Call) -> int:
+    """Index of the stage that a call belongs to: 0 generation, 1 preparation, 2 learning."""
+    return {"generation": 0, "training": 2}.get(call.kind, 1)
+
+
+def stage_cost(sets: Iterable[Sequence[float]]) -> float:
+    """Seconds of an iteration from the three stage seconds of each colocated set."""
+    return float(sum(max(stage) for stage in zip(*sets, strict=True)))
+
+
+def group_settings(problem: Problem, group: str, mesh: Mesh) -> Iterator[Setting]:
+    """Every way to run a group on a mesh (algorithm 2) that its constraints and the simulator allow.
+
+    One layout serves training and inference. Generation has one within it; getting the weights there belongs to the
+    generation stage.
+    """
+    calls = problem.graph.of_group(group)
+    hybrid = len({call.kind == "generation" for call in calls}) == 2
+    for parallel in problem.strategies(group, mesh):
+        for generate in generation_sizes(parallel) if hybrid else [None]:
+            setting = _setting(problem, group, calls, mesh, Layouts(parallel, generate))
+            if setting is not None:
+                yield setting
+
+
+def _setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, layouts: Layouts) -> Setting | None:
+    seconds, static, active = [0.0, 0.0, 0.0], 0.0, 0.0
+    home = CallPlan(mesh, layouts.parallel)
+    for call in calls:
+        parallel = layouts.of(call)
+        if not problem.rules.allows(group, mesh, parallel, call.kind == "generation"):
+            return None
+        option = problem.option(call, mesh, parallel)
+        if option is None:
+            return None
+        seconds[stage_of(call)] += option.seconds
+        if parallel == layouts.parallel:
+            static, active = option.static, max(active, option.active)
+        else:
+            seconds[stage_of(call)] += problem.reallocation(group, home, CallPlan(mesh, parallel))
+            active = max(active, option.active + option.copy)
+    return Setting(layouts, (seconds[0], seconds[1], seconds[2]), static, active)
+
+
+@dataclass(frozen=True)
+class Front:
+    """Choices for the groups of a set that no other choice beats.
+
+    `values` [choices, 5]: seconds of the three stages, static and active bytes. `layouts` are those of the set's groups
+    in each choice, `sizes` the devices that it takes, `least` the smallest seconds of each stage.
+    """
+
+    values: Floats
+    layouts: list[tuple[Layouts, ...]]
+    sizes: list[int]
+    least: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        lowest = self.values[:, :STAGES].min(axis=0) if len(self.values) else np.full(STAGES, np.inf)
+        object.__setattr__(self, "least", lowest)
+
+    @classmethod
+    def of(cls, settings: Iterable[Setting], size: int, capacity: float) -> Front:
+        """Of one group on `size` devices of `capacity` bytes."""
+        given = [s for s in settings if s.static + s.active <= capacity]
+        values = np.array([(*s.seconds, s.static, s.active) for s in given]).reshape(-1, _WIDTH)
+        return cls(values, [(s.layouts,) for s in given], [size] * len(given))._kept(undominated(values))
+
+    def with_peers(self, other: Front, capacity: float) -> Front:
+        """Both sets on the same devices: stages and static bytes add up, the largest active bytes count."""
+        first, second = self.values[:, None], other.values[None]
+        both = (first + second).reshape(-1, _WIDTH)
+        both[:, _ACTIVE] = np.maximum(first[..., _ACTIVE], second[..., _ACTIVE]).reshape(-1)
+        fitting = np.flatnonzero(both[:, _STATIC] + both[:, _ACTIVE] <= capacity)
+        kept = fitting[undominated(both[fitting])]
+        width = max(1, len(other.layouts))
+        layouts = [self.layouts[i // width] + other.layouts[i % width] for i in kept.tolist()]
+        return Front(both[kept], layouts, [self.sizes[i // width] for i in kept.tolist()])
+
+    def or_(self, other: Front) -> Front:
+        """The better choices of both, by seconds alone."""
+        values = np.concatenate([self.values, other.values])
+        joined = Front(values, self.layouts + other.layouts, self.sizes + other.sizes)
+        return joined._kept(undominated(values[:, :STAGES]))
+
+    def _kept(self, rows: NDArray[np.intp]) -> Front:
+        return Front(self.values[rows], [self.layouts[i] for i in rows], [self.sizes[i] for i in rows])
+
+
+def undominated(values: Floats) -> NDArray[np.intp]:
+    """Rows of `values` [n, k] that no other row is at most equal to in every column; of equal rows, one."""
+    order = np.lexsort(values.T[::-1]) if len(values) else np.zeros(0, dtype=np.intp)
+    kept = []
+    while len(order):
+        first = order[0]
+        kept.append(first)
+        # what comes later in this order cannot beat an earlier row
+        order = order[(values[order] < values[first]).any(axis=1)]
+    return np.array(sorted(kept), dtype=np.intp)
