@@ -19,23 +19,23 @@ from hybridflow.settings import at_least, require, settings
 class Coefficients:
     """What devices and links reach of their peak, and what is paid whatever the size.
 
-    `device` names what they were fitted on ("" for the defaults). Efficiencies are shares of the data sheet's figure.
-    A matrix product of m rows, whose smaller other side is n, runs at `compute * m / (m + half_rows) * n / (n +
-    half_columns)` of the peak. Seconds are those of one device's host process.
+    `device` names what they were fitted on ("" for the defaults). Efficiencies are shares of the data sheet's figure;
+    a matrix product of which a device has n columns runs at `compute * n / (n + half_columns)` of the peak. Seconds
+    are those of a device's host process, and are not hidden behind the device's work.
     """
 
     device: str = ""
-    compute: float = 0.62  # of the peak, in large matrix products of a real layer with all that lies between them
-    half_rows: float = 96.0  # tokens of a micro-batch at which a matrix product reaches half of that
-    half_columns: float = 128.0  # columns of a device's shard at which it does
-    attention: float = 0.45  # of the peak, in attention scores and values
+    compute: float = 0.7  # of the peak, in matrix products
+    half_columns: float = 128.0  # columns of a device's shard at which a product reaches half of that
+    attention: float = 0.4  # of the peak, in attention scores and values
     memory: float = 0.75  # of the memory bandwidth
     link: float = 0.75  # of the bandwidth inside a node
     network: float = 0.75  # of the bandwidth between nodes
-    layer_seconds: float = 60e-6  # launches of a layer, each time that it runs forward in training or inference
+    layer_seconds: float = 200e-6  # launches of a layer, each time that it runs forward in training or inference
     decode_layer_seconds: float = 12e-6  # launches of a layer in a decode step (CUDA graphs)
-    step_seconds: float = 3e-3  # scheduling, sampling and host work of a decode step
-    call_seconds: float = 20e-3  # dispatch of a call, and of every mini-batch
+    step_seconds: float = 3e-3  # what the host does for a decode step
+    row_seconds: float = 40e-6  # what the host does for a row in a decode step: scheduling, sampling, text
+    call_seconds: float = 20e-3  # dispatch of a call, and of every optimizer step
     usable_memory: float = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
 
     def __post_init__(self) -> None:

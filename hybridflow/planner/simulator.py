@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import replace
 
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.planner import memory
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
 from hybridflow.planner.cost import CallCost, DeviceMemory
-from hybridflow.planner.graph import Graph
-from hybridflow.planner.plans import CallPlan
+from hybridflow.planner.generation import generation
+from hybridflow.planner.graph import Call, Graph
+from hybridflow.planner.inference import inference
+from hybridflow.planner.layer_costs import Sizes
+from hybridflow.planner.links import Site
+from hybridflow.planner.plans import CallPlan, Parallel
+from hybridflow.planner.profiles import LayerProfile as Profile
+from hybridflow.planner.reallocation import reallocation
+from hybridflow.planner.stream import Setting
+from hybridflow.planner.training import training
 from hybridflow.planner.workload import Workload
 
 __all__ = ["CallCost", "DeviceMemory", "Profile", "Simulator"]
 
 
-class Profile(Protocol):
-    """Measured seconds, where there are some: asked before the formulas are."""
-
-    def seconds(self, call: str, plan: CallPlan) -> float | None: ...
-
-
 class Simulator:
-    """Prices the calls of `graph` on `cluster` under `workload`."""
+    """Prices the calls of `graph` on `cluster` under `workload`; every answer is remembered.
+
+    Errors: those of `ClusterSpec` for meshes outside of it, ConfigError for calls and groups that the graph has not,
+    ModelError for sizes that a model cannot be split by.
+    """
 
     def __init__(
         self,
@@ -34,47 +42,148 @@ class Simulator:
     ) -> None:
         self.cluster, self.graph, self.workload = cluster, graph, workload
         self.coefficients, self.profile = coefficients, profile
-        self._costs: dict[tuple[str, CallPlan], CallCost] = {}
+        self._costs: dict[tuple[str, CallPlan, float | None], CallCost] = {}
+        self._static: dict[tuple[str, CallPlan], DeviceMemory] = {}
+        self._active: dict[tuple[str, CallPlan, bool], DeviceMemory] = {}
+        self._moves: dict[tuple[str, CallPlan, CallPlan], float] = {}
+        self._sites: dict[CallPlan, Site] = {}
 
-    def cost(self, call: str, plan: CallPlan) -> CallCost:
-        """Seconds of the call on `plan`."""
-        found = self._costs.get((call, plan))
-        return found if found is not None else self._costs.setdefault((call, plan), self._cost(call, plan))
+    def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
+        """Seconds of the call on `plan`. `room` are the bytes of KV cache that each device has for generation; without
+        it, what its memory leaves beside this group alone."""
+        found = self._costs.get((call, plan, room))
+        return found if found is not None else self._costs.setdefault((call, plan, room), self._cost(call, plan, room))
 
-    def _cost(self, name: str, plan: CallPlan) -> CallCost:
+    def _cost(self, name: str, plan: CallPlan, room: float | None) -> CallCost:
         call = self.graph.call(name)
-        model = self.graph.models[call.group]
-        if model is None:
+        setting = self.setting(call.group, plan)
+        if setting is None or call.kind == "function":
             return CallCost.of(fixed=self.coefficients.call_seconds)
-        tokens = self.workload.rows * call.rows * self.workload.tokens
-        passes = 3.0 * call.epochs if call.kind == "training" else 1.0
-        peak = self.cluster.device(plan.mesh.devices[0]).peak(self.workload.dtype) * self.coefficients.compute
-        return CallCost.of(compute=passes * 2 * model.num_parameters * tokens / plan.mesh.size / peak)
+        rows = self.workload.rows * call.rows
+        if call.kind == "training":
+            return training(setting, rows, *self.updates(call))
+        if call.kind == "inference":
+            return inference(setting, rows)
+        return generation(setting, rows, self.room(name, plan) if room is None else room)
 
-    def memory(self, call: str, plan: CallPlan) -> DeviceMemory:
-        """Bytes on the fullest device while the call runs."""
-        return DeviceMemory(parameters=self.static(self.graph.call(call).group, plan))
+    def updates(self, call: Call) -> tuple[int, int]:
+        """Mini-batches and epochs of a training call: its own where it has some, else the workload's."""
+        work = self.workload
+        return (
+            call.minibatches if call.minibatches > 1 else work.minibatches,
+            call.epochs if call.epochs > 1 else work.epochs,
+        )
+
+    def setting(self, group: str, plan: CallPlan) -> Setting | None:
+        """What formulas read; None for a group of functions. Errors: ModelError when sizes do not split the model."""
+        if group not in self.graph.models:
+            raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
+        model, sizes = self.graph.models[group], plan.parallel
+        if model is None:
+            return None
+        _check_split(model.heads, model.intermediate, model.kv_heads, model.layers, sizes, group)
+        site = self._sites.get(plan)
+        if site is None:
+            site = self._sites[plan] = Site.of(self.cluster, plan, self.workload.dtype, self.coefficients)
+        return Setting(site, model, Sizes.of(model), sizes, self.workload, self.coefficients, self.profile)
+
+    def capacity(self, plan: CallPlan) -> float:
+        """Bytes that may be used on each device of the mesh: on the smallest, less what the runtime keeps."""
+        nodes = {self.cluster.node_of(device) for device in plan.mesh.devices}
+        return min(self.cluster.nodes[node].device.memory for node in nodes) * self.coefficients.usable_memory
+
+    def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
+        """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.
+
+        Without `beside`, those of its own group, cut over the devices as well as can be.
+        """
+        group = self.graph.call(call).group
+        setting = self.setting(group, plan)
+        if setting is None:
+            return self.capacity(plan)
+        copied = group in self.graph.trained
+        if beside is None:
+            whole = memory.static(
+                replace(setting, parallel=Parallel(), site=replace(setting.site, p=1, t=1, d=1)), copied
+            )
+            beside = whole.static / plan.mesh.size if copied else memory.weights(setting)
+        return max(0.0, self.capacity(plan) - beside - (memory.weights(setting) if copied else 0.0))
+
+    def memory(
+        self, call: str, plan: CallPlan, room: float | None = None, home: CallPlan | None = None
+    ) -> DeviceMemory:
+        """Bytes on the fullest device while the call runs, for this group alone. `home` is where its static bytes are
+        laid out (default: as `plan`); generation uses all of `room` that its rows need."""
+        group = self.graph.call(call).group
+        least, still = self._least(call, plan, home is not None and home != plan), self._still(group, home or plan)
+        setting = self.setting(group, plan)
+        if setting is None:
+            return least
+        cache = least.kv_cache
+        if cache:
+            room = self.room(call, plan) if room is None else room
+            rows = self.workload.rows * self.graph.call(call).rows
+            cache = max(cache, memory.cache(setting, rows, room))
+        return replace(
+            least, parameters=still.parameters, gradients=still.gradients, optimizer=still.optimizer, kv_cache=cache
+        )
 
     def static(self, group: str, plan: CallPlan) -> float:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
-        model = self.graph.models[group]
-        if model is None:
-            return 0.0
-        each = 18.0 if group in self.graph.trained else 2.0
-        return each * model.num_parameters / (plan.parallel.p * plan.parallel.t)
+        return self._still(group, plan).static
 
-    def active(self, call: str, plan: CallPlan) -> float:
-        """Bytes per device on top while the call runs: activations, logits, one wave of KV cache at least."""
-        return self.memory(call, plan).active
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None) -> float:
+        """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows.
+
+        Generation of a trained group has weights of its own; other calls do where `home`, the layout in which the
+        group's static bytes lie, is given and differs from `plan`.
+        """
+        return self._least(call, plan, home is not None and home != plan).active
+
+    def _still(self, group: str, plan: CallPlan) -> DeviceMemory:
+        found = self._static.get((group, plan))
+        if found is None:
+            setting = self.setting(group, plan)
+            found = memory.static(setting, group in self.graph.trained) if setting else DeviceMemory()
+            self._static[group, plan] = found
+        return found
+
+    def _least(self, name: str, plan: CallPlan, elsewhere: bool) -> DeviceMemory:
+        found = self._active.get((name, plan, elsewhere))
+        if found is None:
+            call = self.graph.call(name)
+            setting = self.setting(call.group, plan)
+            rows = self.workload.rows * call.rows
+            if call.kind == "training":
+                rows /= self.updates(call)[0]
+            copy = elsewhere or (call.kind == "generation" and call.group in self.graph.trained)
+            found = memory.active(setting, call.kind, rows, copy) if setting else DeviceMemory()
+            self._active[name, plan, elsewhere] = found
+        return found
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`."""
-        model = self.graph.models[group]
-        if model is None or source == target:
-            return 0.0
-        node = self.cluster.nodes[0]
-        return 2.0 * model.num_parameters / (target.parallel.p * target.parallel.t) / node.bandwidth
+        found = self._moves.get((group, source, target))
+        if found is None:
+            setting = self.setting(group, source)
+            self.setting(group, target)
+            found = 0.0
+            if setting is not None:
+                size, k = setting.size, self.coefficients
+                found = reallocation(size, self.cluster, source, target, setting.itemsize, k)
+            self._moves[group, source, target] = found
+        return found
 
     def seconds(self, plans: Mapping[str, CallPlan]) -> dict[str, float]:
         """Seconds of every planned call."""
         return {name: self.cost(name, plan).seconds for name, plan in plans.items()}
+
+
+def _check_split(heads: int, wide: int, kv_heads: int, layers: int, sizes: Parallel, group: str) -> None:
+    """`ModelSpec.check_parallel` without its lists, for the many sizes that a search tries."""
+    t = sizes.t
+    if heads % t or wide % t or (kv_heads % t and t % kv_heads) or sizes.p > layers:
+        raise ModelError(
+            f"{group} cannot be split by p={sizes.p}, t={t}: it has {layers} layers, {heads} heads, {kv_heads} "
+            f"kv-heads and {wide} MLP columns."
+        )

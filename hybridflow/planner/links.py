@@ -1,0 +1,96 @@
+"""Site: the devices of one call's mesh and the links between them, with what they really reach. Pure.
+
+Ranks lie on a mesh with t fastest, then p, then d (paper, section 5.3), so tensor parallel groups are neighbours.
+Collectives are rings: n ranks that all-reduce b bytes each send and receive 2 (n-1)/n b (Thakur et al. 2005).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridflow.config import DType
+from hybridflow.planner.cluster_spec import ClusterSpec, slowest
+from hybridflow.planner.coefficients import Coefficients
+from hybridflow.planner.plans import CallPlan
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one device of the mesh reaches: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory, `link`
+    [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. A group that
+    waits for its slowest member is as good as that. `local` neighbours of the mesh lie in one node.
+    """
+
+    p: int
+    t: int
+    d: int
+    local: int
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    latency: float
+    network_latency: float
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients) -> Site:
+        """Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it lacks."""
+        runs: dict[int, int] = {}
+        for device in plan.mesh.devices:
+            node = cluster.node_of(device)
+            runs[node] = runs.get(node, 0) + 1
+        nodes = [cluster.nodes[node] for node in runs]
+        device = slowest(tuple(node.device for node in nodes))
+        sizes = plan.parallel
+        return cls(
+            p=sizes.p,
+            t=sizes.t,
+            d=sizes.d,
+            local=min(runs.values()) if len(runs) > 1 else plan.mesh.size,
+            memory=device.memory,
+            flops=device.peak(dtype),
+            bandwidth=device.bandwidth * k.memory,
+            link=min(node.bandwidth for node in nodes) * k.link,
+            network=cluster.bandwidth * k.network,
+            latency=max(node.latency for node in nodes),
+            network_latency=cluster.latency,
+        )
+
+    def inside(self, neighbours: int) -> bool:
+        """Groups of so many neighbouring ranks lie in one node each."""
+        return self.local % neighbours == 0 if neighbours <= self.local else False
+
+    def tensor_all_reduce(self, nbytes: float) -> float:
+        """Seconds in which t neighbours add up `nbytes` each. Beyond a node the ring enters each node once."""
+        t = self.t
+        if t == 1:
+            return 0.0
+        hops, volume = 2 * math.log2(t), 2 * (t - 1) / t * nbytes
+        if self.inside(t):
+            return hops * self.latency + volume / self.link
+        groups = max(1, self.local // t) + (1 if self.local % t else 0)  # that share the node's network
+        return hops * self.network_latency + volume * groups / min(self.network, self.link * groups)
+
+    def stage_message(self, nbytes: float) -> float:
+        """Seconds until a stage's t ranks have handed `nbytes` each to the next stage, at the slowest boundary."""
+        if self.p == 1:
+            return 0.0
+        if self.inside(self.p * self.t):
+            return self.latency + nbytes / self.link
+        return self.network_latency + nbytes * min(self.t, self.local) / min(self.network, self.link * self.t)
+
+    def data_parallel(self, nbytes: float) -> float:
+        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over the d ranks that hold the same shard. All
+        p*t such groups work at once and share the network of their nodes."""
+        d = self.d
+        if d == 1:
+            return 0.0
+        volume = (d - 1) / d * nbytes
+        if self.inside(self.p * self.t * d):
+            return d * self.latency + volume / self.link
+        groups = min(self.local, self.p * self.t)
+        return math.log2(d) * self.network_latency + volume * max(groups / self.network, 1 / self.link)

@@ -1,0 +1,171 @@
+"""Reallocation: seconds in which a model's weights go from one layout to another (ReaL, section 5; the transition of
+HybridFlow, section 5). Pure.
+
+Bytes come from the same weight plans that the 3D-HybridEngine executes, over a model in which the layers between two
+neighbouring stage boundaries are one tensor, and the rows of a tensor the smallest part that any rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.plan import plan
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.coefficients import Coefficients
+from hybridflow.planner.layer_costs import Sizes
+from hybridflow.planner.plans import CallPlan, Parallel
+from hybridflow.topology import GenerationGrid, RankGrid
+
+Grid = RankGrid | GenerationGrid
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes of the busiest device inside a node (received or sent, whichever is more) and of the busiest node's
+    network; `messages` of the device with most."""
+
+    inside: float
+    between: float
+    messages: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Both layouts by sizes and by positions in the union of both meshes; `nodes` are those of the union."""
+
+    size: Sizes
+    source: tuple[int, int, int]
+    target: tuple[int, int, int]
+    source_at: tuple[int, ...]
+    target_at: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> Exchange:
+        union = sorted({*source.mesh.devices, *target.mesh.devices})
+        at = {device: i for i, device in enumerate(union)}
+        first: dict[int, int] = {}
+        nodes = tuple(first.setdefault(cluster.node_of(device), len(first)) for device in union)
+        here, there = (tuple(at[device] for device in one.mesh.devices) for one in (source, target))
+        made = cls(size, _sizes(source.parallel), _sizes(target.parallel), here, there, nodes)
+        return made._one_block() if source.mesh == target.mesh else made
+
+    def _one_block(self) -> Exchange:
+        """On one mesh, the first of several equal blocks of neighbours that each hold the whole model in both layouts:
+        every block finds in itself what it needs."""
+        (p, t, d), (q, u, e), ranks = self.source, self.target, len(self.nodes)
+        node = self.nodes.count(self.nodes[0])
+        block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
+        whole = block < ranks and ranks % block == 0 and self.nodes == tuple(i // node for i in range(ranks))
+        if not whole:
+            return self
+        ours, at = ranks // block, tuple(range(block))
+        return Exchange(self.size, (p, t, d // ours), (q, u, e // ours), at, at, self.nodes[:block])
+
+    @property
+    def grids(self) -> tuple[Grid, Grid]:
+        """On the same devices the target's groups are those of the paper's rule, which keep what a rank holds, where
+        its sizes divide the source's."""
+        (p, t, d), (q, u, e) = self.source, self.target
+        source = RankGrid(p, t, d)
+        if self.source_at == self.target_at and p % q == 0 and t % u == 0:
+            return source, source.generation(q, u, "hybridflow")
+        return source, RankGrid(q, u, e)
+
+
+def _sizes(parallel: Parallel) -> tuple[int, int, int]:
+    return parallel.p, parallel.t, parallel.d
+
+
+@lru_cache(maxsize=65536)
+def volume(exchange: Exchange, itemsize: int) -> Volume:
+    """What an exchange moves."""
+    size, (source, target) = exchange.size, exchange.grids
+    rows = math.lcm(source.t, target.t)
+    tensors, weight = _tensors(size, source.p, target.p)
+    shapes = dict.fromkeys(tensors, (rows,))
+    layouts = [
+        _layout(shapes, tensors, grid, rows, size.layers).placed(at, len(exchange.nodes))
+        for grid, at in ((source, exchange.source_at), (target, exchange.target_at))
+    ]
+    made = plan(*layouts, node_of=exchange.nodes.__getitem__)
+    inside, between = defaultdict[tuple[str, int], float](float), defaultdict[tuple[str, int], float](float)
+    messages = Counter[int]()
+    for move in made.moves:
+        if move.local:
+            continue
+        nbytes = weight[move.box.tensor] * move.box.numel / rows * itemsize
+        here, there = exchange.nodes[move.source], exchange.nodes[move.destination]
+        messages[move.destination] += 1
+        if here == there:
+            inside["out", move.source] += nbytes
+            inside["in", move.destination] += nbytes
+        else:
+            between["out", here] += nbytes
+            between["in", there] += nbytes
+    return Volume(
+        max(inside.values(), default=0.0), max(between.values(), default=0.0), max(messages.values(), default=0)
+    )
+
+
+def _tensors(size: Sizes, *stages: int) -> tuple[dict[str, tuple[int, int]], dict[str, float]]:
+    """Tensors by name: their first and last layer (the embedding lies before layer 0, the output after the last), and
+    elements."""
+    cuts = sorted({cut for p in stages for cut in _boundaries(size.layers, p)})
+    spans = {f"layers {a}-{b}": (a, b) for a, b in pairwise(cuts)}
+    weight = {name: float((b - a) * size.layer) for name, (a, b) in spans.items()}
+    spans |= {"embedding": (0, 0), "output": (size.layers, size.layers)}
+    weight |= {"embedding": float(size.embedding), "output": float(max(size.output, 1))}
+    return spans, weight
+
+
+def _boundaries(layers: int, p: int) -> list[int]:
+    most, rest = divmod(layers, p)
+    return [i * most + min(i, rest) for i in range(p + 1)]
+
+
+def _layout(
+    shapes: dict[str, tuple[int]], spans: dict[str, tuple[int, int]], grid: Grid, rows: int, layers: int
+) -> Layout:
+    cuts, share = _boundaries(layers, grid.p), rows // grid.t
+
+    def held(stage: int) -> list[str]:
+        low, high = cuts[stage], cuts[stage + 1]
+        inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]
+        return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == grid.p - 1)
+
+    parts: dict[tuple[int, int], Sequence[Region]] = {
+        (stage, t): [Region(Box(name, (t * share,), ((t + 1) * share,)), name, (0,)) for name in held(stage)]
+        for stage in range(grid.p)
+        for t in range(grid.t)
+    }
+
+    def part(rank: int) -> tuple[int, int]:
+        at = grid.coords(rank)
+        return at.p, at.t
+
+    return Layout(shapes, grid.size, lambda rank: parts[part(rank)], part)
+
+
+def reallocation(
+    size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan, itemsize: int, k: Coefficients
+) -> float:
+    """Seconds: the busiest device's messages inside its node and the busiest node's between nodes, whichever is more.
+
+    Errors: PlacementError when a mesh is not in the cluster.
+    """
+    same = (source.mesh, _sizes(source.parallel)) == (target.mesh, _sizes(target.parallel))
+    if same:
+        return 0.0
+    moved = volume(Exchange.of(size, cluster, source, target), itemsize)
+    nodes = {cluster.node_of(device) for device in (*source.mesh.devices, *target.mesh.devices)}
+    link = min(cluster.nodes[node].bandwidth for node in nodes) * k.link
+    latency = max(cluster.nodes[node].latency for node in nodes)
+    inside, between = moved.inside / link, moved.between / (cluster.bandwidth * k.network)
+    return max(inside, between) + moved.messages * (cluster.latency if moved.between else latency)

@@ -1,0 +1,112 @@
+"""Stream: how the rows of one data parallel rank go through its pipeline as micro-batches. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.coefficients import Coefficients
+from hybridflow.planner.layer_costs import Seconds, Sizes, causal_pairs, layer_backward, layer_forward, output_forward
+from hybridflow.planner.links import BYTES, Site
+from hybridflow.planner.plans import Parallel
+from hybridflow.planner.profiles import LayerProfile
+from hybridflow.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all formulas of a call read: where it runs, of what model, under which workload."""
+
+    site: Site
+    model: ModelSpec
+    size: Sizes
+    parallel: Parallel
+    workload: Workload
+    coefficients: Coefficients
+    profile: LayerProfile | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return BYTES[self.workload.dtype]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """`fills` times, one after another, `micro` micro-batches of `rows` rows follow each other through the stages."""
+
+    fills: int
+    micro: int
+    rows: float
+
+    @classmethod
+    def of(cls, setting: Setting, rows: float, training: bool) -> Stream:
+        """Of `rows` rows of one data parallel rank.
+
+        Without `Parallel.micro_batches` they are one stream of micro-batches of at most `micro_tokens` tokens, in a
+        pipeline at least 2p of them, as our engines cut them. With it, they are cut into so many parts that fill the
+        pipeline one after another, each with p micro-batches (2p in training), as ReaL's do.
+        """
+        p, given, work = setting.parallel.p, setting.parallel.micro_batches, setting.workload
+        most = max(1, math.ceil(rows))
+        if given is None:
+            fitting = math.ceil(rows * work.tokens / work.micro_tokens)
+            count = min(most, max(1, fitting, 2 * p if p > 1 else 1))
+            return cls(1, count, rows / count)
+        fills = min(given, most)
+        depth = p if p == 1 or not training else 2 * p
+        micro = max(1, min(depth if p > 1 else 1, most // fills))
+        return cls(fills, micro, rows / fills / micro)
+
+    def price(self, setting: Setting, training: bool) -> dict[str, float]:
+        """Seconds by cause of all passes over these rows: forward, and in training backward (1F1B or any schedule whose
+        bubble is p - 1 micro-batches)."""
+        stage, message = stage_pass(setting, self.rows, training)
+        p = setting.parallel.p
+        bubble = (p - 1) * stage.total
+        passing = (self.micro + p - 1) * message
+        busy = stage.times(self.micro * self.fills)
+        return {
+            "compute": busy.compute,
+            "memory": busy.memory,
+            "tensor_parallel": busy.tensor_parallel,
+            "pipeline": self.fills * (bubble + passing),
+            "fixed": busy.fixed,
+        }
+
+
+def stage_pass(setting: Setting, rows: float, training: bool) -> tuple[Seconds, float]:
+    """One micro-batch of `rows` rows on the slowest stage, and its messages to the next stage and back [s]."""
+    site, size, work, p = setting.site, setting.size, setting.workload, setting.parallel.p
+    tokens = rows * work.tokens
+    layer = layer_pass(setting, tokens, rows * causal_pairs(size, work.tokens, work.square), training)
+    output = output_pass(setting, rows * work.response.mean, training)
+    last = layer.times(size.layers // p) + output
+    stage = last
+    if p > 1 and size.layers % p:
+        first = layer.times(-(-size.layers // p))
+        stage = first if first.total > last.total else last
+    passes = 2 if training else 1
+    return stage, passes * site.stage_message(tokens * size.hidden * setting.itemsize)
+
+
+def layer_pass(setting: Setting, tokens: float, pairs: float, training: bool) -> Seconds:
+    """Forward of a layer over a micro-batch; in training with backward, and forward again where it is recomputed."""
+    k, recompute = setting.coefficients, setting.workload.recompute
+    forward = layer_forward(setting.site, setting.size, k, tokens, pairs, setting.itemsize)
+    backward = layer_backward(forward)
+    if profile := setting.profile:
+        forward = profile.layer(setting.model, "forward", setting.site.t, tokens, forward)
+        backward = profile.layer(setting.model, "backward", setting.site.t, tokens, backward)
+    if not training:
+        return forward
+    return forward.times(2 if recompute else 1) + backward
+
+
+def output_pass(setting: Setting, tokens: float, training: bool) -> Seconds:
+    forward = output_forward(setting.site, setting.size, setting.coefficients, tokens, setting.itemsize)
+    backward = layer_backward(forward)
+    if (profile := setting.profile) and setting.size.vocab > 1:
+        forward = profile.layer(setting.model, "output", setting.site.t, tokens, forward)
+        backward = profile.layer(setting.model, "output_backward", setting.site.t, tokens, backward)
+    return forward + backward if training else forward
