@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from hybridflow.ragged import Ragged as Ragged
     from hybridflow.sampling import dynamic_sampling as dynamic_sampling
     from hybridflow.topology import RankGrid as RankGrid
+    from hybridflow.tracing import abstract as abstract
+    from hybridflow.tracing import trace as trace
     from hybridflow.tracker import Tracker as Tracker
     from hybridflow.workers.actor import ActorWorker as ActorWorker
     from hybridflow.workers.cost import CostWorker as CostWorker
@@ -81,6 +83,7 @@ _WHERE = {
     "ragged": ("Ragged",),
     "sampling": ("dynamic_sampling",),
     "topology": ("RankGrid",),
+    "tracing": ("abstract", "trace"),
     "tracker": ("Tracker",),
     "workers.actor": ("ActorWorker",),
     "workers.cost": ("CostWorker",),

@@ -17,6 +17,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
+from hybridflow.cluster.traced import TracedSession
 from hybridflow.cluster.weight_link import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy
 from hybridflow.engine3d.layout import Layout
@@ -40,6 +41,8 @@ def init(
     Called by the first `ResourcePool` if the driver does not. Timeouts in seconds: to wait for results of other
     groups, and to be inside a collective. Errors: ConfigError when a session is open.
     """
+    if isinstance(Session.existing(), TracedSession):
+        return
     Session.open(address=address, devices=devices, deadlines=Deadlines(peer_timeout, collective_timeout))
 
 
@@ -137,6 +140,8 @@ def reallocate(
     when the model does not divide, LayoutError, ConfigError. WorkerError of a rank that cannot be built.
     """
     _check_group("reallocate", group)
+    if isinstance(group.session, TracedSession):
+        return group
     settings = dict(group.settings)
     if isinstance(to, ResourcePool):
         if pool is not None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from hybridflow.cluster.session import Session
+from hybridflow.cluster.traced import TracedSession
 from hybridflow.errors import ConfigError
 from hybridflow.run_display import RunDisplay
 
@@ -49,6 +50,8 @@ class Tracker:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, total: int | None = None, console: bool = True) -> None:
+        if isinstance(session := Session.existing(), TracedSession):
+            directory, console = session.scratch(), False
         self.directory = Path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"Tracker({str(directory)!r}): this is a file. Give a directory for the run.")

@@ -54,7 +54,7 @@ class BatchRef:
         """Store a batch that this process made. With `number`, rows without `row_id` get 0, 1, 2, ..."""
         if number and "row_id" not in batch:
             batch = batch.with_columns(row_id=torch.arange(batch.rows))
-        part = Part(write(batch, on_driver=True), batch.rows, Origin("driver", 0, "from_batch"))
+        part = Part(write(batch, True, session.put if session else None), batch.rows, Origin("driver", 0, "from_batch"))
         return cls(batch.rows, {name: ColumnRef(name, part) for name in batch.columns}, session)
 
     @property

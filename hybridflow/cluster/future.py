@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from hybridflow.cluster.columns import Part
-from hybridflow.cluster.store import fetch
+from hybridflow.cluster.store import Known, fetch
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Future:
         return Future(tuple(p for f in futures for p in f.parts), "join", futures[0].timeout)
 
     def done(self) -> bool:
-        ready, _ = ray.wait([part.ref for part in self.parts], num_returns=len(self.parts), timeout=0)
-        return len(ready) == len(self.parts)
+        pending = [part.ref for part in self.parts if not isinstance(part.ref, Known)]
+        return not pending or len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending)
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the value. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
@@ -36,7 +36,7 @@ class Future:
         if self.merge is None:
             return values[0]
         if self.merge == "join" and all(map(_is_metrics, values)):
-            return _mean(values)
+            return values[0] if len(values) == 1 else _mean(values)
         return values
 
 

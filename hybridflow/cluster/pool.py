@@ -28,6 +28,7 @@ from hybridflow.cluster.host import Event, Host, HostSpec
 from hybridflow.cluster.leftovers import MARK
 from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.session import Session
+from hybridflow.cluster.traced import TracedSession
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
 
@@ -44,7 +45,7 @@ class _Reserved:
     name: str
     hosts: list[Any]
     node_of: list[int]
-    placement: PlacementGroup
+    placement: PlacementGroup | None
     store: Any
     session: Session
     machine_of: list[str] = field(default_factory=list)
@@ -66,11 +67,9 @@ class ResourcePool:
             raise PlacementError(f"ResourcePool({devices!r}): give devices per node, like ResourcePool([8, 8]).")
         session = Session.current()
         name = f"{session.name}-{uuid.uuid4().hex[:6]}"
-        placement = _reserve(per_node, session)
         node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
-        hosts, store = _start_hosts(name, node_of, placement, session)
-        self._reserved = _Reserved(name, hosts, node_of, placement, store, session)
-        self.members: tuple[int, ...] = tuple(range(len(hosts)))
+        self._reserved = _reserved(name, per_node, node_of, session)
+        self.members: tuple[int, ...] = tuple(range(len(node_of)))
         session.pools.append(self)
         if not session.has_helper:
             session.set_helper(_start_helper(session))
@@ -141,6 +140,8 @@ class ResourcePool:
         if reserved.closed:
             return
         reserved.closed = True
+        if reserved.placement is None:  # a trace
+            return
         for group in [g for g in reserved.session.groups.values() if g.pool_name == reserved.name]:
             group.forget_hosts()
         with contextlib.suppress(ray.exceptions.RayError):
@@ -160,6 +161,15 @@ class ResourcePool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _reserved(name: str, per_node: list[int], node_of: list[int], session: Session) -> _Reserved:
+    """The devices and their host processes; in a trace, what stands for them."""
+    if isinstance(session, TracedSession):
+        return _Reserved(name, session.hosts(len(node_of)), node_of, None, None, session)
+    placement = _reserve(per_node, session)
+    hosts, store = _start_hosts(name, node_of, placement, session)
+    return _Reserved(name, hosts, node_of, placement, store, session)
 
 
 def _reserve(per_node: list[int], session: Session) -> PlacementGroup:

@@ -118,6 +118,10 @@ class Session:
     def has_helper(self) -> bool:
         return self._helper is not None
 
+    def put(self, value: Any) -> Any:
+        """Store something of the driver's own; a reference to it."""
+        return ray.put(value)
+
     def sequence(self) -> int:
         return next(self._sequence)
 

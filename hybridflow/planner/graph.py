@@ -160,15 +160,25 @@ class Program:
             if source.call in self._calls and self.iteration - source.iteration <= 1
         ]
         edges += self._next_versions({edge.target for edge in edges if edge.kind == "parameters"})
-        calls = tuple(replace(call, rows=call.rows / self.rows) for call in self._calls.values())
+        calls = tuple(self._as_planned(call) for call in self._calls.values())
         models = {call.group: self.models.get(call.group) for call in calls}
         return Graph(calls, tuple(edges), models, frozenset(call.group for call in calls if call.kind == "training"))
+
+    def _as_planned(self, call: Call) -> Call:
+        """With rows relative to all rows; a group without a model computes a function."""
+        functional = call.kind == "inference" and self.models.get(call.group) is None
+        return replace(call, rows=call.rows / self.rows, kind="function" if functional else call.kind)
 
     @property
     def rows(self) -> float:
         """The rows of an iteration: of the largest call that generates, or of the largest where none does."""
         calls = self._calls.values()
         return max([c.rows for c in calls if c.kind == "generation"] or [c.rows for c in calls], default=1.0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a group was trained in this iteration."""
+        return any(call.kind == "training" for call in self._calls.values())
 
     def _next_versions(self, known: set[str]) -> list[Edge]:
         """What calls wait for whose group was stepped for the first time after them: the next iteration's need it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hybridflow.errors import ConfigError, MissingColumnError
 from hybridflow.protocols.protocol import Protocol
@@ -18,6 +18,8 @@ Settings = Mapping[str, Any]
 Reads = Sequence[str] | Callable[[Settings, Settings], Sequence[str] | None] | None
 """Columns that an operation reads. "a|b" means the first of them that is there, "a?" means a if it is there. A callable
 gets the worker's settings and the call's; None reads every column."""
+
+OperationKind = Literal["generation", "inference", "training", "function"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__hybridflow_operation__"
@@ -34,7 +36,8 @@ class Operation:
     ranks (so that a mini-batch holds the same rows whatever the data parallel size). `repeat(worker settings, call
     settings)` says how many output rows come from one input row, and `carries` that the input's columns come back
     with the output. `resizes` says that the number of output rows is known only when the call is done (such a call
-    waits). `check` validates a call's settings on the driver.
+    waits). `check` validates a call's settings on the driver. `kind` is what the planner takes the operation for; by
+    default what repeats and carries rows generates, what has `chunks` or is called update_... trains.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Operation:
     carries: bool = False
     resizes: bool = False
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
+    kind: OperationKind | None = None
 
     def columns_read(self, settings: Settings, call: Settings, available: Iterable[str]) -> tuple[str, ...]:
         """The columns to send. Errors: MissingColumnError whose `.column` names the first that is not there."""
@@ -87,6 +91,7 @@ def register(
     carries: bool = False,
     resizes: bool = False,
     check: Callable[[Settings, Settings], None] | None = None,
+    kind: OperationKind | None = None,
 ) -> Callable[[F], F]:
     """Declare a worker method as an operation of its group; see `Operation`.
 
@@ -114,6 +119,7 @@ def register(
             carries=carries,
             resizes=resizes,
             check=check,
+            kind=kind,
         )
         setattr(method, _MARK, operation)
         return method

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.pool import ResourcePool
+from hybridflow.cluster.traced import TracedSession
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.process_groups import RankContext
@@ -119,10 +120,11 @@ def place(
     session = pool.session
     settings = _bound(worker_class, settings)
     role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
-    placed = planned(worker_class, pool, settings, role, grid)
     if role in session.groups:
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
-    return WorkerGroup(placed)
+    if isinstance(session, TracedSession):
+        return session.place(worker_class, pool.name, settings, role)
+    return WorkerGroup(planned(worker_class, pool, settings, role, grid))
 
 
 def planned(

@@ -37,6 +37,8 @@ LAYERS = (
     ("workers",),
     ("run_display",),
     ("tracker", "loader", "driver", "sampling"),
+    ("tracing",),
+    ("automatic",),
     ("cli",),
 )
 # Each of these packages is imported in one place; everything else reaches it through that place only.
