@@ -89,7 +89,7 @@ class ClusterSpec:
             raise ConfigError(f"this_machine(devices={devices!r}): give a whole number of at least 1.")
         whole = memory if memory is not None else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         share = min(1.0, cores / count)
-        peak = 50e9 * share
+        peak = 100e9 * share
         host = DeviceSpec("host", whole / count, {"float32": peak, "bfloat16": peak}, 8 * GIGA * share, link=GIGA)
         return cls((NodeSpec(host, count, GIGA * share, 50e-6),), GIGA, 200e-6)
 
