@@ -42,6 +42,9 @@ class Mesh:
             found |= 1 << device
         return found
 
+    def __hash__(self) -> int:
+        return hash(self.bits)
+
     def overlaps(self, other: Mesh) -> bool:
         """Some device is in both, so calls on the two take turns."""
         return bool(self.bits & other.bits)

@@ -146,8 +146,11 @@ class Problem:
 
     def copy(self, group: str, parallel: Parallel) -> float:
         """Bytes of the weights alone: what a call in a layout of its own needs besides those at home."""
-        model = self.graph.models[group]
-        return self.weight_bytes * model.num_parameters / (parallel.p * parallel.t) if model else 0.0
+        return self.weight_bytes * self._parameters[group] / (parallel.p * parallel.t)
+
+    @cached_property
+    def _parameters(self) -> dict[str, int]:
+        return {group: model.num_parameters if model else 0 for group, model in self.graph.models.items()}
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds, remembered: pairs that differ by whole nodes cost the same."""

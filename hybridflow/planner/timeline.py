@@ -6,6 +6,7 @@ call needs in another layout than the one they are stepped in are moved before i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -114,6 +115,11 @@ class Schedule:
         self.nodes = _nodes(graph, self.moves)
         self.roots = [i for i, node in enumerate(self.nodes) if all(distance for _, distance in node.before)]
         self._waiting, self._after = self._unrolled()
+        self._within = [[j for j, distance in node.before if not distance] for node in self.nodes]
+        self._closing: dict[int, list[int]] = {}  # from a node to those of the iteration before that it waits for
+        for i, node in enumerate(self.nodes):
+            if lasts := [j for j, distance in node.before if distance == 1]:
+                self._closing[i] = lasts
 
     def _unrolled(self) -> tuple[list[int], list[list[int]]]:
         """For every node of every iteration: how many it waits for, and which wait for it."""
@@ -174,15 +180,37 @@ class Schedule:
         return min(together, key=lambda i: (max(first, _free_from(masks[i % count], taken)), i))
 
     def per_iteration(self, stops: Sequence[float], seconds: Sequence[float], masks: Sequence[int]) -> float:
-        """Seconds from the end of one iteration to that of the next when the last ones follow each other, and no less
-        than the busiest device works in each: it may have put off work of the last iterations, but not for ever."""
+        """Seconds from the end of one iteration to that of the next when the last ones follow each other.
+
+        No less than `least`: the last iterations may put off work, or profit from a slow first one, but not for ever.
+        """
+        return max(self.gap(stops), self.least(seconds, masks)) if self.iterations > 1 else max(stops)
+
+    def gap(self, stops: Sequence[float]) -> float:
+        """Mean seconds between the ends of the later iterations."""
         count, last = len(self.nodes), self.iterations - 1
         if not last:
             return max(stops)
         earlier = last // 2
         # everything up to there: a slow call of an earlier iteration may outlast a later one's
         ends = [max(stops[: (i + 1) * count]) for i in (earlier, last)]
-        return max((ends[1] - ends[0]) / (last - earlier), busiest(seconds, masks))
+        return (ends[1] - ends[0]) / (last - earlier)
+
+    def least(self, seconds: Sequence[float], masks: Sequence[int]) -> float:
+        """What no order of calls can beat: the work of the busiest device, and the longest chain of nodes that leads
+        from a node to itself in the next iteration."""
+        return max(busiest(seconds, masks), self._longest_cycle(seconds))
+
+    def _longest_cycle(self, seconds: Sequence[float]) -> float:
+        longest = 0.0
+        for first, lasts in self._closing.items():
+            reached = [-math.inf] * len(self.nodes)
+            reached[first] = seconds[first]
+            for i in range(first + 1, len(self.nodes)):
+                before = max([reached[j] for j in self._within[i]], default=-math.inf)
+                reached[i] = before + seconds[i]
+            longest = max(longest, *(reached[last] for last in lasts))
+        return longest
 
 
 def simulate(

@@ -1,0 +1,209 @@
+"""Evaluation: what an execution plan costs, for searches that look at very many. Pure.
+
+A state is a list of numbers: which of its options each call takes. Everything that a state's score needs is looked up
+by these numbers; only the timeline is computed anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridflow.planner.graph import Call
+from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh
+from hybridflow.planner.space import Option, Problem, meshes
+from hybridflow.planner.stages import Floats, undominated
+from hybridflow.planner.timeline import Schedule
+
+State = list[int]
+_REMEMBERED = 200_000
+_PENALTY, _PENALTY_RATE = 2.0, 10.0
+
+
+class Score(NamedTuple):
+    """`cost` is what searches make small: `seconds` per iteration if the plan can run, else a multiple of them.
+
+    `excess` is what the fullest device lacks, in parts of its memory; `broken` counts constraints that are not kept.
+    """
+
+    cost: float
+    seconds: float
+    excess: float
+    broken: int
+
+    @property
+    def good(self) -> bool:
+        return self.excess <= 0 and not self.broken
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a search, its `seconds` per iteration, how many plans were looked at, and in what time [s].
+
+    `complete`: all others are known to be no better.
+    """
+
+    plan: ExecutionPlan
+    seconds: float
+    evaluations: int
+    elapsed: float
+    complete: bool = False
+    history: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+
+
+def options_of(problem: Problem, *, prune: bool = True, also: Sequence[Mesh] = ()) -> list[list[Option]]:
+    """For each of the problem's calls, what it can choose from. `also` are meshes besides those of `meshes`.
+
+    With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of
+    the group: it could only save moves between them. Calls without any option have an empty list.
+    """
+    where = list(dict.fromkeys([*meshes(problem.cluster), *also]))
+    where += [Mesh(p) for g in problem.graph.groups if (p := problem.rules.devices(g)) and Mesh(p) not in where]
+    shapes = {mesh: problem.shape(mesh) for mesh in where}
+    by_shape: dict[tuple[str, tuple], list] = {}
+    found: dict[str, list[Option]] = {call.name: [] for call in problem.calls}
+    for group in problem.graph.groups:
+        calls = problem.graph.of_group(group)
+        for mesh in where:
+            key = (group, shapes[mesh])
+            if key not in by_shape:
+                by_shape[key] = _layouts(problem, calls, mesh, prune)
+            for call in calls:
+                for parallel in by_shape[key]:
+                    if problem.rules.allows(group, mesh, parallel, call.kind == "generation"):
+                        option = problem.option(call, mesh, parallel, shapes[mesh])
+                        found[call.name] += [option] if option else []
+    return list(found.values())
+
+
+def _layouts(problem: Problem, calls: Sequence[Call], mesh: Mesh, prune: bool) -> list:
+    layouts = problem.strategies(calls[0].group, mesh)
+    if not prune:
+        return layouts
+    kept = {}
+    for call in calls:
+        options = [option for parallel in layouts if (option := problem.option(call, mesh, parallel)) is not None]
+        values = np.array([option[1:] for option in options]).reshape(len(options), -1)
+        kept |= {options[i].plan.parallel: None for i in undominated(values)}
+    pinned = problem.rules.pins.get(calls[0].group)
+    return [x for x in layouts if x in kept or (pinned and x in (pinned.parallel, pinned.generate))]
+
+
+class Evaluator:
+    """Scores states over `options` (those of `options_of`). Keywords for the timeline as for `Schedule`."""
+
+    def __init__(self, problem: Problem, options: Sequence[Sequence[Option]], **how) -> None:
+        self.problem, self.options, self.evaluations = problem, options, 0
+        self.schedule = Schedule(problem.graph, **how)
+        self.calls = problem.calls
+        number = {call.name: i for i, call in enumerate(self.calls)}
+        self.homes = [number[problem.homes[call.group]] for call in self.calls]
+        program = problem.graph.calls
+        self.nodes = [
+            (
+                number.get(program[node.call].name),
+                None if node.moved_from is None else number[program[node.moved_from].name],
+            )
+            for node in self.schedule.nodes
+        ]
+        self._numbers = [{(o.plan.mesh, o.plan.parallel): i for i, o in enumerate(own)} for own in options]
+        self.capacity = np.array(problem.capacity)
+        self._vectors: dict[Mesh, Floats] = {}
+        self._seconds: dict[tuple[int, int, int, int], float] = {}
+        self._scores: dict[tuple[int, ...], Score] = {}
+
+    def number(self, call: int, plan: CallPlan) -> int | None:
+        """Which of a call's options this plan is."""
+        return self._numbers[call].get((plan.mesh, plan.parallel))
+
+    def state(self, plan: ExecutionPlan) -> State | None:
+        """None where the plan is not made of options."""
+        numbers = [self.number(i, plan[call.name]) for i, call in enumerate(self.calls)]
+        return [n for n in numbers if n is not None] if None not in numbers else None
+
+    def plan(self, state: Sequence[int]) -> Mapping[str, CallPlan]:
+        return {call.name: self.options[i][state[i]].plan for i, call in enumerate(self.calls)}
+
+    def score(self, state: Sequence[int], limit: float = math.inf) -> Score | None:
+        """None when a bound shows that the cost is at least `limit`, which saves the timeline."""
+        key = tuple(state)
+        found = self._scores.get(key)
+        if found is None:
+            self.evaluations += 1
+            found = self._score(state, limit)
+            if found is not None:
+                if len(self._scores) >= _REMEMBERED:
+                    self._scores.clear()
+                self._scores[key] = found
+        return found
+
+    def _score(self, state: Sequence[int], limit: float) -> Score | None:
+        chosen = [options[n] for options, n in zip(self.options, state, strict=True)]
+        excess, broken = self._excess(chosen), self._broken(chosen)
+        factor = _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken) if excess > 0 or broken else 1.0
+        seconds, masks = self.loads(state, chosen)
+        least = self.schedule.least(seconds, masks)
+        if least * factor >= limit:
+            return None
+        _, stops = self.schedule.run(seconds, masks)
+        took = max(least, self.schedule.gap(stops))
+        return Score(took * factor, took, excess, broken)
+
+    def loads(self, state: Sequence[int], chosen: Sequence[Option]) -> tuple[list[float], list[int]]:
+        """Seconds and devices of every node of the schedule."""
+        seconds, masks = [], []
+        for call, source in self.nodes:
+            if call is None:
+                seconds.append(0.0)
+                masks.append(0)
+            elif source is None:
+                seconds.append(chosen[call].seconds)
+                masks.append(chosen[call].plan.mesh.bits)
+            else:
+                took = self.moved(call, source, state[call], state[source])
+                seconds.append(took)
+                masks.append(chosen[call].plan.mesh.bits | chosen[source].plan.mesh.bits if took else 0)
+        return seconds, masks
+
+    def moved(self, call: int, source: int, number: int, source_number: int) -> float:
+        """Seconds in which weights get from one call's option to another's."""
+        key = (source, source_number, call, number)
+        found = self._seconds.get(key)
+        if found is None:
+            here, there = self.options[call][number].plan, self.options[source][source_number].plan
+            found = self._seconds[key] = self.problem.reallocation(self.calls[call].group, there, here)
+        return found
+
+    def _excess(self, chosen: Sequence[Option]) -> float:
+        """Largest part of a device's memory that is asked for beyond it; negative if all fit."""
+        static, active = np.zeros_like(self.capacity), np.zeros_like(self.capacity)
+        for i, option in enumerate(chosen):
+            on = self.vector(option.plan.mesh)
+            home = self.homes[i]
+            if home == i:
+                static += option.static * on
+            elsewhere = home != i and option.plan != chosen[home].plan
+            np.maximum(active, (option.active + (option.copy if elsewhere else 0.0)) * on, out=active)
+        return float(((static + active) / self.capacity).max()) - 1.0
+
+    def vector(self, mesh: Mesh) -> Floats:
+        """[devices]: 1 on the mesh, 0 elsewhere."""
+        if mesh not in self._vectors:
+            on = np.zeros_like(self.capacity)
+            on[list(mesh.devices)] = 1.0
+            self._vectors[mesh] = on
+        return self._vectors[mesh]
+
+    def _broken(self, chosen: Sequence[Option]) -> int:
+        rules = self.problem.rules
+        if not rules.apart and not rules.together:
+            return 0
+        at: dict[str, list[Mesh]] = {}
+        for call, option in zip(self.calls, chosen, strict=True):
+            at.setdefault(call.group, []).append(option.plan.mesh)
+        broken = sum(any(a.overlaps(b) for a in at[x.first] for b in at[x.second]) for x in rules.apart)
+        return broken + sum(len({*at[x.first], *at[x.second]}) - 1 for x in rules.together)

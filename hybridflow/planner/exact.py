@@ -1,0 +1,143 @@
+"""Exact search over small spaces of execution plans: all combinations, or a bound that rules them out. Pure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridflow.planner.evaluation import Evaluator, Found, State, options_of
+from hybridflow.planner.plans import ExecutionPlan
+from hybridflow.planner.space import Option, Problem
+
+
+def space_size(problem: Problem, *, prune: bool = False) -> int:
+    """How many execution plans there are."""
+    return math.prod(len(options) for options in options_of(problem, prune=prune))
+
+
+def exact(
+    problem: Problem,
+    *,
+    prune: bool = False,
+    start: ExecutionPlan | None = None,
+    budget_s: float = math.inf,
+    **how,
+) -> Found | None:
+    """The best of all execution plans; None when none can run.
+
+    Calls are settled one after the other, the longest first. Settled calls bound what the rest can still reach: by the
+    work of their devices, the shortest chain of calls through an iteration, and memory. A good `start` rules out more.
+    The result is `complete` unless `budget_s` seconds ran out. Keywords for the timeline as for `Schedule`.
+    """
+    also = dict.fromkeys(call.mesh for call in start.values()) if start else {}
+    options = options_of(problem, prune=prune, also=list(also))
+    if not all(options):
+        return None
+    evaluator = Evaluator(problem, options, **how)
+    search = _Tree(evaluator, time.monotonic() + budget_s)
+    if start is not None and (state := evaluator.state(start)) is not None:
+        search.look_at(state)
+    search.settle(0)
+    if search.best is None:
+        return None
+    elapsed = time.monotonic() - search.began
+    return Found(evaluator.plan(search.best), search.cost, evaluator.evaluations, elapsed, complete=not search.late)
+
+
+@dataclass
+class _Tree:
+    evaluator: Evaluator
+    deadline: float
+    best: State | None = None
+    cost: float = math.inf
+    late: bool = False
+    _chosen: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.began, options = time.monotonic(), self.evaluator.options
+        self.fastest = [min(own, key=lambda option: option.seconds) for own in options]
+        self.order = sorted(range(len(options)), key=lambda i: -self.fastest[i].seconds)
+        self.numbers = [sorted(range(len(own)), key=lambda n: own[n].seconds) for own in options]
+        if self._buddies():
+            first = self.order[0]
+            self.numbers[first] = [n for n in self.numbers[first] if not options[first][n].plan.mesh.devices[0]]
+        self.least_work = [min(o.seconds * o.plan.mesh.size for o in own) for own in options]
+        self.devices = self.evaluator.problem.cluster.size
+
+    def _buddies(self) -> bool:
+        """On one node of 2^n devices slices of a size are alike: the first call may as well take the first of them."""
+        problem = self.evaluator.problem
+        size = problem.cluster.size
+        return len(problem.cluster.nodes) == 1 and not size & (size - 1) and not problem.constraints
+
+    def look_at(self, state: State) -> None:
+        score = self.evaluator.score(state, self.cost)
+        if score is not None and score.good and score.cost < self.cost:
+            self.best, self.cost = state.copy(), score.cost
+
+    def settle(self, depth: int) -> None:
+        """All combinations of what is not settled yet."""
+        if depth == len(self.order):
+            self.look_at([self._chosen[i] for i in range(len(self.order))])
+            return
+        call = self.order[depth]
+        for number in self.numbers[call]:
+            self.late = self.late or time.monotonic() >= self.deadline
+            if self.late:
+                break
+            self._chosen[call] = number
+            if self._may_be_better():
+                self.settle(depth + 1)
+        self._chosen.pop(call, None)
+
+    def _may_be_better(self) -> bool:
+        own, evaluator = self.evaluator.options, self.evaluator
+        seconds, masks, work = [], [], 0.0
+        for call, source in evaluator.nodes:
+            number = None if call is None else self._chosen.get(call)
+            if call is None:
+                seconds.append(0.0)
+                masks.append(0)
+            elif source is not None:  # a move of weights: known when both ends are
+                both = number is not None and source in self._chosen
+                took = evaluator.moved(call, source, number, self._chosen[source]) if both else 0.0
+                seconds.append(took)
+                ends = (own[call][number], own[source][self._chosen[source]]) if took else ()
+                masks.append(_union(ends))
+                work += took * masks[-1].bit_count()
+            elif number is None:
+                seconds.append(self.fastest[call].seconds)
+                masks.append(0)
+                work += self.least_work[call]
+            else:
+                option = own[call][number]
+                seconds.append(option.seconds)
+                masks.append(option.plan.mesh.bits)
+                work += option.seconds * option.plan.mesh.size
+        if work / self.devices >= self.cost or evaluator.schedule.least(seconds, masks) >= self.cost:
+            return False
+        return self._fits()
+
+    def _fits(self) -> bool:
+        """What is settled fits into memory, without copies of weights whose home is open."""
+        evaluator, chosen = self.evaluator, self._chosen
+        static, active = np.zeros(self.devices), np.zeros(self.devices)
+        for call, number in chosen.items():
+            option, on = evaluator.options[call][number], evaluator.vector(evaluator.options[call][number].plan.mesh)
+            home = evaluator.homes[call]
+            elsewhere = home in chosen and option.plan != evaluator.options[home][chosen[home]].plan
+            if home == call:
+                static += option.static * on
+            np.maximum(active, (option.active + (option.copy if elsewhere else 0.0)) * on, out=active)
+        return bool((static + active <= evaluator.capacity).all())
+
+
+def _union(options: Sequence[Option]) -> int:
+    bits = 0
+    for option in options:
+        bits |= option.plan.mesh.bits
+    return bits

@@ -1,0 +1,117 @@
+"""Models, loops and a small simulator for tests of searches: cheap, plain, and with all trade-offs of a real one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+from hybridflow.errors import PlacementError
+from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
+from hybridflow.planner.devices import DeviceSpec
+from hybridflow.planner.graph import Graph, grpo, ppo
+from hybridflow.planner.plans import CallPlan
+
+
+def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int = 128256) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab=vocab,
+    )
+
+
+LLAMA_7B = llama(4096, 14336, 32, 32, 8)
+LLAMA_13B = llama(5120, 13824, 40, 40, 40)
+LLAMA_34B = llama(8192, 22016, 48, 64, 8)
+LLAMA_70B = llama(8192, 28672, 80, 64, 8)
+SMALL = llama(512, 1024, 4, 8, 4, vocab=1000)
+LARGE = llama(1024, 4096, 6, 8, 8, vocab=1000)
+
+
+@cache
+def _parameters(model: ModelSpec) -> int:
+    return model.num_parameters
+
+
+def value(model: ModelSpec) -> ModelSpec:
+    return replace(model, head="value")
+
+
+def ppo_of(actor: ModelSpec, critic: ModelSpec, **how) -> Graph:
+    """PPO whose reward model is as large as the critic."""
+    return ppo(actor, value(critic), actor, value(critic), **how)
+
+
+def grpo_of(actor: ModelSpec, reference: ModelSpec | None = None) -> Graph:
+    return grpo(actor, reference)
+
+
+def cluster(nodes: int, count: int, memory: float = 1e12) -> ClusterSpec:
+    device = DeviceSpec("plain", memory, {"bfloat16": 1e14}, 1e12)
+    return ClusterSpec((NodeSpec(device, count, 1e11),) * nodes, 1e10)
+
+
+@dataclass(frozen=True)
+class Priced:
+    seconds: float
+    limit: str = "arithmetic"
+
+
+@dataclass
+class PlainCosts:
+    """Seconds and bytes by closed formulas. `asked` counts what was asked for."""
+
+    graph: Graph
+    cluster: ClusterSpec
+    tokens: float = 1e6
+    rows: int = 512
+    asked: int = 0
+
+    def cost(self, call: str, plan: CallPlan) -> Priced:
+        self.asked += 1
+        found, (p, t, d) = self.graph.call(call), self._sizes(plan)
+        if d > self.rows:
+            raise PlacementError(f"{self.rows} rows cannot be spread over d={d}.")
+        if (model := self.graph.models[found.group]) is None:
+            return Priced(0.5 / d)
+        flops = {"training": 6.0, "generation": 0.5}.get(found.kind, 2.0) * _parameters(model) * self.tokens
+        compute = flops / (plan.mesh.size * 1e14 * (1 - 0.04 * math.log2(t)))
+        if found.kind == "generation":
+            steps = 200 * (2.0 * _parameters(model) / (p * t) / 1e12 + 1e-5 * model.layers) * p
+            return Priced(compute + steps + 200 * model.layers * 2e-5 * (t > 1), "decode")
+        wire = self.tokens / d / p * model.layers * model.hidden * 4 * (t - 1) / t / 1e11
+        bubble = compute * (p - 1) / max(1.0, self.rows / d / 8)
+        spread = 4.0 * _parameters(model) / (p * t) * (d - 1) / d / (1e10 if plan.mesh.size > 8 else 1e11)
+        return Priced(compute + wire + bubble + (spread if found.kind == "training" else 0.0))
+
+    def static(self, group: str, plan: CallPlan) -> float:
+        model, (p, t, d) = self.graph.models[group], self._sizes(plan)
+        each = 6.0 + 12.0 / d if group in self.graph.trained else 2.0
+        return each * _parameters(model) / (p * t) if model else 0.0
+
+    def active(self, call: str, plan: CallPlan) -> float:
+        found, (_, t, d) = self.graph.call(call), self._sizes(plan)
+        model = self.graph.models[found.group]
+        if model is None:
+            return 0.0
+        each = {"training": 16.0, "generation": 8.0}.get(found.kind, 4.0)
+        return each * model.hidden * 2048 * max(1.0, self.rows / d / 64) * model.layers / t / 4
+
+    def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
+        model = self.graph.models[group]
+        if model is None or source == target:
+            return 0.0
+        p, t, _ = self._sizes(target)
+        held = 0.5 if source.mesh.bits & target.mesh.bits else 0.0
+        between = 1e10 if max(*source.mesh.devices, *target.mesh.devices) >= 8 else 1e11
+        return 2.0 * _parameters(model) / (p * t) * (1 - held) / between
+
+    def _sizes(self, plan: CallPlan) -> tuple[int, int, int]:
+        return plan.parallel.p, plan.parallel.t, plan.parallel.d
