@@ -117,7 +117,7 @@ def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[st
 
 
 def _finished(session: TracedSession, instead: Mapping[str, ModelSource]) -> Trace:
-    groups = {name: AbstractGroup(group.worker_class, group.settings) for name, group in session.all_groups.items()}
+    groups = {name: AbstractGroup(*described) for name, described in session.described.items()}
     session.program.models |= _models(groups, instead)
     rows = round(session.program.rows)
     return Trace(session.program.graph(), groups, rows, session.drawn)

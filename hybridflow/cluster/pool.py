@@ -49,6 +49,7 @@ class _Reserved:
     store: Any
     session: Session
     machine_of: list[str] = field(default_factory=list)
+    shared: bool = False
     closed: bool = False
 
 
@@ -65,14 +66,31 @@ class ResourcePool:
         per_node = [devices] if isinstance(devices, int) else list(devices)
         if not per_node or any(type(n) is not int or n < 1 for n in per_node):
             raise PlacementError(f"ResourcePool({devices!r}): give devices per node, like ResourcePool([8, 8]).")
+        assignment = Session.current().assignment
+        found = self._open(per_node) if assignment is None else self.over(assignment.nodes)
+        self._reserved, self.members = found._reserved, found.members
+
+    @classmethod
+    def over(cls, nodes: Sequence[int]) -> ResourcePool:
+        """The pool over these devices of each node that all groups of a placement share: the session has one of it.
+
+        It is opened by the first that asks. Errors: PlacementError when the cluster has not got the devices.
+        """
+        pools = Session.current().pools
+        found = next((p for p in pools if p._reserved.shared and p.devices_of_nodes == tuple(nodes)), None)
+        return found or cls._open(list(nodes), shared=True)
+
+    @classmethod
+    def _open(cls, per_node: list[int], shared: bool = False) -> ResourcePool:
         session = Session.current()
-        name = f"{session.name}-{uuid.uuid4().hex[:6]}"
-        node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
-        self._reserved = _reserved(name, per_node, node_of, session)
-        self.members: tuple[int, ...] = tuple(range(len(node_of)))
-        session.pools.append(self)
+        pool = object.__new__(cls)
+        pool._reserved = _reserved(per_node, session)
+        pool._reserved.shared = shared
+        pool.members = tuple(range(sum(per_node)))
+        session.pools.append(pool)
         if not session.has_helper:
             session.set_helper(_start_helper(session))
+        return pool
 
     @property
     def size(self) -> int:
@@ -100,6 +118,7 @@ class ResourcePool:
     def machines(self) -> list[str]:
         """The cluster's own name of the node of each device; nodes of a local pool may be one machine."""
         if not self._reserved.machine_of:
+            assert self._reserved.placement is not None  # a trace has no machines, and nobody who asks for them
             where = placement_group_table(self._reserved.placement)["bundles_to_node_id"]
             self._reserved.machine_of += [where[node] for node in self._reserved.node_of]
         return [self._reserved.machine_of[i] for i in self.members]
@@ -119,6 +138,8 @@ class ResourcePool:
 
     def __getitem__(self, key: int | slice) -> ResourcePool:
         """A slice of the pool: the same host processes, fewer of them."""
+        if self._reserved.shared and self.session.assignment is not None:
+            return self  # which devices each group has, the placement says
         picked = self.members[key] if isinstance(key, slice) else (self.members[key],)
         if not picked:
             raise PlacementError(f"the slice {key} of a pool of {self.size} devices is empty.")
@@ -152,9 +173,12 @@ class ResourcePool:
         remove_placement_group(reserved.placement)
         reserved.session.pools = [pool for pool in reserved.session.pools if pool.name != reserved.name]
 
+    @property
+    def devices_of_nodes(self) -> tuple[int, ...]:
+        return tuple(self.nodes.count(node) for node in dict.fromkeys(self.nodes))
+
     def __repr__(self) -> str:
-        nodes = [self.nodes.count(node) for node in dict.fromkeys(self.nodes)]
-        return f"ResourcePool({nodes}{', closed' if self._reserved.closed else ''})"
+        return f"ResourcePool({list(self.devices_of_nodes)}{', closed' if self._reserved.closed else ''})"
 
     def __enter__(self) -> ResourcePool:
         return self
@@ -163,8 +187,10 @@ class ResourcePool:
         self.close()
 
 
-def _reserved(name: str, per_node: list[int], node_of: list[int], session: Session) -> _Reserved:
+def _reserved(per_node: list[int], session: Session) -> _Reserved:
     """The devices and their host processes; in a trace, what stands for them."""
+    name = f"{session.name}-{uuid.uuid4().hex[:6]}"
+    node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
     if isinstance(session, TracedSession):
         return _Reserved(name, session.hosts(len(node_of)), node_of, None, None, session)
     placement = _reserve(per_node, session)

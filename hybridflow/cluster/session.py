@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -33,6 +33,7 @@ from hybridflow.errors import ConfigError, PlacementError
 if TYPE_CHECKING:
     from hybridflow.cluster.group import WorkerGroup
     from hybridflow.cluster.pool import ResourcePool
+    from hybridflow.placement import Placement
 
 logger = logging.getLogger(__name__)
 LOCAL_DEVICES = 16
@@ -46,6 +47,7 @@ class Session:
     """
 
     _current: ClassVar[Session | None] = None
+    _assignment: ClassVar[Placement | None] = None
 
     def __init__(
         self, address: str | None = None, devices: int | None = None, deadlines: Deadlines | None = None
@@ -103,6 +105,21 @@ class Session:
             raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
         cls._current = cls(**settings)
         return cls._current
+
+    @classmethod
+    @contextlib.contextmanager
+    def assigning(cls, placement: Placement) -> Iterator[None]:
+        """Groups that are placed within are where `placement` has a group of their name, whatever their driver says."""
+        before, Session._assignment = Session._assignment, placement
+        try:
+            yield
+        finally:
+            Session._assignment = before
+
+    @property
+    def assignment(self) -> Placement | None:
+        """The placement that decides at the moment."""
+        return Session._assignment
 
     @property
     def helper(self) -> WorkerGroup:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.algorithms.spread import Spread
@@ -67,7 +68,16 @@ class TracedGroup(WorkerGroup):
     """A group of one rank whose calls are checked, written down, and answered with stand-ins."""
 
     session: TracedSession
-    token_cost = None
+
+    @property
+    def token_cost(self) -> None:  # type: ignore[override]
+        """Rows are not spread over ranks here."""
+
+    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Invocation:
+        model = self.settings.get("model")
+        if model is not None and not os.path.isdir(model):  # what only the checkpoint could tell is not checked
+            operation = replace(operation, check=None)
+        return super()._bind(operation, args, kwargs)
 
     def _dispatch(self, invocation: Invocation) -> Outputs:
         operation, name = invocation.operation, invocation.operation.name
@@ -148,7 +158,7 @@ class TracedSession(Session):
 
     def __init__(self) -> None:  # without Ray, so nothing of the real one
         self.deadlines, self.name = Deadlines(), f"trace-{uuid.uuid4().hex[:6]}"
-        self.pools, self.groups, self.all_groups = [], {}, {}
+        self.pools, self.groups, self.described = [], {}, {}
         self._sequence, self._closing = itertools.count(1), []
         self.started_ray = self.has_cuda = self.recording = False
         self.iterations: Any = TracedIterations(self)
@@ -160,7 +170,7 @@ class TracedSession(Session):
 
     program: Program
     drawn: Drawn | None
-    all_groups: dict[str, TracedGroup]
+    described: dict[str, tuple[type, Mapping[str, Any]]]
 
     @contextlib.contextmanager
     def within(self) -> Iterator[TracedSession]:
@@ -183,13 +193,18 @@ class TracedSession(Session):
         program.begin()
         self.recording = True
 
+    @property
+    def assignment(self) -> None:
+        """Groups are nowhere."""
+
     def hosts(self, count: int) -> list[Any]:
         return [TracedHost() for _ in range(count)]
 
     def place(self, worker_class: type, pool_name: str, settings: Mapping[str, Any], name: str) -> TracedGroup:
-        """A group that is nowhere. What only its checkpoint could tell is not checked."""
-        group = self.all_groups[name] = TracedGroup(self._placed(worker_class, pool_name, settings, name))
-        return group
+        """A group that is nowhere; its `model` may be anything."""
+        self.described[name] = (worker_class, settings)
+        texts = {"model": str(settings["model"])} if settings.get("model") is not None else {}
+        return TracedGroup(self._placed(worker_class, pool_name, {**settings, **texts}, name))
 
     def _placed(self, worker_class: type, pool: str, settings: Mapping[str, Any], name: str) -> TracedPlaced:
         return TracedPlaced(self, name, worker_class, (TracedHost(),), (0,), pool, settings, RankGrid())
