@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shutil
 import tempfile
 import uuid
@@ -30,6 +29,7 @@ from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.stand_ins import Figures, stand_in_columns, stand_in_value
 from hybridflow.cluster.store import Known, write
+from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.planner.graph import HELPER, Kind, Program, Source
 from hybridflow.protocols import Operation
@@ -75,7 +75,7 @@ class TracedGroup(WorkerGroup):
 
     def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Invocation:
         model = self.settings.get("model")
-        if model is not None and not os.path.isdir(model):  # what only the checkpoint could tell is not checked
+        if model is not None and not has_tokenizer(model):  # a plan needs no more of a model than its sizes
             operation = replace(operation, check=None)
         return super()._bind(operation, args, kwargs)
 
