@@ -74,7 +74,7 @@ class PlainCosts:
     rows: int = 512
     asked: int = 0
 
-    def cost(self, call: str, plan: CallPlan) -> Priced:
+    def cost(self, call: str, plan: CallPlan, room: float | None = None) -> Priced:
         self.asked += 1
         found, (p, t, d) = self.graph.call(call), self._sizes(plan)
         if d > self.rows:
@@ -85,7 +85,9 @@ class PlainCosts:
         compute = flops / (plan.mesh.size * 1e14 * (1 - 0.04 * math.log2(t)))
         if found.kind == "generation":
             steps = 200 * (2.0 * _parameters(model) / (p * t) / 1e12 + 1e-5 * model.layers) * p
-            return Priced(compute + steps + 200 * model.layers * 2e-5 * (t > 1), "decode")
+            need = 20.0 * model.layers * model.hidden * self.tokens / (plan.mesh.size / t / p) / (t * p) / 16
+            waves = 1 if room is None else min(16, math.ceil(need / max(room, 1.0)))
+            return Priced(compute + (steps + 200 * model.layers * 2e-5 * (t > 1)) * waves, "decode")
         wire = self.tokens / d / p * model.layers * model.hidden * 4 * (t - 1) / t / 1e11
         bubble = compute * (p - 1) / max(1.0, self.rows / d / 8)
         spread = 4.0 * _parameters(model) / (p * t) * (d - 1) / d / (1e10 if plan.mesh.size > 8 else 1e11)
@@ -96,13 +98,20 @@ class PlainCosts:
         each = 6.0 + 12.0 / d if group in self.graph.trained else 2.0
         return each * _parameters(model) / (p * t) if model else 0.0
 
-    def active(self, call: str, plan: CallPlan) -> float:
-        found, (_, t, d) = self.graph.call(call), self._sizes(plan)
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None) -> float:
+        found, (p, t, d) = self.graph.call(call), self._sizes(plan)
         model = self.graph.models[found.group]
         if model is None:
             return 0.0
         each = {"training": 16.0, "generation": 8.0}.get(found.kind, 4.0)
-        return each * model.hidden * 2048 * max(1.0, self.rows / d / 64) * model.layers / t / 4
+        copy = 2.0 * _parameters(model) / (p * t) if home is not None and home != plan else 0.0
+        return each * model.hidden * 2048 * max(1.0, self.rows / d / 64) * model.layers / t / 4 + copy
+
+    def room(self, call: str, plan: CallPlan, beside: float) -> float:
+        p, t, _ = self._sizes(plan)
+        model = self.graph.models[self.graph.call(call).group]
+        taken = beside + (2.0 * _parameters(model) / (p * t) if model else 0.0)
+        return max(0.0, self.cluster.device(plan.mesh.devices[0]).memory - taken)
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         model = self.graph.models[group]

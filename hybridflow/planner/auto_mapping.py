@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
 from hybridflow.planner.packing import pack, sizes
 from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh
 from hybridflow.planner.space import Problem, meshes
-from hybridflow.planner.stages import STAGES, Floats, Front, Layouts, Setting, group_settings, undominated
+from hybridflow.planner.stages import STAGES, Floats, Front, Generates, Layouts, Setting, group_settings, undominated
 
 GRID = 4_000_000
 """Allocations looked at for one way to colocate; with more, sets get fewer different sizes."""
@@ -81,6 +80,8 @@ class _Search:
         known: dict[tuple, int] = {}
         self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in self.problem.graph.groups}
         self.example = {key: group for group, key in self.keys.items()}
+        # what generates comes last in a set: only then is there more than one kind of choice to tell apart
+        self.last = {group: (group in self.problem.graph.generating, key) for group, key in self.keys.items()}
 
     def _kind(self, group: str) -> tuple:
         """Groups of one kind cost the same wherever they are."""
@@ -94,7 +95,7 @@ class _Search:
         ways = [sets for sets in partitions(self.problem.graph.groups) if self.problem.rules.allows_sets(sets)]
         # few sets first: they are quick to look at, and their best bounds the others
         for sets in sorted(ways, key=len):
-            ordered = [tuple(sorted(names, key=lambda name: self.keys[name])) for names in sets]
+            ordered = [tuple(sorted(names, key=self.last.__getitem__)) for names in sets]
             better = self._best_allocation(ordered, found[0] if found else np.inf)
             if better is not None:
                 found = (better[0], tuple(ordered), better[1], better[2])
@@ -154,12 +155,20 @@ class _Search:
         """By size, what a set can choose from when it may leave devices unused."""
         at = (keys, tuple(some))
         if at not in self._up_to:
-            found = [self._front(keys, size) for size in some]
-            for i, (smaller, _) in enumerate(pairwise(range(len(found)))):
-                found[i + 1] = found[smaller].or_(found[i + 1])
-            found[0] = found[0].or_(found[0])
+            found = [self._generating(keys, size) for size in some]
+            for i in range(1, len(found)):
+                found[i] = found[i - 1].or_(found[i])
             self._up_to[at] = found
         return self._up_to[at]
+
+    def _generating(self, keys: tuple[int, ...], size: int) -> Front:
+        where = self._representatives(keys, size)
+
+        def seconds(generates: Generates, static: float) -> float:
+            call = self.problem.graph.call(generates.call)
+            return max(self.problem.generation(call, CallPlan(mesh, generates.parallel), static) for mesh in where)
+
+        return self._front(keys, size).generating(seconds)
 
     def _front(self, keys: tuple[int, ...], size: int) -> Front:
         """Choices of groups of these kinds together on exactly `size` devices."""
@@ -184,7 +193,8 @@ class _Search:
                 same = [here[layouts] for here in everywhere]
                 seconds = [max(stage) for stage in zip(*(s.seconds for s in same), strict=True)]
                 static, active = max(s.static for s in same), max(s.active for s in same)
-                found.append(Setting(layouts, (seconds[0], seconds[1], seconds[2]), static, active))
+                stages = (seconds[0], seconds[1], seconds[2])
+                found.append(Setting(layouts, stages, static, active, same[0].generates))
         return found
 
     def _representatives(self, keys: Sequence[int], size: int) -> list[Mesh]:

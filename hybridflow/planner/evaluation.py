@@ -111,6 +111,12 @@ class Evaluator:
             for node in self.schedule.nodes
         ]
         self._numbers = [{(o.plan.mesh, o.plan.parallel): i for i, o in enumerate(own)} for own in options]
+        self._generating = [
+            (at, call)
+            for at, (call, source) in enumerate(self.nodes)
+            if call is not None and source is None and self.calls[call].kind == "generation"
+        ]
+        self._at_home = sorted(set(self.homes))
         self.capacity = np.array(problem.capacity)
         self._vectors: dict[Mesh, Floats] = {}
         self._seconds: dict[tuple[int, int, int, int], float] = {}
@@ -143,9 +149,12 @@ class Evaluator:
 
     def _score(self, state: Sequence[int], limit: float) -> Score | None:
         chosen = [options[n] for options, n in zip(self.options, state, strict=True)]
-        excess, broken = self._excess(chosen), self._broken(chosen)
+        static = self._static(chosen)
+        excess, broken = self._excess(chosen, static), self._broken(chosen)
         factor = _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken) if excess > 0 or broken else 1.0
         seconds, masks = self.loads(state, chosen)
+        for node, call in self._generating:
+            seconds[node] = self._generation(call, chosen[call], static)
         least = self.schedule.least(seconds, masks)
         if least * factor >= limit:
             return None
@@ -154,7 +163,7 @@ class Evaluator:
         return Score(took * factor, took, excess, broken)
 
     def loads(self, state: Sequence[int], chosen: Sequence[Option]) -> tuple[list[float], list[int]]:
-        """Seconds and devices of every node of the schedule."""
+        """Seconds and devices of every node of the schedule, generation with all memory for it."""
         seconds, masks = [], []
         for call, source in self.nodes:
             if call is None:
@@ -178,17 +187,27 @@ class Evaluator:
             found = self._seconds[key] = self.problem.reallocation(self.calls[call].group, there, here)
         return found
 
-    def _excess(self, chosen: Sequence[Option]) -> float:
+    def _static(self, chosen: Sequence[Option]) -> Floats:
+        """[devices] Bytes that stay between calls."""
+        static = np.zeros_like(self.capacity)
+        for i in self._at_home:
+            static += chosen[i].static * self.vector(chosen[i].plan.mesh)
+        return static
+
+    def _excess(self, chosen: Sequence[Option], static: Floats) -> float:
         """Largest part of a device's memory that is asked for beyond it; negative if all fit."""
-        static, active = np.zeros_like(self.capacity), np.zeros_like(self.capacity)
+        active = np.zeros_like(self.capacity)
         for i, option in enumerate(chosen):
-            on = self.vector(option.plan.mesh)
             home = self.homes[i]
-            if home == i:
-                static += option.static * on
             elsewhere = home != i and option.plan != chosen[home].plan
-            np.maximum(active, (option.active + (option.copy if elsewhere else 0.0)) * on, out=active)
+            more = (option.active + option.copy if elsewhere else option.active) * self.vector(option.plan.mesh)
+            np.maximum(active, more, out=active)
         return float(((static + active) / self.capacity).max()) - 1.0
+
+    def _generation(self, call: int, option: Option, static: Floats) -> float:
+        mesh = option.plan.mesh
+        beside = float((static * self.vector(mesh)).max())
+        return self.problem.generation(self.calls[call], option.plan, beside)
 
     def vector(self, mesh: Mesh) -> Floats:
         """[devices]: 1 on the mesh, 0 elsewhere."""

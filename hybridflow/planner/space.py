@@ -18,6 +18,7 @@ from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.timeline import Timeline, home, moves, simulate
 
 MANY_NODES = 16
+STEPS = 64
 
 
 class Cost(Protocol):
@@ -32,14 +33,22 @@ class Cost(Protocol):
 class Costs(Protocol):
     """What searches ask of a simulator. Memory is in bytes per device. Errors: PlacementError for what cannot run."""
 
-    def cost(self, call: str, plan: CallPlan) -> Cost: ...
+    def cost(self, call: str, plan: CallPlan, room: float | None = None) -> Cost:
+        """`room` is what each device has for the KV cache of a generation call."""
+        ...
 
     def static(self, group: str, plan: CallPlan) -> float:
         """What stays between calls of a group whose weights lie as `plan` says."""
         ...
 
-    def active(self, call: str, plan: CallPlan) -> float:
-        """What a call needs on top while it runs, without a second copy of the weights."""
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None) -> float:
+        """What a call needs on top while it runs; where `home`, the layout of the static bytes, is given and another,
+        with weights of its own."""
+        ...
+
+    def room(self, call: str, plan: CallPlan, beside: float) -> float:
+        """What a generation call finds for its KV cache beside so many static bytes of all groups; more bytes never
+        leave more room, and less room never makes it faster."""
         ...
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
@@ -48,7 +57,8 @@ class Costs(Protocol):
 
 
 class Option(NamedTuple):
-    """One way to run a call: seconds, bytes that stay if the weights are at home here, bytes on top while it runs."""
+    """One way to run a call: seconds (generation: with all memory for it), bytes that stay if the weights are at home
+    here, bytes on top while it runs, and those of a second copy of the weights if they are at home elsewhere."""
 
     plan: CallPlan
     seconds: float
@@ -59,8 +69,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be placed where, with what it costs. `memory_share` of a device's memory may be used, and
-    a second copy of weights takes `weight_bytes` for each.
+    """What is to be placed where, with what it costs. `memory_share` of a device's memory may be used.
 
     Errors: PlacementError for constraints that name unknown groups or contradict each other.
     """
@@ -70,7 +79,6 @@ class Problem:
     costs: Costs
     constraints: tuple[Constraint, ...] = ()
     memory_share: float = 0.95
-    weight_bytes: float = 2.0
 
     def __post_init__(self) -> None:
         _ = self.rules
@@ -109,10 +117,15 @@ class Problem:
 
     def shape(self, mesh: Mesh) -> tuple:
         """Meshes of equal shape cost the same: how many devices of which nodes."""
-        counts = self.counts(mesh)
-        if self.homogeneous:
-            return tuple(counts.values())
-        return tuple((self.cluster.nodes[node], count) for node, count in counts.items())
+        if mesh.bits not in self._shapes:
+            counts = self.counts(mesh)
+            kinds = ((self.cluster.nodes[node], count) for node, count in counts.items())
+            self._shapes[mesh.bits] = tuple(counts.values()) if self.homogeneous else tuple(kinds)
+        return self._shapes[mesh.bits]
+
+    @cached_property
+    def _shapes(self) -> dict[int, tuple]:
+        return {}
 
     def counts(self, mesh: Mesh) -> dict[int, int]:
         """How many devices of each node are in a mesh."""
@@ -133,24 +146,36 @@ class Problem:
         return found._replace(plan=CallPlan(mesh, parallel))
 
     def _asked(self, call: Call, plan: CallPlan) -> Option | None:
+        elsewhere = CallPlan(Mesh((plan.mesh.devices[-1] + 1,)), Parallel())
         try:
+            active = self.costs.active(call.name, plan)
             return Option(
                 plan,
-                self.costs.cost(call.name, plan).seconds,
+                self._seconds(call, plan, 0.0),
                 self.costs.static(call.group, plan),
-                self.costs.active(call.name, plan),
-                self.copy(call.group, plan.parallel),
+                active,
+                self.costs.active(call.name, plan, elsewhere) - active,
             )
         except (PlacementError, ModelError):
             return None
 
-    def copy(self, group: str, parallel: Parallel) -> float:
-        """Bytes of the weights alone: what a call in a layout of its own needs besides those at home."""
-        return self.weight_bytes * self._parameters[group] / (parallel.p * parallel.t)
+    def _seconds(self, call: Call, plan: CallPlan, beside: float) -> float:
+        room = self.costs.room(call.name, plan, beside) if call.kind == "generation" else None
+        return self.costs.cost(call.name, plan, room).seconds
+
+    def generation(self, call: Call, plan: CallPlan, beside: float) -> float:
+        """Seconds of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
+        64th of its memory."""
+        part = self.capacity[plan.mesh.devices[0]] / STEPS
+        steps = math.ceil(beside / part - 1e-9)
+        key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
+        if key not in self._generation:
+            self._generation[key] = self._seconds(call, plan, steps * part)
+        return self._generation[key]
 
     @cached_property
-    def _parameters(self) -> dict[str, int]:
-        return {group: model.num_parameters if model else 0 for group, model in self.graph.models.items()}
+    def _generation(self) -> dict[tuple, float]:
+        return {}
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds, remembered: pairs that differ by whole nodes cost the same."""
@@ -173,29 +198,42 @@ class Problem:
             self._shifts[key] = (key[0] >> shift, key[1] >> shift)
         return self._shifts[key]
 
-    def memory(self, plan: ExecutionPlan) -> list[float]:
-        """Bytes in use on each device at its fullest moment."""
-        static, active = [0.0] * self.cluster.size, [0.0] * self.cluster.size
+    def static(self, plan: ExecutionPlan) -> list[float]:
+        """Bytes that stay on each device between calls."""
+        found = [0.0] * self.cluster.size
         for group, name in self.homes.items():
-            home = plan[name]
-            for device in home.mesh.devices:
-                static[device] += self.costs.static(group, home)
+            more = self.costs.static(group, plan[name])
+            for device in plan[name].mesh.devices:
+                found[device] += more
+        return found
+
+    def memory(self, plan: ExecutionPlan) -> list[float]:
+        """Bytes in use on each device at its fullest moment, with the least KV cache that generation can do with."""
+        active = [0.0] * self.cluster.size
         for call in self.calls:
             here = plan[call.name]
-            more = self.costs.active(call.name, here)
-            if here != plan[self.homes[call.group]]:
-                more += self.copy(call.group, here.parallel)
+            more = self.costs.active(call.name, here, plan[self.homes[call.group]])
             for device in here.mesh.devices:
                 active[device] = max(active[device], more)
-        return [a + b for a, b in zip(static, active, strict=True)]
+        return [a + b for a, b in zip(self.static(plan), active, strict=True)]
 
     def fits(self, plan: ExecutionPlan) -> bool:
         return all(used <= limit for used, limit in zip(self.memory(plan), self.capacity, strict=True))
 
+    def seconds(self, plan: ExecutionPlan) -> dict[str, float]:
+        """Seconds of each call, of generation with the KV cache that it finds room for."""
+        static, found = self.static(plan), {}
+        for call in self.calls:
+            here = plan[call.name]
+            if call.kind == "generation":
+                found[call.name] = self.generation(call, here, max(static[d] for d in here.mesh.devices))
+            else:
+                found[call.name] = self._seconds(call, here, 0.0)
+        return found
+
     def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
         """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""
-        seconds = lambda call, at: self.costs.cost(call, at).seconds  # noqa: E731
-        return simulate(self.graph, plan, seconds, reallocation=self.reallocation, **how)
+        return simulate(self.graph, plan, self.seconds(plan), reallocation=self.reallocation, **how)
 
     def obeys(self, plan: ExecutionPlan) -> bool:
         """The plan keeps all constraints."""

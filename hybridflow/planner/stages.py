@@ -6,7 +6,7 @@ one after another, and sets run at the same time; stages follow each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,13 +32,22 @@ class Layouts(NamedTuple):
         return self.generate if call.kind == "generation" and self.generate is not None else self.parallel
 
 
+class Generates(NamedTuple):
+    """A generation call and its layout. Its seconds depend on the memory that the whole set leaves for KV cache."""
+
+    call: str
+    parallel: Parallel
+
+
 class Setting(NamedTuple):
-    """One choice for a group on a mesh: seconds of each stage, bytes per device that stay, and on top of them."""
+    """One choice for a group on a mesh: seconds of each stage without those of `generates`, bytes per device that stay,
+    and bytes on top of them while a call runs."""
 
     layouts: Layouts
     seconds: tuple[float, float, float]
     static: float
     active: float
+    generates: tuple[Generates, ...] = ()
 
 
 def stage_of(call: Call) -> int:
@@ -55,20 +64,27 @@ def group_settings(problem: Problem, group: str, mesh: Mesh) -> Iterator[Setting
     """Every way to run a group on a mesh (algorithm 2) that its constraints and the simulator allow.
 
     One layout serves training and inference. Generation has one within it; getting the weights there belongs to the
-    generation stage.
+    generation stage. What is beaten even if that took no time is left out: weight plans take a while.
     """
     calls = problem.graph.of_group(group)
     hybrid = len({call.kind == "generation" for call in calls}) == 2
+    found = []
     for parallel in problem.strategies(group, mesh):
         for generate in generation_sizes(parallel) if hybrid else [None]:
             setting = _setting(problem, group, calls, mesh, Layouts(parallel, generate))
             if setting is not None:
-                yield setting
+                found.append(setting)
+    kept: dict[tuple[Generates, ...], list[Setting]] = {}
+    for setting in sorted(found, key=lambda s: sum(s.seconds)):
+        alike = kept.setdefault(setting.generates, [])
+        if not any(_beats(other, setting) for other in alike):
+            alike.append(_with_transition(problem, group, mesh, setting))
+    yield from (setting for alike in kept.values() for setting in alike)
 
 
 def _setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, layouts: Layouts) -> Setting | None:
-    seconds, static, active = [0.0, 0.0, 0.0], 0.0, 0.0
-    home = CallPlan(mesh, layouts.parallel)
+    """Without the transition to the generation layout."""
+    seconds, static, active, generates = [0.0, 0.0, 0.0], 0.0, 0.0, []
     for call in calls:
         parallel = layouts.of(call)
         if not problem.rules.allows(group, mesh, parallel, call.kind == "generation"):
@@ -76,13 +92,32 @@ def _setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, la
         option = problem.option(call, mesh, parallel)
         if option is None:
             return None
-        seconds[stage_of(call)] += option.seconds
+        if call.kind == "generation":
+            generates.append(Generates(call.name, parallel))
+        else:
+            seconds[stage_of(call)] += option.seconds
         if parallel == layouts.parallel:
             static, active = option.static, max(active, option.active)
         else:
-            seconds[stage_of(call)] += problem.reallocation(group, home, CallPlan(mesh, parallel))
             active = max(active, option.active + option.copy)
-    return Setting(layouts, (seconds[0], seconds[1], seconds[2]), static, active)
+    return Setting(layouts, (seconds[0], seconds[1], seconds[2]), static, active, tuple(generates))
+
+
+def _with_transition(problem: Problem, group: str, mesh: Mesh, setting: Setting) -> Setting:
+    """Weights get into the layout of each generation call before it."""
+    home, (generation, *others) = CallPlan(mesh, setting.layouts.parallel), setting.seconds
+    for call in setting.generates:
+        if call.parallel != home.parallel:
+            generation += problem.reallocation(group, home, CallPlan(mesh, call.parallel))
+    return setting._replace(seconds=(generation, *others))
+
+
+def _beats(first: Setting, second: Setting) -> bool:
+    """At most as slow in every stage, and as large."""
+    pairs = zip(
+        (*first.seconds, first.static, first.active), (*second.seconds, second.static, second.active), strict=True
+    )
+    return all(a <= b for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -90,11 +125,13 @@ class Front:
     """Choices for the groups of a set that no other choice beats.
 
     `values` [choices, 5]: seconds of the three stages, static and active bytes. `layouts` are those of the set's groups
-    in each choice, `sizes` the devices that it takes, `least` the smallest seconds of each stage.
+    in each choice, `generates` what it generates and how, `sizes` the devices that it takes. `least` are the smallest
+    seconds of each stage.
     """
 
     values: Floats
     layouts: list[tuple[Layouts, ...]]
+    generates: list[tuple[Generates, ...]]
     sizes: list[int]
     least: Floats = field(init=False)
 
@@ -107,7 +144,8 @@ class Front:
         """Of one group on `size` devices of `capacity` bytes."""
         given = [s for s in settings if s.static + s.active <= capacity]
         values = np.array([(*s.seconds, s.static, s.active) for s in given]).reshape(-1, _WIDTH)
-        return cls(values, [(s.layouts,) for s in given], [size] * len(given))._kept(undominated(values))
+        made = cls(values, [(s.layouts,) for s in given], [s.generates for s in given], [size] * len(given))
+        return made._kept(_undominated_alike(values, made.generates))
 
     def with_peers(self, other: Front, capacity: float) -> Front:
         """Both sets on the same devices: stages and static bytes add up, the largest active bytes count."""
@@ -115,19 +153,46 @@ class Front:
         both = (first + second).reshape(-1, _WIDTH)
         both[:, _ACTIVE] = np.maximum(first[..., _ACTIVE], second[..., _ACTIVE]).reshape(-1)
         fitting = np.flatnonzero(both[:, _STATIC] + both[:, _ACTIVE] <= capacity)
-        kept = fitting[undominated(both[fitting])]
         width = max(1, len(other.layouts))
-        layouts = [self.layouts[i // width] + other.layouts[i % width] for i in kept.tolist()]
-        return Front(both[kept], layouts, [self.sizes[i // width] for i in kept.tolist()])
+        pairs = [divmod(i, width) for i in fitting.tolist()]
+        made = Front(
+            both[fitting],
+            [self.layouts[a] + other.layouts[b] for a, b in pairs],
+            [self.generates[a] + other.generates[b] for a, b in pairs],
+            [self.sizes[a] for a, _ in pairs],
+        )
+        return made._kept(_undominated_alike(made.values, made.generates))
+
+    def generating(self, seconds: Callable[[Generates, float], float]) -> Front:
+        """With the seconds of generation: `seconds` of a call where so many bytes are taken by static ones."""
+        values, known = self.values.copy(), {}
+        for row, calls in enumerate(self.generates):
+            if calls:
+                key = (calls, values[row, _STATIC])
+                if key not in known:
+                    known[key] = sum(seconds(call, key[1]) for call in calls)
+                values[row, 0] += known[key]
+        made = Front(values, self.layouts, self.generates, self.sizes)
+        return made._kept(undominated(values[:, :STAGES]))
 
     def or_(self, other: Front) -> Front:
         """The better choices of both, by seconds alone."""
         values = np.concatenate([self.values, other.values])
-        joined = Front(values, self.layouts + other.layouts, self.sizes + other.sizes)
-        return joined._kept(undominated(values[:, :STAGES]))
+        layouts, generates = self.layouts + other.layouts, self.generates + other.generates
+        return Front(values, layouts, generates, self.sizes + other.sizes)._kept(undominated(values[:, :STAGES]))
 
     def _kept(self, rows: NDArray[np.intp]) -> Front:
-        return Front(self.values[rows], [self.layouts[i] for i in rows], [self.sizes[i] for i in rows])
+        layouts, generates = [self.layouts[i] for i in rows], [self.generates[i] for i in rows]
+        return Front(self.values[rows], layouts, generates, [self.sizes[i] for i in rows])
+
+
+def _undominated_alike(values: Floats, generates: Sequence[tuple[Generates, ...]]) -> NDArray[np.intp]:
+    """Rows that no row of equal generation beats: among those, less static memory never makes generation slower."""
+    alike: dict[tuple[Generates, ...], list[int]] = {}
+    for row, calls in enumerate(generates):
+        alike.setdefault(calls, []).append(row)
+    kept = [np.array(rows)[undominated(values[rows])] for rows in alike.values()]
+    return np.sort(np.concatenate(kept)) if kept else np.zeros(0, dtype=np.intp)
 
 
 def undominated(values: Floats) -> NDArray[np.intp]:
