@@ -99,7 +99,7 @@ def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[
 def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[str, ModelSource] | None = None) -> Trace:
     """What `driver(*arguments)` does in its loop, an unchanged program such as a recipe's `main`.
 
-    It is run up to the third batch of its loader (without a loader: the fourth `tracker.log`), with groups that have
+    It is run until the fourth batch of its loader (without a loader: the fourth `tracker.log`), with groups that have
     no processes; a tracker writes no files. Whatever else the driver does, it does. `models` are planned with instead
     of those that the driver names; a group that shares the checkpoint of one of them follows it.
 

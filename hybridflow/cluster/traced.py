@@ -3,7 +3,7 @@
 driver -> hf.ActorWorker.on(...)  -> TracedGroup         no checkpoint is read, no device is asked for
           actor.method(batch)     -> Program.call(...)   settings and columns are checked as ever
           batch.get(), .metrics() -> stand-ins
-A loader's third iteration ends the driver.
+A driver ends where its fourth iteration would begin.
 """
 
 from __future__ import annotations
