@@ -34,7 +34,7 @@ class Coefficients:
     layer_seconds: float = 200e-6  # launches of a layer, each time that it runs forward in training or inference
     decode_layer_seconds: float = 12e-6  # launches of a layer in a decode step (CUDA graphs)
     step_seconds: float = 3e-3  # what the host does for a decode step
-    row_seconds: float = 40e-6  # what the host does for a row in a decode step: scheduling, sampling, text
+    row_seconds: float = 30e-6  # what the host does for a row in a decode step: scheduling, sampling, text
     call_seconds: float = 20e-3  # dispatch of a call, and of every optimizer step
     usable_memory: float = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
 

@@ -115,8 +115,8 @@ def layer_forward(
     products = product(site, k, tokens, hidden * (2 * queries + 2 * keys), queries, itemsize)
     products += product(site, k, tokens, 3 * hidden * wide, wide, itemsize)
     attention = 4 * pairs * queries / (site.flops * k.attention)
-    # two norms and two residuals on every rank; rotations and the gate on a rank's own shard
-    moved = 10 * hidden + 2 * (queries + keys) + 3 * wide
+    # two norms and two residuals, on every rank unless these share the sequence; rotations, the gate on its own shard
+    moved = 10 * hidden / site.shares + 2 * (queries + keys) + 3 * wide
     return Seconds(
         compute=products + attention,
         memory=tokens * moved * itemsize / site.bandwidth,

@@ -21,7 +21,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Site:
     """What one device of the mesh reaches: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory, `link`
     [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. A group that
-    waits for its slowest member is as good as that. `local` neighbours of the mesh lie in one node.
+    waits for its slowest member is as good as that. `local` neighbours of the mesh lie in one node. `shares` ranks of a
+    tensor parallel group share what is not cut (sequence parallelism: t, else 1).
     """
 
     p: int
@@ -35,9 +36,12 @@ class Site:
     network: float
     latency: float
     network_latency: float
+    shares: int = 1
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients) -> Site:
+    def of(
+        cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients, sequence_parallel: bool = True
+    ) -> Site:
         """Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it lacks."""
         runs: dict[int, int] = {}
         for device in plan.mesh.devices:
@@ -58,6 +62,7 @@ class Site:
             network=cluster.bandwidth * k.network,
             latency=max(node.latency for node in nodes),
             network_latency=cluster.latency,
+            shares=sizes.t if sequence_parallel else 1,
         )
 
     def inside(self, neighbours: int) -> bool:
@@ -76,12 +81,13 @@ class Site:
         return hops * self.network_latency + volume * groups / min(self.network, self.link * groups)
 
     def stage_message(self, nbytes: float) -> float:
-        """Seconds until a stage's t ranks have handed `nbytes` each to the next stage, at the slowest boundary."""
+        """Seconds until a stage has handed `nbytes`, which its t ranks share or each have, to the next stage."""
         if self.p == 1:
             return 0.0
         if self.inside(self.p * self.t):
-            return self.latency + nbytes / self.link
-        return self.network_latency + nbytes * min(self.t, self.local) / min(self.network, self.link * self.t)
+            return self.latency + nbytes / self.shares / self.link
+        copies = min(self.t, self.local) / self.shares
+        return self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
 
     def data_parallel(self, nbytes: float) -> float:
         """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over the d ranks that hold the same shard. All

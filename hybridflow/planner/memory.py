@@ -52,7 +52,7 @@ def active(setting: Setting, kind: Kind, rows: float, copy: bool) -> DeviceMemor
     flight = min(setting.parallel.p, stream.micro)  # micro-batches of which the first stage keeps activations (1F1B)
     layers = -(-size.layers // setting.parallel.p)
     if work.recompute:
-        activations = tokens * (flight * layers * size.hidden * setting.itemsize + kept(setting))
+        activations = tokens * (flight * layers * size.hidden / setting.site.shares * setting.itemsize + kept(setting))
     else:
         activations = flight * layers * tokens * kept(setting)
     return DeviceMemory(activations=activations, logits=logits * LOGITS, weights=own)
@@ -60,10 +60,11 @@ def active(setting: Setting, kind: Kind, rows: float, copy: bool) -> DeviceMemor
 
 def kept(setting: Setting) -> float:
     """Bytes per token that a layer keeps for its backward pass (Korthikanti et al. 2023, section 4, with flash
-    attention and a gated MLP): inputs of norms and products whole, everything between on a rank's own shard."""
+    attention and a gated MLP): inputs of norms and products (whole unless the ranks share the
+    sequence), and everything between, of which a rank has its own shard."""
     size, t = setting.size, setting.parallel.t
     own = 2 * size.queries / t + 2 * size.keys_on(t) + 3 * size.intermediate / t
-    return (4 * size.hidden + own) * setting.itemsize
+    return (4 * size.hidden / setting.site.shares + own) * setting.itemsize
 
 
 def cache(setting: Setting, rows: float, room: float) -> float:

@@ -84,7 +84,9 @@ class Simulator:
         _check_split(model.heads, model.intermediate, model.kv_heads, model.layers, sizes, group)
         site = self._sites.get(plan)
         if site is None:
-            site = self._sites[plan] = Site.of(self.cluster, plan, self.workload.dtype, self.coefficients)
+            site = self._sites[plan] = Site.of(
+                self.cluster, plan, self.workload.dtype, self.coefficients, self.workload.sequence_parallel
+            )
         return Setting(site, model, Sizes.of(model), sizes, self.workload, self.coefficients, self.profile)
 
     def capacity(self, plan: CallPlan) -> float:
@@ -135,8 +137,8 @@ class Simulator:
     def active(self, call: str, plan: CallPlan, home: CallPlan | None = None) -> float:
         """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows.
 
-        Generation of a trained group has weights of its own; other calls do where `home`, the layout in which the
-        group's static bytes lie, is given and differs from `plan`.
+        Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
+        weights of its own.
         """
         return self._least(call, plan, home is not None and home != plan).active
 
@@ -156,8 +158,7 @@ class Simulator:
             rows = self.workload.rows * call.rows
             if call.kind == "training":
                 rows /= self.updates(call)[0]
-            copy = elsewhere or (call.kind == "generation" and call.group in self.graph.trained)
-            found = memory.active(setting, call.kind, rows, copy) if setting else DeviceMemory()
+            found = memory.active(setting, call.kind, rows, elsewhere) if setting else DeviceMemory()
             self._active[name, plan, elsewhere] = found
         return found
 

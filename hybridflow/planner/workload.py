@@ -55,7 +55,8 @@ class Workload:
 
     `prompt` and `response` take what `Lengths.of` takes. `minibatches` and `epochs` hold for training calls that do
     not say otherwise. `recompute` trains with activation recomputation. `micro_tokens` is the token budget of a
-    micro-batch that is not fixed by `Parallel.micro_batches`.
+    micro-batch that is not fixed by `Parallel.micro_batches`. With `sequence_parallel` the ranks of a tensor parallel
+    group share what lies between the cut matrices, too, and hand it to the next stage once.
 
     Errors: ConfigError for sizes that are not positive, and for more responses per prompt than rows.
     """
@@ -69,10 +70,11 @@ class Workload:
     dtype: DType = "bfloat16"
     responses_per_prompt: int = 1
     micro_tokens: int = 16384
+    sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
         whole(self, 1, "rows", "minibatches", "epochs", "responses_per_prompt", "micro_tokens")
-        true_or_false(self, "recompute")
+        true_or_false(self, "recompute", "sequence_parallel")
         one_of(self, "dtype", DType)
         for name in ("prompt", "response"):
             object.__setattr__(self, name, Lengths.of(getattr(self, name)))
