@@ -55,13 +55,14 @@ class Found:
     history: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
 
-def options_of(problem: Problem, *, prune: bool = True, also: Sequence[Mesh] = ()) -> list[list[Option]]:
-    """For each of the problem's calls, what it can choose from. `also` are meshes besides those of `meshes`.
+def options_of(problem: Problem, *, prune: bool = True, also: Sequence[ExecutionPlan] = ()) -> list[list[Option]]:
+    """For each of the problem's calls, what it can choose from, and whatever the plans in `also` choose.
 
     With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of
     the group: it could only save moves between them. Calls without any option have an empty list.
     """
-    where = list(dict.fromkeys([*meshes(problem.cluster), *also]))
+    given = dict.fromkeys((problem.graph.call(name).group, at) for plan in also for name, at in plan.items())
+    where = list(dict.fromkeys([*meshes(problem.cluster), *(at.mesh for _, at in given)]))
     where += [Mesh(p) for g in problem.graph.groups if (p := problem.rules.devices(g)) and Mesh(p) not in where]
     shapes = {mesh: problem.shape(mesh) for mesh in where}
     by_shape: dict[tuple[str, tuple], list] = {}
@@ -72,8 +73,9 @@ def options_of(problem: Problem, *, prune: bool = True, also: Sequence[Mesh] = (
             key = (group, shapes[mesh])
             if key not in by_shape:
                 by_shape[key] = _layouts(problem, calls, mesh, prune)
+            more = [at.parallel for of, at in given if of == group and at.mesh == mesh]
             for call in calls:
-                for parallel in by_shape[key]:
+                for parallel in dict.fromkeys([*by_shape[key], *more]):
                     if problem.rules.allows(group, mesh, parallel, call.kind == "generation"):
                         option = problem.option(call, mesh, parallel, shapes[mesh])
                         found[call.name] += [option] if option else []

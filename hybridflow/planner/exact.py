@@ -33,8 +33,7 @@ def exact(
     work of their devices, the shortest chain of calls through an iteration, and memory. A good `start` rules out more.
     The result is `complete` unless `budget_s` seconds ran out. Keywords for the timeline as for `Schedule`.
     """
-    also = dict.fromkeys(call.mesh for call in start.values()) if start else {}
-    options = options_of(problem, prune=prune, also=list(also))
+    options = options_of(problem, prune=prune, also=[start] if start else [])
     if not all(options):
         return None
     evaluator = Evaluator(problem, options, **how)

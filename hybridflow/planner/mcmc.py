@@ -40,8 +40,7 @@ def mcmc(
     """
     if not budget_s > 0:
         raise ConfigError(f"budget_s={budget_s!r}: give a positive number of seconds.")
-    also = dict.fromkeys(call.mesh for plan in starts for call in plan.values())
-    options = options_of(problem, prune=prune, also=list(also))
+    options = options_of(problem, prune=prune, also=starts)
     if not all(options):
         return None
     evaluator = Evaluator(problem, options, **how)

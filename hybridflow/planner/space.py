@@ -173,6 +173,11 @@ class Problem:
             self._generation[key] = self._seconds(call, plan, steps * part)
         return self._generation[key]
 
+    def limit(self, call: Call, plan: CallPlan, beside: float) -> str:
+        """What most of a call's time is spent on; `beside` as for `generation`."""
+        room = self.costs.room(call.name, plan, beside) if call.kind == "generation" else None
+        return self.costs.cost(call.name, plan, room).limit
+
     @cached_property
     def _generation(self) -> dict[tuple, float]:
         return {}

@@ -1,0 +1,281 @@
+"""Placement: where every group of a loop is, how its model is cut there, and why: what the planner finds. Pure.
+
+A plain value: it is printed, drawn, saved as YAML, and taken by the runtime. Devices are numbers in the cluster, which
+count through from node to node.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from hybridflow.config import FSDP, Megatron, ZeRO
+from hybridflow.errors import PlacementError, nearest
+
+Strategy = Megatron | FSDP | ZeRO
+_STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    """Devices of a group and how its model is trained, or kept where it is not trained (None: a group of functions).
+
+    `nodes` are the devices of each node of the cluster. `generate` are (p_g, t_g), None for a group that does not
+    generate.
+    """
+
+    devices: tuple[int, ...]
+    nodes: tuple[int, ...]
+    train: Strategy | None = None
+    generate: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """Where one call runs, its sizes (p, t, d), and what is expected of it.
+
+    `differs`: the weights of its group are at home elsewhere or in other sizes, and are moved here in `move_seconds`
+    before it. `memory` are bytes on its fullest device while it runs, of all groups there, of `capacity`. `limit` is
+    what most of its `seconds` are spent on, `runner_up` the next best layout and `lost` why it is not taken.
+    """
+
+    group: str
+    kind: str
+    devices: tuple[int, ...]
+    sizes: tuple[int, int, int]
+    seconds: float
+    differs: bool = False
+    move_seconds: float = 0.0
+    limit: str = ""
+    memory: float = 0.0
+    capacity: float = 0.0
+    runner_up: str = ""
+    lost: str = ""
+
+    @property
+    def layout(self) -> str:
+        p, t, d = self.sizes
+        return f"{p}-{t}-{d}"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`call` runs on `devices` from `start` to `stop` [s]; `move`: its weights are on their way to them."""
+
+    call: str
+    group: str
+    devices: tuple[int, ...]
+    start: float
+    stop: float
+    move: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`placement["actor"]` is where the actor goes. `nodes` are the devices of each node of the `cluster`.
+
+    `calls` are in program order, `seconds` the expected time of an iteration, `bars` one of them, and `found_by` the
+    search that found it. Errors: PlacementError for a group that it does not have, with the nearest name.
+    """
+
+    nodes: tuple[int, ...]
+    groups: Mapping[str, GroupPlacement] = field(default_factory=dict)
+    calls: Mapping[str, CallLayout] = field(default_factory=dict)
+    seconds: float = 0.0
+    cluster: str = ""
+    found_by: str = ""
+    bars: tuple[Bar, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", MappingProxyType(dict(self.groups)))
+        object.__setattr__(self, "calls", MappingProxyType(dict(self.calls)))
+
+    def __getitem__(self, group: str) -> GroupPlacement:
+        if group not in self.groups:
+            raise PlacementError(f"the placement has no group {group!r}.{nearest(str(group), self.groups)}")
+        return self.groups[group]
+
+    def __contains__(self, group: object) -> bool:
+        return group in self.groups
+
+    def __reduce__(self):
+        return _from_plain, (self.plain(),)
+
+    @property
+    def differing(self) -> Mapping[str, CallLayout]:
+        """Calls before which weights are moved, because their layout is not that of their group."""
+        return {name: call for name, call in self.calls.items() if call.differs}
+
+    def plain(self) -> dict[str, Any]:
+        """Everything as numbers, texts, lists and dictionaries."""
+        groups = {
+            name: {
+                "devices": ranges(group.devices),
+                "train": _plain_strategy(group.train),
+                "generate": group.generate and list(group.generate),
+            }
+            for name, group in self.groups.items()
+        }
+        calls = {name: asdict(call) for name, call in self.calls.items()}
+        for call in calls.values():
+            call |= {"devices": ranges(call["devices"]), "sizes": list(call["sizes"])}
+        bars = [asdict(bar) | {"devices": ranges(bar.devices)} for bar in self.bars]
+        head = {"cluster": self.cluster, "nodes": list(self.nodes), "seconds": self.seconds, "found_by": self.found_by}
+        return {**head, "groups": groups, "calls": calls, "bars": bars}
+
+    def save(self, path: str | Path) -> None:
+        """Write YAML."""
+        Path(path).write_text(yaml.safe_dump(self.plain(), sort_keys=False))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Placement:
+        """What `save` wrote. Errors: PlacementError for a missing file or one that is no placement."""
+        try:
+            return _from_plain(yaml.safe_load(Path(path).read_text()))
+        except FileNotFoundError:
+            raise PlacementError(f"there is no placement file {path}. Placement.save writes one.") from None
+        except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlacementError(f"{path} is not a placement as Placement.save writes it: {error!r}.") from None
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table: a heading, and a row for each call."""
+        heading = ("call", "devices", "p-t-d", "seconds", "weights", "memory", "limited by")
+        found = [heading]
+        for name, call in self.calls.items():
+            moved = f"+{call.move_seconds:.3g} s" if call.differs else "at home"
+            memory = f"{call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB" if call.capacity else ""
+            row = (name, ranges(call.devices), call.layout, f"{call.seconds:.3g}", moved, memory, call.limit)
+            found.append(row)
+        return found
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([self._title(), *lines])
+
+    def _title(self) -> str:
+        return f"{self.seconds:.4g} s per iteration on {self.cluster or list(self.nodes)} ({self.found_by or 'given'})"
+
+    def _repr_html_(self) -> str:
+        heading, *rows = self.rows()
+        cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in heading)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<p>{html.escape(self._title())}</p>{table}"
+
+    def explain(self) -> str:
+        """For every call: where it is, its time and what limits it, memory, and why the runner-up was not taken."""
+        parts = [self._title()]
+        for name, call in self.calls.items():
+            lines = [f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}"]
+            lines.append(f"  takes {call.seconds:.4g} s" + (f", mostly {call.limit}" if call.limit else ""))
+            if call.differs:
+                lines.append(f"  its weights are moved there before it, in {call.move_seconds:.3g} s")
+            if call.capacity:
+                share = call.memory / call.capacity
+                lines.append(f"  fills {call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB ({share:.0%}) a device")
+            lines.append(f"  runner-up: {call.runner_up}: {call.lost}" if call.runner_up else "  there is no runner-up")
+            parts.append("\n".join(lines))
+        return "\n\n".join(parts)
+
+    def chart(self, path: str | Path | None = None) -> Any:
+        """Devices over the time of an iteration; a PNG at `path`, else the matplotlib figure (a notebook shows it)."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        devices = sum(self.nodes)
+        figure = Figure(figsize=(10, 1.2 + min(8.0, 0.16 * devices + 1.0)), layout="constrained")
+        canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
+        groups = list(self.groups)
+        for bar in self.bars:
+            color = f"C{groups.index(bar.group) % 10}" if bar.group in groups else "0.7"
+            runs = _runs(bar.devices)
+            for first, last in runs:
+                axes.broken_barh(
+                    [(bar.start, bar.stop - bar.start)],
+                    (first - 0.45, last - first + 0.9),
+                    facecolors=color,
+                    edgecolor="white",
+                    hatch="////" if bar.move else None,
+                    alpha=0.5 if bar.move else 0.9,
+                )
+            first, last = max(runs, key=lambda run: run[1] - run[0])
+            if bar.stop - bar.start > 0.06 * self.seconds and not bar.move:
+                at = (bar.start + bar.stop) / 2, (first + last) / 2
+                axes.text(*at, bar.call.replace(".", "\n", 1), ha="center", va="center", fontsize=7, clip_on=True)
+        edges = [sum(self.nodes[:i]) - 0.5 for i in range(1, len(self.nodes))]
+        for edge in edges:
+            axes.axhline(edge, color="0.5", linewidth=0.6, linestyle=":")
+        axes.set(xlabel="seconds", ylabel="device", ylim=(devices - 0.5, -0.5), title=self._title())
+        if path is not None:
+            canvas.print_png(str(path))
+        return figure
+
+
+def ranges(devices: Sequence[int]) -> str:
+    """Device numbers with neighbours as `first-last`."""
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in _runs(devices))
+
+
+def _runs(devices: Sequence[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for device in devices:
+        if found and device == found[-1][1] + 1:
+            found[-1] = (found[-1][0], device)
+        else:
+            found.append((device, device))
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in str(text).split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def _plain_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
+    """The settings that are not the default ones, by the name of the strategy."""
+    if strategy is None:
+        return None
+    own = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
+    kept = {name: value for name, value in own.items() if value != getattr(type(strategy), name, None)}
+    return {type(strategy).__name__: {n: list(v) if isinstance(v, tuple) else v for n, v in kept.items()}}
+
+
+def _strategy(plain: Mapping[str, Any] | None) -> Strategy | None:
+    if plain is None:
+        return None
+    ((name, settings),) = plain.items()
+    if name not in _STRATEGIES:
+        raise PlacementError(f"strategy {name!r} is unknown.{nearest(name, _STRATEGIES)}")
+    return _STRATEGIES[name](**settings)
+
+
+def _from_plain(plain: Mapping[str, Any]) -> Placement:
+    nodes = tuple(plain["nodes"])
+    groups = {
+        name: GroupPlacement(
+            _numbers(group["devices"]),
+            nodes,
+            _strategy(group["train"]),
+            (group["generate"][0], group["generate"][1]) if group["generate"] else None,
+        )
+        for name, group in plain["groups"].items()
+    }
+    calls = {
+        name: CallLayout(**(call | {"devices": _numbers(call["devices"]), "sizes": tuple(call["sizes"])}))
+        for name, call in plain["calls"].items()
+    }
+    bars = tuple(Bar(**(bar | {"devices": _numbers(bar["devices"])})) for bar in plain["bars"])
+    return Placement(nodes, groups, calls, plain["seconds"], plain["cluster"], plain["found_by"], bars)

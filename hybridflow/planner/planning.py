@@ -1,0 +1,155 @@
+"""Planning: from a graph, a cluster and a workload to the best placement found. Pure.
+
+Small spaces of execution plans are searched exactly. In larger ones HybridFlow's auto-mapping finds where every group
+goes, and MCMC starts from there to give calls of a group layouts of their own where that is faster (ReaL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.config import Megatron
+from hybridflow.errors import ConfigError
+from hybridflow.placement import Bar, CallLayout, GroupPlacement, Placement
+from hybridflow.planner.auto_mapping import auto_map
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.coefficients import DEFAULT, Coefficients
+from hybridflow.planner.constraints import Constraint
+from hybridflow.planner.exact import exact, space_size
+from hybridflow.planner.graph import Graph
+from hybridflow.planner.mcmc import mcmc
+from hybridflow.planner.plans import ExecutionPlan
+from hybridflow.planner.runner_up import runner_ups
+from hybridflow.planner.shortage import shortage
+from hybridflow.planner.simulator import Profile, Simulator
+from hybridflow.planner.space import Problem, plan_moves
+from hybridflow.planner.timeline import Order
+from hybridflow.planner.workload import Workload
+
+SMALL = 1e7
+"""Execution plans that are searched exactly, as far as time allows."""
+
+
+def plan(
+    graph: Graph,
+    cluster: ClusterSpec | str,
+    workload: Workload,
+    constraints: Sequence[Constraint] = (),
+    *,
+    coefficients: Coefficients = DEFAULT,
+    profile: Profile | None = None,
+    budget_s: float = 10.0,
+    seed: int = 0,
+    per_call: bool = True,
+    order: Order = "program",
+) -> Placement:
+    """The placement with the least time per iteration that is found, after auto-mapping, in `budget_s` seconds.
+
+    With `per_call=False` all calls of a group but generation have one layout, as auto-mapping finds it. `order` is how
+    devices take their calls (see `Schedule`): hosts take them in program order.
+
+    Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
+    (for which model, how much memory is missing, and the smallest cluster that fits).
+    """
+    if not budget_s > 0:
+        raise ConfigError(f"budget_s={budget_s!r}: give a positive number of seconds.")
+    rules = tuple(constraints)
+
+    def problem_on(spec: ClusterSpec) -> Problem:
+        simulator = Simulator(spec, graph, workload, coefficients, profile)
+        return Problem(graph, spec, simulator, rules, coefficients.usable_memory)
+
+    problem = problem_on(ClusterSpec.of(cluster))
+    found = _search(problem, budget_s, seed, per_call, order)
+    if found is None:
+        raise shortage(problem, problem_on)
+    return placement_of(problem, *found, order=order)
+
+
+def _search(
+    problem: Problem, budget_s: float, seed: int, per_call: bool, order: Order
+) -> tuple[ExecutionPlan, str] | None:
+    candidates: list[tuple[ExecutionPlan, str]] = []
+    mapped = auto_map(problem)
+    if mapped is not None and problem.fits(mapped.plan):
+        candidates.append((mapped.plan, "auto-mapping"))
+    starts = [known for known, _ in candidates]
+    if per_call or not starts:
+        left = budget_s
+        if space_size(problem) <= SMALL:
+            best = exact(problem, start=starts[0] if starts else None, budget_s=budget_s / 2, order=order)
+            left = 0.0 if best and best.complete else budget_s / 2
+            if best is not None:
+                candidates.append((best.plan, "exact enumeration" if best.complete else "enumeration"))
+        if left and (
+            best := mcmc(problem, starts=[p for p, _ in candidates], seed=seed, budget_s=left, order=order, patience=12)
+        ):
+            candidates.append((best.plan, "MCMC"))
+    if not candidates:
+        return None
+    # of equals the earlier one: auto-mapping moves less
+    return min(candidates, key=lambda one: _rounded(problem.timeline(one[0], order=order).per_iteration))
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
+
+
+def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order: Order = "program") -> Placement:
+    """An execution plan with everything that there is to say of it."""
+    timeline = problem.timeline(found, order=order)
+    nodes = tuple(node.count for node in problem.cluster.nodes)
+    groups = {}
+    for group in problem.graph.groups:
+        home = found[problem.homes[group]]
+        generation = next((c for c in problem.graph.of_group(group) if c.kind == "generation"), None)
+        sizes = found[generation.name].parallel if generation else None
+        train = Megatron(tp=home.parallel.t, pp=home.parallel.p, dp=home.parallel.d)
+        has_model = problem.graph.models[group] is not None
+        generate = (sizes.p, sizes.t) if sizes else None
+        groups[group] = GroupPlacement(home.mesh.devices, nodes, train if has_model else None, generate)
+    middle = (max(span.iteration for span in timeline.spans) + 1) // 2
+    spans = [span for span in timeline.of(middle) if span.mesh is not None]
+    first = min((span.start for span in spans), default=0.0)
+    bars = tuple(
+        Bar(
+            span.call,
+            problem.graph.call(span.call).group,
+            span.mesh.devices if span.mesh else (),
+            span.start - first,
+            span.stop - first,
+            span.moves is not None,
+        )
+        for span in spans
+    )
+    calls = _calls(problem, found, order)
+    return Placement(nodes, groups, calls, timeline.per_iteration, str(problem.cluster), found_by, bars)
+
+
+def _calls(problem: Problem, found: ExecutionPlan, order: Order) -> dict[str, CallLayout]:
+    seconds, moved, static = problem.seconds(found), plan_moves(problem, found), problem.static(found)
+    others, calls = runner_ups(problem, found, order=order), {}
+    for call in problem.calls:
+        here, home = found[call.name], found[problem.homes[call.group]]
+        active = problem.costs.active(call.name, here, home)
+        devices = here.mesh.devices
+        fullest = max(devices, key=lambda d: (static[d] + active) / problem.capacity[d])
+        runner_up, lost = others.get(call.name, ("", ""))
+        calls[call.name] = CallLayout(
+            call.group,
+            call.kind,
+            devices,
+            (here.parallel.p, here.parallel.t, here.parallel.d),
+            seconds[call.name],
+            here != home,
+            moved.get(call.name, 0.0),
+            problem.limit(call, here, max(static[d] for d in devices)),
+            static[fullest] + active,
+            problem.capacity[fullest],
+            runner_up,
+            lost,
+        )
+    return calls
+
+
+__all__ = ["SMALL", "placement_of", "plan"]
