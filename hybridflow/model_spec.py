@@ -229,6 +229,12 @@ class ModelSpec:
         return sum(math.prod(shape) for shape in self.tensors().values())
 
     @property
+    def num_parameters_without_output(self) -> int:
+        """Those of embedding, layers and last norm: without an output embedding of its own, or a value head."""
+        own = ("lm_head.weight", "score.weight")
+        return sum(math.prod(shape) for name, shape in self.tensors().items() if name not in own)
+
+    @property
     def cost(self) -> Cost:
         """What a token costs in the matrices of layers and head, and a pair of tokens in attention (half of all pairs
         are seen, each is multiplied and added twice per head dimension)."""

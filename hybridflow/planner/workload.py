@@ -69,7 +69,7 @@ class Workload:
     recompute: bool = False
     dtype: DType = "bfloat16"
     responses_per_prompt: int = 1
-    micro_tokens: int = 16384
+    micro_tokens: int = 4096
     sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
