@@ -117,7 +117,7 @@ class Simulator:
         """Bytes on the fullest device while the call runs, for this group alone. `home` is where its static bytes are
         laid out (default: as `plan`); generation uses all of `room` that its rows need."""
         group = self.graph.call(call).group
-        least, still = self._least(call, plan, home is not None and home != plan), self._still(group, home or plan)
+        least, still = self._least(call, plan, _differs(plan, home)), self._still(group, home or plan)
         setting = self.setting(group, plan)
         if setting is None:
             return least
@@ -140,7 +140,7 @@ class Simulator:
         Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
         weights of its own.
         """
-        return self._least(call, plan, home is not None and home != plan).active
+        return self._least(call, plan, _differs(plan, home)).active
 
     def _still(self, group: str, plan: CallPlan) -> DeviceMemory:
         found = self._static.get((group, plan))
@@ -178,6 +178,14 @@ class Simulator:
     def seconds(self, plans: Mapping[str, CallPlan]) -> dict[str, float]:
         """Seconds of every planned call."""
         return {name: self.cost(name, plan).seconds for name, plan in plans.items()}
+
+
+def _differs(plan: CallPlan, home: CallPlan | None) -> bool:
+    """Weights that lie as `home` says are not where `plan` wants them. Micro-batches move no weights."""
+    if home is None or plan is home:
+        return False
+    here, there = plan.parallel, home.parallel
+    return (plan.mesh, here.p, here.t, here.d) != (home.mesh, there.p, there.t, there.d)
 
 
 def _check_split(heads: int, wide: int, kv_heads: int, layers: int, sizes: Parallel, group: str) -> None:
