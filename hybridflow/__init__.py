@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hybridflow.algorithms.kl import FixedKL as FixedKL
     from hybridflow.algorithms.lagrange import Lagrange as Lagrange
     from hybridflow.algorithms.rollout_correction import RolloutCorrection as RolloutCorrection
+    from hybridflow.automatic import auto as auto
     from hybridflow.batch import Batch as Batch
     from hybridflow.cluster.batch_ref import BatchRef as BatchRef
     from hybridflow.cluster.future import Future as Future
@@ -67,6 +68,7 @@ _WHERE = {
     "algorithms.kl": ("AdaptiveKL", "FixedKL"),
     "algorithms.lagrange": ("Lagrange",),
     "algorithms.rollout_correction": ("RolloutCorrection",),
+    "automatic": ("auto",),
     "batch": ("Batch",),
     "cluster.batch_ref": ("BatchRef",),
     "cluster.future": ("Future",),

@@ -18,8 +18,10 @@ from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.model_spec import Cost
+from hybridflow.placement import GroupPlacement
 from hybridflow.protocols import operations
 from hybridflow.topology import RankGrid
+from hybridflow.workers.as_planned import as_planned
 
 
 class Worker:
@@ -32,8 +34,9 @@ class Worker:
     context: RankContext
 
     @classmethod
-    def on(cls, pool: ResourcePool, *, name: str | None = None, **settings: Any) -> WorkerGroup:
-        """Place this worker on every device of a pool or slice. Errors: ConfigError, PlacementError, WorkerError."""
+    def on(cls, pool: ResourcePool | GroupPlacement, *, name: str | None = None, **settings: Any) -> WorkerGroup:
+        """Place this worker on every device of a pool or slice, or as a placement says (`placement["actor"]`): on its
+        devices, with its sizes in `train` and `generate`. Errors: ConfigError, PlacementError, WorkerError."""
         return place(cls, pool, name=name, **settings)
 
     @classmethod
@@ -104,9 +107,14 @@ class Worker:
 
 
 def place(
-    worker_class: type, pool: ResourcePool, *, name: str | None = None, grid: RankGrid | None = None, **settings: Any
+    worker_class: type,
+    pool: ResourcePool | GroupPlacement,
+    *,
+    name: str | None = None,
+    grid: RankGrid | None = None,
+    **settings: Any,
 ) -> WorkerGroup:
-    """Place any class that has `@register` methods on every device of a pool or slice.
+    """Place any class that has `@register` methods on every device of a pool or slice, or as a placement says.
 
     Each rank builds `worker_class(**settings)` with `self.context` set. `grid` defaults to what the class says, or to
     data parallelism over all devices. Errors: ConfigError for a setting that the class does not take (with the nearest
@@ -114,6 +122,9 @@ def place(
     """
     if not operations(worker_class):
         raise ConfigError(f"{worker_class.__name__} has no operations: mark methods with @register(protocol, ...).")
+    planned_for = pool if isinstance(pool, GroupPlacement) else None
+    if isinstance(pool, GroupPlacement):
+        pool = ResourcePool.over(pool.nodes)
     if not isinstance(pool, ResourcePool):
         raise PlacementError(f"{worker_class.__name__} is placed on a ResourcePool, got {type(pool).__name__}.")
     pool.check_open()
@@ -124,6 +135,10 @@ def place(
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
     if isinstance(session, TracedSession):
         return session.place(worker_class, pool.name, settings, role)
+    if planned_for is None and session.assignment is not None:
+        planned_for = session.assignment.groups.get(role)
+    if planned_for is not None:
+        pool, settings = pool.part(planned_for.devices), as_planned(planned_for, settings)
     return WorkerGroup(planned(worker_class, pool, settings, role, grid))
 
 

@@ -1,0 +1,141 @@
+"""hf.auto: a driver whose groups are placed as the planner finds best for it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.cluster.session import Session
+from hybridflow.cluster.traced import TracedSession
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.placement import Placement
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.coefficients import DEFAULT, Coefficients
+from hybridflow.planner.constraints import Constraint
+from hybridflow.planner.planning import plan
+from hybridflow.planner.profiles import LayerProfile
+from hybridflow.planner.workload import Lengths, Workload
+from hybridflow.tracing import ModelSource, Trace, trace_driver
+
+logger = logging.getLogger(__name__)
+_PROMPT, _RESPONSE = 512, 512  # tokens, where the driver says nothing
+Given = Workload | Mapping[str, Any] | int | None
+"""What an iteration works on: all of it, some figures of it by name, or its rows; the driver says the rest."""
+
+
+def plan_driver(
+    driver: Callable[..., Any],
+    *arguments: Any,
+    cluster: ClusterSpec | str = "here",
+    batch: Given = None,
+    constraints: Sequence[Constraint] = (),
+    models: Mapping[str, ModelSource] | None = None,
+    coefficients: Coefficients = DEFAULT,
+    profile: LayerProfile | None = None,
+    budget_s: float = 10.0,
+    seed: int = 0,
+    per_call: bool = True,
+) -> Placement:
+    """The placement of the groups of `driver(*arguments)` that takes the least time per iteration, as predicted.
+
+    The driver is traced (see `tracing.trace_driver`, also for `models`), then placements are searched for `budget_s`
+    seconds. With `per_call=False` all calls of a group have one layout (but generation its own sizes there).
+
+    Errors: ConfigError, those of the trace, PlacementError when the cluster is too small.
+    """
+    spec = ClusterSpec.of(cluster)
+    found = trace_driver(driver, *arguments, models=models)
+    return plan(
+        found.graph,
+        spec,
+        workload_of(found, batch, spec),
+        constraints,
+        coefficients=coefficients,
+        profile=profile,
+        budget_s=budget_s,
+        seed=seed,
+        per_call=per_call,
+    )
+
+
+def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
+    """What an iteration of a traced driver works on, where it is not `given`: its rows, the prompts of its batches,
+    responses as long as they may be. Errors: ConfigError for a figure that a workload has not."""
+    if isinstance(given, Workload):
+        return given
+    own = {"rows": given} if isinstance(given, int) else dict(given or {})
+    if unknown := [name for name in own if name not in Workload.__dataclass_fields__]:
+        raise ConfigError(f"batch has no {unknown[0]!r}.{nearest(unknown[0], Workload.__dataclass_fields__)}")
+    drawn = found.drawn
+    trains = [group.settings["train"] for group in found.groups.values() if group.settings.get("optim") is not None]
+    # processors have no fast 16-bit arithmetic, and the engines compute in float32 there
+    figures: dict[str, Any] = {
+        "rows": found.rows,
+        "responses_per_prompt": drawn.factor if drawn else 1,
+        "prompt": Lengths.of(list(drawn.prompt_tokens)) if drawn and drawn.prompt_tokens else Lengths.of(_PROMPT),
+        "response": Lengths.of((drawn and drawn.max_tokens) or _RESPONSE),
+        "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
+    }
+    if trains:  # as the driver trains: one way for all its groups, that of the first
+        names = ("micro_tokens", "recompute", "sequence_parallel")
+        figures |= {name: getattr(trains[0], name, False) for name in names}
+    if "rows" in own and "responses_per_prompt" not in own and own["rows"] % figures["responses_per_prompt"]:
+        raise ConfigError(
+            f"batch={own['rows']}: these are responses, and the driver draws {figures['responses_per_prompt']} for "
+            f"each prompt. Give a multiple of that."
+        )
+    figures |= own
+    return Workload(**figures)
+
+
+class AutoDriver:
+    """A driver that is placed automatically: calling it plans and runs it, `plan(...)` only plans."""
+
+    def __init__(self, driver: Callable[..., Any], placement: Placement | None, options: Mapping[str, Any]) -> None:
+        functools.update_wrapper(self, driver)
+        self.driver, self.placement, self.options = driver, placement, dict(options)
+
+    def plan(self, *arguments: Any, **changes: Any) -> Placement:
+        """The placement with which a call with these arguments would run. `changes` are settings of `plan_driver`."""
+        return plan_driver(self.driver, *arguments, **(self.options | changes))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        driver = functools.partial(self.driver, *arguments, **named)
+        if isinstance(Session.existing(), TracedSession):  # somebody else plans for it
+            return driver()
+        placement = self.placement or plan_driver(driver, **self.options)
+        logger.info("%s runs as planned:\n%s", self.driver.__name__, placement)
+        with Session.assigning(placement):
+            return driver()
+
+
+def auto(
+    driver: Callable[..., Any] | None = None,
+    *,
+    cluster: ClusterSpec | str = "here",
+    batch: Given = None,
+    placement: Placement | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Decorates a driver function: each call finds the best placement of its groups, and runs it with that.
+
+    `cluster` is what it is planned for and runs on ("a100:16x8", "here", a `ClusterSpec`); `batch` what an iteration
+    works on, where the driver does not tell (rows, a `Workload`, or some of its figures: `{"response": (300, 1024)}`).
+    Further options are those of `plan_driver`. With `placement` (or a file of one) nothing is searched.
+
+    The driver stays as it is. It is run twice: traced up to the third batch, then for good; its pools become one over
+    the whole cluster, of which each group gets the devices that were found for it, and the sizes in `train=` and
+    `generate=` those that were found. All other settings are the driver's own.
+    """
+    if placement is not None and (batch is not None or options):
+        raise ConfigError("auto(placement=...) searches nothing: leave out batch and the options of the search.")
+    known = placement if isinstance(placement, Placement) or placement is None else Placement.load(Path(placement))
+    # a group that is placed keeps one layout, so only such placements are looked for
+    settings = {"cluster": cluster, "batch": batch, "per_call": False, **options}
+    if driver is None:
+        return functools.partial(AutoDriver, placement=known, options=settings)
+    return AutoDriver(driver, known, settings)

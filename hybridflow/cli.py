@@ -1,0 +1,197 @@
+"""The command line: `hybridflow plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import ConfigError, HybridFlowError
+
+_ROLE_MODEL = re.compile(r"(?P<role>[A-Za-z_]\w*)\.model=(?P<model>.+)")
+_EPILOG = """\
+examples:
+  hybridflow plan recipes/ppo.py --cluster a100:16x8 model=DIR prompts=FILE.jsonl --response 1024
+  hybridflow plan recipes/ppo.py --cluster h100:16x8 actor.model=llama3-70b critic.model=llama3-7b --rows 4096 \\
+      --prompt 1024 --response 1024 --save plan.yaml --chart plan.png
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status. What the user did wrong is said in one line."""
+    parser = _parser()
+    given, rest = parser.parse_known_args(arguments)
+    if unknown := [name for name in rest if name.startswith("-")]:
+        parser.error(f"unknown option {unknown[0]}")
+    try:
+        given.run(given, rest)
+    except HybridFlowError as error:
+        print(f"hybridflow: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning as one driver script.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="find the best placement of a driver's groups on a cluster, without one",
+        description="Traces a driver, searches the best placement of its groups, and explains it. Nothing is started.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.set_defaults(run=_plan)
+    add = plan.add_argument
+    add("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
+    add("settings", nargs="*", help="arguments of the driver; ROLE.model=MODEL plans with another model of that group")
+    add("--cluster", required=True, help='what it is planned for: "a100:16x8", "a100:16x8,h100:2x4", "here"')
+    add("--rows", type=int, help="responses per iteration (default: those of the driver)")
+    add("--prompt", type=_lengths, metavar="TOKENS", help="of a prompt: a number, or MEAN:MAX")
+    add("--response", type=_lengths, metavar="TOKENS", help="of a response: a number, or MEAN:MAX")
+    add("--dtype", help="of the arithmetic: bfloat16, float16 or float32")
+    add(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="GROUP=DEVICES",
+        help="such as actor=0-7,12 or actor=2-4-1 (p-t-d)",
+    )
+    add("--cap", action="append", default=[], metavar="GROUP=DEVICES", help="at most so many devices")
+    add("--apart", action="append", default=[], metavar="GROUP,GROUP", help="never on the same device")
+    add("--together", action="append", default=[], metavar="GROUP,GROUP", help="on the same devices")
+    add("--coefficients", metavar="FILE", help="of a simulator that was fitted to a machine")
+    add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
+    add("--budget", type=float, default=10.0, metavar="SECONDS", help="for the search (default: 10)")
+    add("--seed", type=int, default=0)
+    add("--save", metavar="FILE", help="the placement as YAML, for hf.auto(placement=FILE)")
+    add("--chart", metavar="FILE", help="devices over time as PNG")
+    add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
+    add("--quiet", action="store_true", help="the table only, no explanation")
+    return parser
+
+
+def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.automatic import plan_driver
+    from hybridflow.planner.coefficients import DEFAULT, Coefficients
+    from hybridflow.planner.profiles import LayerProfile
+
+    settings = [*given.settings, *rest]
+    models = {m["role"]: m["model"] for m in map(_ROLE_MODEL.fullmatch, settings) if m}
+    settings = [setting for setting in settings if not _ROLE_MODEL.fullmatch(setting)]
+    batch = {"rows": given.rows, "prompt": given.prompt, "response": given.response, "dtype": given.dtype}
+    placement = plan_driver(
+        load_driver(given.driver, settings),
+        cluster=given.cluster,
+        batch={name: value for name, value in batch.items() if value is not None},
+        constraints=_constraints(given),
+        models=models,
+        coefficients=Coefficients.load(given.coefficients) if given.coefficients else DEFAULT,
+        profile=LayerProfile.load(given.profile) if given.profile else None,
+        budget_s=given.budget,
+        seed=given.seed,
+        per_call=not given.one_layout,
+    )
+    print(placement)
+    if not given.quiet:
+        print(f"\n{placement.explain()}")
+    if given.save:
+        placement.save(given.save)
+    if given.chart:
+        placement.chart(given.chart)
+
+
+def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
+    """`FILE.py` as the program that it is, or its function `FILE.py:FUNCTION`, which is called with all arguments as
+    one list, as a recipe's `main` is, if it takes any. Errors: ConfigError without such a file or function."""
+    path, _, function = name.partition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no driver {path}. Give a Python file, such as recipes/ppo.py.")
+
+    def run() -> None:
+        with _as_program(path, arguments):
+            found = runpy.run_path(path, run_name="__main__" if not function else "__driver__")
+            if not function:
+                return
+            if not callable(driver := found.get(function)):
+                raise ConfigError(f"{path} has no function {function!r}.")
+            driver(*([list(arguments)] if inspect.signature(driver).parameters else []))
+
+    return run
+
+
+@contextmanager
+def _as_program(path: str, arguments: Sequence[str]) -> Any:
+    """Arguments and module path as of `python FILE.py ...`. A program that exits has come to its end."""
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path[0:0] = [path, *arguments], [str(Path(path).resolve().parent)]
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ConfigError(f"{path} ended before its loop: {end.code}") from None
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _constraints(given: argparse.Namespace) -> list[Any]:
+    from hybridflow.planner.constraints import Apart, Cap, Pin, Together
+
+    pins: dict[str, dict[str, Any]] = {}
+    for group, value in (_assigned("--pin", pin) for pin in given.pin):
+        pins.setdefault(group, {}).update(_pinned(value))
+    caps = [Cap(group, _whole("--cap", value)) for group, value in (_assigned("--cap", cap) for cap in given.cap)]
+    apart = [Apart(*_pair("--apart", pair)) for pair in given.apart]
+    together = [Together(*_pair("--together", pair)) for pair in given.together]
+    return [*(Pin(group, **what) for group, what in pins.items()), *caps, *apart, *together]
+
+
+def _pinned(value: str) -> dict[str, Any]:
+    from hybridflow.planner.plans import Parallel
+
+    if sizes := re.fullmatch(r"(\d+)-(\d+)-(\d+)", value):
+        return {"parallel": Parallel(*map(int, sizes.groups()))}
+    devices: list[int] = []
+    for part in value.split(","):
+        if not (ends := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
+            raise ConfigError(f"--pin ...={value}: give devices such as 0-7,12, or parallel sizes p-t-d such as 2-4-1.")
+        devices += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+    return {"devices": tuple(devices)}
+
+
+def _assigned(option: str, text: str) -> tuple[str, str]:
+    group, _, value = text.partition("=")
+    if not group or not value:
+        raise ConfigError(f"{option} {text}: write GROUP=VALUE.")
+    return group, value
+
+
+def _whole(option: str, text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{option} ...={text}: give a whole number.")
+    return int(text)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    names = text.split(",")
+    if len(names) != 2 or not all(names):
+        raise ConfigError(f"{option} {text}: name two groups, such as actor,critic.")
+    return names[0], names[1]
+
+
+def _lengths(text: str) -> float | tuple[float, float]:
+    mean, _, most = text.partition(":")
+    try:
+        return (float(mean), float(most)) if most else float(mean)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of tokens, or MEAN:MAX") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Settings of a group that is where a placement says: its own, with the sizes of the placement."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridflow.config import FSDP, VLLM, Megatron, TrainStrategy, ZeRO
+from hybridflow.placement import GroupPlacement
+
+logger = logging.getLogger(__name__)
+
+
+def as_planned(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with the sizes of `where` in `train` and `generate`; everything else stays as the driver says."""
+    out = dict(settings)
+    if where.train is not None and isinstance(given := settings.get("train"), TrainStrategy):
+        out["train"] = _train(where.train, given)
+    if where.generate is not None and isinstance(given := settings.get("generate"), VLLM):
+        out["generate"] = replace(given, pp=where.generate[0], tp=where.generate[1])
+    return out
+
+
+def _train(found: Any, given: Any) -> Any:
+    """The strategy `given` with the sizes of the one that was found."""
+    if isinstance(given, Megatron) and isinstance(found, Megatron):
+        stages = given.stage_layers if given.pp == found.pp else None
+        return replace(given, tp=found.tp, pp=found.pp, dp=found.dp, stage_layers=stages)
+    if isinstance(given, FSDP | ZeRO):  # its model is never cut into stages
+        sizes = {"tp": found.tp} if isinstance(given, FSDP) and given.lora is None and found.pp == 1 else {}
+        if found.pp > 1 or (found.tp > 1 and not sizes):
+            logger.warning("%s is placed as %s was found for, whose times are those of other sizes.", given, found)
+        return replace(given, dp=None, **sizes)
+    return found

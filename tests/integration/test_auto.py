@@ -1,0 +1,82 @@
+"""Placements at work: groups are where a placement says, with its sizes, whatever their driver says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridflow as hf
+from hybridflow.cluster.session import Session
+from hybridflow.placement import GroupPlacement, Placement
+from tests import tiny_models
+from tests.tiny_models import make_rows
+
+NODES = (2,)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def where(*devices: int, generate: tuple[int, int] | None = None, **sizes: int) -> GroupPlacement:
+    return GroupPlacement(devices, NODES, hf.Megatron(**sizes), generate)
+
+
+def sizes(group: Any) -> tuple[tuple[int, ...], int, int, int]:
+    return group.members, group.grid.p, group.grid.t, group.grid.d
+
+
+def test_groups_are_where_the_placement_says(cluster, policy):
+    placement = Placement(
+        NODES,
+        {
+            "actor": where(0, 1, tp=2, dp=1),
+            "critic": where(1, pp=1, dp=1),
+            "reward": GroupPlacement((1,), NODES),
+        },
+    )
+    actor = hf.ActorWorker.on(placement.groups["actor"], model=policy, optim=hf.SGD(lr=0.1))
+    made: dict[str, Any] = {}
+
+    def driver(rows: int) -> dict[str, float]:
+        pool = hf.ResourcePool([8])
+        assert pool.size == 2, "one pool over the whole cluster"
+        optim = hf.SGD(lr=0.1)
+        made["critic"] = hf.CriticWorker.on(
+            pool[0:4], model=policy, train=hf.Megatron(tp=4, micro_tokens=64), optim=optim
+        )
+        made["reward"] = hf.RewardWorker.on(hf.ResourcePool(1), function=lambda prompt, response: 1.0)
+        made["other"] = hf.ReferenceWorker.on(pool, model=policy, train=hf.Megatron(tp=2), name="other")
+        batch = hf.BatchRef.from_batch(make_rows(rows), pool.session)
+        batch |= made["critic"].compute_values(batch)
+        return made["critic"].update_critic(batch).get()
+
+    try:
+        figures = hf.auto(placement=placement)(driver)(6)
+        assert figures["critic/loss"] > 0
+        assert {name: sizes(group) for name, group in made.items()} == {
+            "critic": ((1,), 1, 1, 1),
+            "reward": ((1,), 1, 1, 1),
+            "other": ((0, 1), 1, 2, 1),
+        }
+        assert made["critic"].settings["train"] == hf.Megatron(dp=1, micro_tokens=64)
+        assert sizes(actor) == ((0, 1), 1, 2, 1)
+        assert actor.pool_name == made["critic"].pool_name, "all groups of placements over these nodes share a pool"
+        batch = hf.BatchRef.from_batch(make_rows(6), cluster)
+        assert (batch | actor.compute_log_prob(batch)).get("old_log_probs").rows == 6
+        assert cluster.assignment is None
+    finally:
+        hf.ResourcePool.over(NODES).close()
+
+
+def test_an_assignment_ends_with_its_driver(cluster):
+    def driver() -> None:
+        assert Session.current().assignment is not None
+        raise KeyError("of the driver")
+
+    with pytest.raises(KeyError, match="of the driver"):
+        hf.auto(placement=Placement(NODES, {}))(driver)()
+    assert cluster.assignment is None

@@ -1,0 +1,220 @@
+"""The command line and `hf.auto`: what they say of a driver, and of what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hybridflow as hf
+from hybridflow import cli
+from hybridflow.automatic import workload_of
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.placement import Placement
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.tracing import Trace, trace_driver
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+DRIVER = '''
+"""A driver of one's own: GRPO without a reference, and a command line of its own."""
+import sys
+import hybridflow as hf
+from beside import PROMPTS
+
+
+def main(arguments):
+    settings = dict(a.split("=") for a in arguments)
+    pool = hf.ResourcePool([8])
+    actor = hf.ActorWorker.on(pool, model=settings["model"], optim=hf.Adam(lr=1e-6), generate=hf.VLLM(max_tokens=256))
+    reward = hf.RewardWorker.on(pool, function=lambda prompt, response: 1.0)
+    for batch in hf.PromptLoader(PROMPTS, batch_size=32):
+        batch = actor.generate_sequences(batch, n=4)
+        batch |= reward.compute_reward(batch)
+        batch |= actor.compute_log_prob(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        actor.update_actor(batch, minibatches=int(settings.get("minibatches", 1)))
+
+
+def nothing():
+    sys.exit("no loop here")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+'''
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A driver, prompts in a module beside it, and a model that is a configuration and nothing else."""
+    home = tmp_path_factory.mktemp("driver")
+    (home / "driver.py").write_text(DRIVER)
+    (home / "beside.py").write_text("PROMPTS = [{'prompt': 'one two three four'}] * 64\n")
+    (home / "model").mkdir()
+    (home / "model" / "config.json").write_text(json.dumps(LLAMA_7B))
+    return home
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command line says to these arguments."""
+    assert cli.main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, "one line says it"
+    return err
+
+
+def test_what_cannot_be_planned(home: Path, capsys: pytest.CaptureFixture[str]):
+    driver, model = f"{home}/driver.py", f"model={home}/nowhere/model"
+    for expected, *arguments in (
+        ("no driver nowhere.py", "nowhere.py", "--cluster", "a100:1x8"),
+        ("has no function 'man'", f"{driver}:man", "--cluster", "a100:1x8"),
+        ("ended before its loop: no loop here", f"{driver}:nothing", "--cluster", "a100:1x8"),
+        ("no group 'critic'", driver, "--cluster", "a100:1x8", model, "critic.model=llama3-7b"),
+        ("llama3-7b", driver, "--cluster", "a100:1x8", model, "actor.model=llama4-7b"),
+        ("unknown", driver, "--cluster", "b100:1x8", model, "actor.model=llama3-7b"),
+        ("a100", driver, "--cluster", "a100:0x8", model, "actor.model=llama3-7b"),
+        ("give devices", driver, "--cluster", "a100:1x8", model, "--pin", "actor=x"),
+        ("GROUP=VALUE", driver, "--cluster", "a100:1x8", model, "--cap", "8"),
+        ("whole number", driver, "--cluster", "a100:1x8", model, "--cap", "actor=x"),
+        ("two groups", driver, "--cluster", "a100:1x8", model, "--apart", "actor"),
+        ("multiple", driver, "--cluster", "a100:1x8", model, "actor.model=llama3-7b", "--rows", "127"),
+    ):
+        assert expected in refused(capsys, *arguments), expected
+
+
+def test_options_that_do_not_exist(home: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments in (["plan", f"{home}/driver.py", "--cluster", "a100:1x8", "--rwos", "3"], ["plan"], ["plna"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(arguments)
+        assert end.value.code == 2
+    assert "--rwos" in capsys.readouterr().err
+
+
+def test_a_driver_runs_as_a_program_or_as_one_of_its_functions(tmp_path: Path):
+    path = tmp_path / "driver.py"
+    path.write_text(
+        "import sys\nargs = sys.argv[1:]\ndef other(given): raise KeyError('other', given)\n"
+        "def silent(): raise KeyError('silent', args)\nif __name__ == '__main__': raise KeyError('program', args)\n"
+    )
+    before = list(sys.argv), list(sys.path)
+    for name, expected in ((str(path), "program"), (f"{path}:other", "other"), (f"{path}:silent", "silent")):
+        with pytest.raises(KeyError) as found:
+            cli.load_driver(name, ["a=1", "b=2"])()
+        assert found.value.args == (expected, ["a=1", "b=2"])
+    assert (sys.argv, sys.path) == before
+    path.write_text("import sys\nsys.exit(0)\n")
+    cli.load_driver(str(path), [])()
+    with pytest.raises(ConfigError, match="no driver"):
+        cli.load_driver(str(tmp_path / "none.py"), [])
+
+
+def test_the_command_is_quick_to_say_what_it_can():
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridflow.cli", "plan", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--cluster" in done.stdout
+    assert "actor.model=" in done.stdout
+
+
+def test_a_plan_on_the_command_line(home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    saved, drawn = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    search = ["--cluster", "a100:1x4", "--budget", "0.5", "--one-layout", "--rows", "256", "--prompt", "100:200"]
+    options = ["--save", str(saved), "--chart", str(drawn), "--pin", "actor=0-3", "--apart", "actor,reward"]
+    # the driver's own model is a configuration without weights or tokenizer; settings may stand on either side
+    arguments = ["plan", f"{home}/driver.py", "minibatches=2", *search, *options[:4], f"model={home}/model"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    for expected in ("s per iteration on a100:1x4", "actor.update_actor", "reward.compute_reward", "runner-up"):
+        assert expected in text
+    placement = Placement.load(saved)
+    assert str(placement) in text
+    assert placement.groups["actor"].train is not None
+    assert placement.groups["actor"].generate is not None
+    assert placement.groups["reward"].train is None
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    larger = ["actor.model=llama3-13b", "model=nowhere", "--quiet", "--cluster", "a100:2x4"]
+    assert cli.main([*arguments[:-1], *larger]) == 0
+    assert "runner-up" not in capsys.readouterr().out
+    assert Placement.load(saved).nodes == (4, 4)
+    pinned = ["plan", f"{home}/driver.py", *search, *options, f"model={home}/model"]
+    assert cli.main(pinned) == 2
+    assert "Apart(actor, reward)" in capsys.readouterr().err, "four devices are all the actor's"
+
+
+def test_a_cluster_that_is_too_small(home: Path, capsys: pytest.CaptureFixture[str]):
+    said = refused(capsys, f"{home}/driver.py", "--cluster", "a100:1x1", f"model={home}/model")
+    assert "too small" in said
+    assert "actor" in said
+    assert "a100:4x1" in said.partition("The smallest cluster")[2]
+
+
+def traced(home: Path) -> Trace:
+    return trace_driver(cli.load_driver(f"{home}/driver.py", [f"model={home}/model", "minibatches=2"]))
+
+
+def test_the_workload_is_the_drivers_where_it_is_not_given(home: Path):
+    found, cluster = traced(home), ClusterSpec.of("a100:1x8")
+    own = workload_of(found, None, cluster)
+    assert (own.rows, own.responses_per_prompt, own.dtype) == (128, 4, "bfloat16")
+    assert own.prompt.mean == len("one two three four") // 4, "four characters are about a token"
+    assert (own.response.mean, own.response.max) == (256, 256)
+    assert workload_of(found, 512, cluster).rows == 512
+    some = workload_of(found, {"response": (100, 256), "recompute": True}, cluster)
+    assert (some.rows, some.response.mean, some.recompute) == (128, 100, True)
+    assert workload_of(found, some, cluster) is some
+    assert workload_of(found, None, ClusterSpec.this_machine(2)).dtype == "float32"
+    with pytest.raises(ConfigError, match="Did you mean 'response'"):
+        workload_of(found, {"responses": 3}, cluster)
+
+
+def test_auto_plans_what_it_runs(home: Path):
+    ran = []
+
+    @hf.auto(cluster="a100:1x2", budget_s=0.2)
+    def driver(rows: int, n: int = 1) -> int:
+        """Of the user."""
+        pool = hf.ResourcePool([8])
+        actor = hf.ActorWorker.on(pool, model="llama3-7b", generate=hf.VLLM())
+        reward = hf.RewardWorker.on(pool, function=lambda prompt, response: 1.0)
+        for batch in hf.PromptLoader([{"prompt": "one"}] * 64, batch_size=rows):
+            batch = actor.generate_sequences(batch, n=n)
+            reward.compute_reward(batch)
+            ran.append(len(batch))
+        return rows
+
+    assert driver.__doc__ == "Of the user."
+    placement = driver.plan(16)
+    assert set(ran) == {16}
+    assert list(placement.calls) == ["actor.generate_sequences", "reward.compute_reward"]
+    assert placement.calls["actor.generate_sequences"].devices == placement.groups["actor"].devices
+    assert placement.cluster == "a100:1x2"
+    assert driver.plan(16, cluster="h100:1x2").seconds < placement.seconds
+    assert driver.plan(16, batch=256).seconds > placement.seconds
+    assert trace_driver(driver, 8, 2).rows == 16, "a trace of it does not plan again"
+
+
+def test_auto_with_a_placement_searches_nothing(tmp_path: Path):
+    Placement((2,)).save(tmp_path / "plan.yaml")
+    assert hf.auto(lambda: 3, placement=tmp_path / "plan.yaml")() == 3
+    with pytest.raises(ConfigError, match="searches nothing"):
+        hf.auto(placement=Placement((2,)), batch=4)
+    with pytest.raises(PlacementError, match="no placement file"):
+        hf.auto(placement=tmp_path / "none.yaml")
