@@ -147,7 +147,7 @@ class Placement:
     def rows(self) -> list[tuple[str, ...]]:
         """The table: a heading, and a row for each call."""
         heading = ("call", "devices", "p-t-d", "seconds", "weights", "memory", "limited by")
-        found = [heading]
+        found: list[tuple[str, ...]] = [heading]
         for name, call in self.calls.items():
             moved = f"+{call.move_seconds:.3g} s" if call.differs else "at home"
             memory = f"{call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB" if call.capacity else ""

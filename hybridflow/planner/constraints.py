@@ -123,8 +123,9 @@ class Rules:
 
     def _check_doubled(self) -> None:
         for first, second in combinations(self.constraints, 2):
-            same_kind = type(first) is type(second) and isinstance(first, Pin | Cap)
-            if same_kind and first.group == second.group and first != second:
+            if isinstance(first, Apart | Together) or isinstance(second, Apart | Together):
+                continue
+            if type(first) is type(second) and first.group == second.group and first != second:
                 raise PlacementError(f"{first} and {second} contradict each other: give one of them.")
 
     def _check_sizes(self, devices: int) -> None:

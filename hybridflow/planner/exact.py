@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hybridflow.planner.evaluation import Evaluator, Found, State, options_of
 from hybridflow.planner.plans import ExecutionPlan
-from hybridflow.planner.space import Option, Problem
+from hybridflow.planner.space import Problem
 
 
 def space_size(problem: Problem, *, prune: bool = False) -> int:
@@ -102,12 +101,14 @@ class _Tree:
                 seconds.append(0.0)
                 masks.append(0)
             elif source is not None:  # a move of weights: known when both ends are
-                both = number is not None and source in self._chosen
-                took = evaluator.moved(call, source, number, self._chosen[source]) if both else 0.0
+                there = self._chosen.get(source)
+                took, mask = 0.0, 0
+                if number is not None and there is not None:
+                    took = evaluator.moved(call, source, number, there)
+                    mask = own[call][number].plan.mesh.bits | own[source][there].plan.mesh.bits if took else 0
                 seconds.append(took)
-                ends = (own[call][number], own[source][self._chosen[source]]) if took else ()
-                masks.append(_union(ends))
-                work += took * masks[-1].bit_count()
+                masks.append(mask)
+                work += took * mask.bit_count()
             elif number is None:
                 seconds.append(self.fastest[call].seconds)
                 masks.append(0)
@@ -133,10 +134,3 @@ class _Tree:
                 static += option.static * on
             np.maximum(active, (option.active + (option.copy if elsewhere else 0.0)) * on, out=active)
         return bool((static + active <= evaluator.capacity).all())
-
-
-def _union(options: Sequence[Option]) -> int:
-    bits = 0
-    for option in options:
-        bits |= option.plan.mesh.bits
-    return bits

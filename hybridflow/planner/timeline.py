@@ -230,21 +230,23 @@ def simulate(
     them. Errors: ConfigError when a call of a placed group has no plan or no seconds.
     """
     schedule = Schedule(graph, iterations=iterations, in_flight=in_flight, order=order)
+    for call in graph.calls:
+        if call.name not in plan and call.group in graph.groups and call.kind != "function":
+            raise ConfigError(f"the plan says nothing of {call.name}. It names {', '.join(plan)}.")
     durations, masks, meshes = [], [], []
     for node in schedule.nodes:
         call = graph.calls[node.call]
         here = plan.get(call.name)
-        if here is None and call.group in graph.groups and call.kind != "function":
-            raise ConfigError(f"the plan says nothing of {call.name}. It names {', '.join(plan)}.")
         mesh = here.mesh if here else None
         if node.moved_from is None:
             durations.append(_seconds(seconds, call.name, here))
             mask = mesh.bits if mesh else 0
         else:
             source = plan[graph.calls[node.moved_from].name]
-            same = reallocation is None or here is None or source == here
-            durations.append(0.0 if same else reallocation(call.group, source, here))
-            mask = 0 if same else source.mesh.bits | here.mesh.bits
+            took, mask = 0.0, 0
+            if reallocation is not None and here is not None and source != here:
+                took, mask = reallocation(call.group, source, here), source.mesh.bits | here.mesh.bits
+            durations.append(took)
         masks.append(mask)
         meshes.append(mesh)
     starts, stops = schedule.run(durations, masks)
