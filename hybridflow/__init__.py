@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.model_spec import ModelSpec as ModelSpec
+    from hybridflow.placement import Placement as Placement
+    from hybridflow.planner.cluster_spec import ClusterSpec as ClusterSpec
+    from hybridflow.planner.constraints import Apart as Apart
+    from hybridflow.planner.constraints import Cap as Cap
+    from hybridflow.planner.constraints import Pin as Pin
+    from hybridflow.planner.constraints import Together as Together
+    from hybridflow.planner.workload import Workload as Workload
     from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
     from hybridflow.protocols import DP_PROTO as DP_PROTO
     from hybridflow.protocols import ONE_TO_ALL as ONE_TO_ALL
@@ -78,6 +85,10 @@ _WHERE = {
     "driver": ("compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
     "loader": ("PromptLoader", "TextLoader"),
     "model_spec": ("ModelSpec",),
+    "placement": ("Placement",),
+    "planner.cluster_spec": ("ClusterSpec",),
+    "planner.constraints": ("Apart", "Cap", "Pin", "Together"),
+    "planner.workload": ("Workload",),
     "protocols": (
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "SKIP", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "Protocol", "join", "register"),

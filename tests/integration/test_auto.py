@@ -10,6 +10,7 @@ import pytest
 import hybridflow as hf
 from hybridflow.cluster.session import Session
 from hybridflow.placement import GroupPlacement, Placement
+from hybridflow.planner.cluster_spec import ClusterSpec
 from tests import tiny_models
 from tests.tiny_models import make_rows
 
@@ -80,3 +81,43 @@ def test_an_assignment_ends_with_its_driver(cluster):
     with pytest.raises(KeyError, match="of the driver"):
         hf.auto(placement=Placement(NODES, {}))(driver)()
     assert cluster.assignment is None
+
+
+def test_a_driver_is_planned_and_runs_as_found(cluster, policy):
+    """GRPO on two devices of this machine: found, placed, and trained."""
+    groups: dict[str, Any] = {}
+    prompts = [{"prompt": "abc"}, {"prompt": "hello you"}] * 8
+
+    def driver(steps: int) -> list[dict[str, float]]:
+        pool = hf.ResourcePool([64])
+        optim, generate = hf.SGD(lr=0.1), hf.VLLM(tp=8, max_tokens=6, seed=1)
+        groups["actor"] = actor = hf.ActorWorker.on(pool, model=policy, optim=optim, generate=generate)
+        groups["reference"] = reference = hf.ReferenceWorker.on(pool[8:16], model=policy)
+        groups["reward"] = reward = hf.RewardWorker.on(pool, function=lambda prompt, response: len(response) / 6)
+        figures = []
+        for batch in hf.PromptLoader(prompts, batch_size=4, steps=steps):
+            batch = actor.generate_sequences(batch, n=2)
+            batch |= reward.compute_reward(batch)
+            batch |= actor.compute_log_prob(batch)
+            batch |= reference.compute_ref_log_prob(batch)
+            batch |= hf.compute_advantage(batch, "grpo")
+            figures.append(actor.update_actor(batch, kl_coef=0.1))
+        return [one.get() for one in figures]
+
+    planned = hf.auto(driver, cluster=ClusterSpec.this_machine(2, memory=16e9), budget_s=0.5)
+    placement = planned.plan(2)
+    assert "actor" not in cluster.groups, "planning places nothing"
+    try:
+        figures = planned(2)
+        assert len(figures) == 2
+        assert all(one["actor/grad_norm"] > 0 for one in figures)
+        for name, group in groups.items():
+            found = placement[name]
+            assert group.members == found.devices
+            if found.train is not None:
+                assert (group.grid.p, group.grid.t) == (found.train.pp, found.train.tp)
+            if found.generate is not None:
+                generation = group.grid.generation()
+                assert (generation.p, generation.t) == found.generate
+    finally:
+        hf.ResourcePool.over(NODES).close()

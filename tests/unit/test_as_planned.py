@@ -1,0 +1,45 @@
+"""What becomes of a driver's settings where a placement decides on the sizes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import hybridflow as hf
+from hybridflow.placement import GroupPlacement
+from hybridflow.workers.as_planned import as_planned
+
+WHERE = GroupPlacement((0, 1, 2, 3), (8,), hf.Megatron(tp=2, pp=1, dp=2), (1, 4))
+
+
+def test_sizes_are_the_placements_and_all_else_the_drivers():
+    train = hf.Megatron(tp=8, pp=2, dp=1, recompute=True, micro_tokens=99, stage_layers=(3, 1))
+    given = {"model": "m", "train": train, "generate": hf.VLLM(tp=8, max_tokens=3), "optim": None}
+    assert as_planned(WHERE, given) == {
+        "model": "m",
+        "train": hf.Megatron(tp=2, dp=2, recompute=True, micro_tokens=99),
+        "generate": hf.VLLM(tp=4, max_tokens=3),
+        "optim": None,
+    }
+    assert given["train"] is train
+
+
+def test_stages_that_are_as_many_stay():
+    where = GroupPlacement((0, 1), (2,), hf.Megatron(pp=2, dp=1))
+    assert as_planned(where, {"train": hf.Megatron(pp=2, stage_layers=(3, 1))})["train"].stage_layers == (3, 1)
+
+
+def test_sharded_strategies_stay_what_they_are(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        assert as_planned(WHERE, {"train": hf.FSDP(dp=8, offload=True)}) == {"train": hf.FSDP(tp=2, offload=True)}
+        assert not caplog.records
+        assert as_planned(WHERE, {"train": hf.ZeRO(stage=2, dp=8)}) == {"train": hf.ZeRO(stage=2)}
+        adapted = hf.FSDP(lora=hf.LoRA())
+        assert as_planned(WHERE, {"train": adapted}) == {"train": adapted}
+    assert len(caplog.records) == 2, "their times were not what was predicted"
+
+
+def test_functions_and_what_does_not_generate():
+    settings = {"function": len, "train": hf.Megatron(), "generate": None}
+    assert as_planned(GroupPlacement((0,), (2,)), settings) == settings
