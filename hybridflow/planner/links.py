@@ -39,9 +39,7 @@ class Site:
     shares: int = 1
 
     @classmethod
-    def of(
-        cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients, sequence_parallel: bool = True
-    ) -> Site:
+    def of(cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients) -> Site:
         """Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it lacks."""
         runs: dict[int, int] = {}
         for device in plan.mesh.devices:
@@ -62,7 +60,6 @@ class Site:
             network=cluster.bandwidth * k.network,
             latency=max(node.latency for node in nodes),
             network_latency=cluster.latency,
-            shares=sizes.t if sequence_parallel else 1,
         )
 
     def inside(self, neighbours: int) -> bool:

@@ -15,7 +15,7 @@ from hybridflow.planner.graph import Call, Graph
 from hybridflow.planner.inference import inference
 from hybridflow.planner.layer_costs import Sizes
 from hybridflow.planner.links import Site
-from hybridflow.planner.plans import CallPlan, Parallel
+from hybridflow.planner.plans import CallPlan, Mesh, Parallel
 from hybridflow.planner.profiles import LayerProfile as Profile
 from hybridflow.planner.reallocation import reallocation
 from hybridflow.planner.stream import Setting
@@ -47,6 +47,7 @@ class Simulator:
         self._active: dict[tuple[str, CallPlan, bool], DeviceMemory] = {}
         self._moves: dict[tuple[str, CallPlan, CallPlan], float] = {}
         self._sites: dict[CallPlan, Site] = {}
+        self._meshes: dict[Mesh, Site] = {}
 
     def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `room` are the bytes of KV cache that each device has for generation; without
@@ -84,9 +85,11 @@ class Simulator:
         _check_split(model.heads, model.intermediate, model.kv_heads, model.layers, sizes, group)
         site = self._sites.get(plan)
         if site is None:
-            site = self._sites[plan] = Site.of(
-                self.cluster, plan, self.workload.dtype, self.coefficients, self.workload.sequence_parallel
-            )
+            base = self._meshes.get(plan.mesh)
+            if base is None:
+                base = self._meshes[plan.mesh] = Site.of(self.cluster, plan, self.workload.dtype, self.coefficients)
+            shares = sizes.t if self.workload.sequence_parallel else 1
+            site = self._sites[plan] = replace(base, p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
         return Setting(site, model, Sizes.of(model), sizes, self.workload, self.coefficients, self.profile)
 
     def capacity(self, plan: CallPlan) -> float:

@@ -18,7 +18,6 @@ from hybridflow.planner.calibration import Observation, calibrate
 from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
 from hybridflow.planner.devices import DEVICES, GIB, DeviceSpec, device
-from hybridflow.planner.fit import check_fits, smallest_cluster
 from hybridflow.planner.graph import grpo, ppo
 from hybridflow.planner.layer_costs import Sizes
 from hybridflow.planner.plans import CallPlan, Mesh, Parallel
@@ -301,7 +300,7 @@ def test_equal_blocks_of_a_large_mesh_are_planned_once():
     assert volume(one, 2).inside == pytest.approx(table_2, rel=0.001)
 
 
-# Coefficients, profiles, fit
+# Coefficients and profiles
 
 
 def test_coefficients_are_saved_and_loaded(tmp_path):
@@ -368,23 +367,3 @@ def test_a_profile_takes_the_place_of_the_roofline(tmp_path):
             Curve(name, "forward", 1, wrong)
     with pytest.raises(ConfigError, match="no profile"):
         LayerProfile.load(tmp_path / "none.yaml")
-
-
-def test_a_cluster_that_is_too_small_says_what_is_missing():
-    large = replace(MODEL, hidden=8192, intermediate=28672, layers=80, heads=64)
-    graph = ppo(large, replace(large, head="value"), large, replace(large, head="value"))
-    small = Simulator(ClusterSpec.of("a100:2x8"), graph, WORK)
-    with pytest.raises(PlacementError) as caught:
-        check_fits(small)
-    text = str(caught.value)
-    enough = smallest_cluster(small)
-    assert enough is not None
-    assert f"smallest cluster of its devices that fits is {enough}" in text
-    assert "70.6B" in text
-    assert "GiB more" in text
-    assert any(f"Most of it is for {group}" in text for group in ("actor", "critic"))
-    check_fits(Simulator(enough, graph, WORK))
-    assert 16 < enough.size < 128
-    with pytest.raises(PlacementError):
-        check_fits(Simulator(ClusterSpec.of(f"a100:{len(enough.nodes) - 1}x8"), graph, WORK))
-    check_fits(simulator())
