@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hybridflow.config import DType
 from hybridflow.errors import ConfigError
@@ -62,8 +63,8 @@ class Workload:
     """
 
     rows: int
-    prompt: Lengths
-    response: Lengths
+    prompt: Any  # given as what Lengths.of takes, a Lengths from then on
+    response: Any
     minibatches: int = 1
     epochs: int = 1
     recompute: bool = False

@@ -131,7 +131,7 @@ def test_lengths_and_workloads():
             Workload(rows=8, prompt=wrong, response=8)  # type: ignore[arg-type]
     for wrong in ({"rows": 0}, {"minibatches": 0}, {"epochs": -1}, {"rows": 6, "responses_per_prompt": 4}):
         with pytest.raises(ConfigError):
-            Workload(**({"rows": 8, "prompt": 8, "response": 8} | wrong))
+            Workload(**({"rows": 8, "prompt": 8, "response": 8} | wrong))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Did you mean 'minibatches'"):
         Workload(rows=8, prompt=8, response=8, minibatch=2)  # type: ignore[call-arg]
 
