@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+
+import numpy as np
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
@@ -20,6 +22,7 @@ from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import Coefficients
 from hybridflow.planner.layer_costs import Sizes
 from hybridflow.planner.plans import CallPlan, Parallel
+from hybridflow.planner.volumes import Floats, volumes
 from hybridflow.topology import GenerationGrid, RankGrid
 
 Grid = RankGrid | GenerationGrid
@@ -85,7 +88,36 @@ def _sizes(parallel: Parallel) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=65536)
 def volume(exchange: Exchange, itemsize: int) -> Volume:
-    """What an exchange moves."""
+    """What an exchange moves, counted without the plan."""
+    size, (source, target) = exchange.size, exchange.grids
+    rows = math.lcm(source.t, target.t)
+    spans, weight = _tensors(size, source.p, target.p)
+    held, needed = (
+        _held(spans, grid, at, rows, size.layers, len(exchange.nodes))
+        for grid, at in ((source, exchange.source_at), (target, exchange.target_at))
+    )
+    each = np.array([weight[name] / rows * itemsize for name in spans], dtype=np.float32).repeat(rows)
+    return Volume(*volumes(held, needed, each, exchange.nodes))
+
+
+def _held(
+    spans: Mapping[str, tuple[int, int]], grid: Grid, at: Sequence[int], rows: int, layers: int, ranks: int
+) -> Floats:
+    """[ranks, spans x rows] 1 where a rank holds rows of a span; rank i of the grid is rank `at[i]`."""
+    stages = np.zeros((grid.p, len(spans)), dtype=np.float32)
+    for stage in range(grid.p):
+        inside = _inside(spans, grid.p, stage, layers)
+        stages[stage] = [name in inside for name in spans]
+    parts = np.eye(grid.t, dtype=np.float32).repeat(rows // grid.t, axis=1)
+    coords = [grid.coords(rank) for rank in range(grid.size)]
+    p, t = [c.p for c in coords], [c.t for c in coords]
+    out = np.zeros((ranks, len(spans) * rows), dtype=np.float32)
+    out[list(at)] = (stages[p][:, :, None] * parts[t][:, None, :]).reshape(grid.size, -1)
+    return out
+
+
+def planned_volume(exchange: Exchange, itemsize: int) -> Volume:
+    """What an exchange moves, by its weight plan: what `volume` is held to."""
     size, (source, target) = exchange.size, exchange.grids
     rows = math.lcm(source.t, target.t)
     tensors, weight = _tensors(size, source.p, target.p)
@@ -130,18 +162,23 @@ def _boundaries(layers: int, p: int) -> list[int]:
     return [i * most + min(i, rest) for i in range(p + 1)]
 
 
+def _inside(spans: Mapping[str, tuple[int, int]], p: int, stage: int, layers: int) -> list[str]:
+    """Spans of a stage."""
+    cuts = _boundaries(layers, p)
+    low, high = cuts[stage], cuts[stage + 1]
+    inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]
+    return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == p - 1)
+
+
 def _layout(
     shapes: dict[str, tuple[int]], spans: dict[str, tuple[int, int]], grid: Grid, rows: int, layers: int
 ) -> Layout:
-    cuts, share = _boundaries(layers, grid.p), rows // grid.t
-
-    def held(stage: int) -> list[str]:
-        low, high = cuts[stage], cuts[stage + 1]
-        inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]
-        return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == grid.p - 1)
-
+    share = rows // grid.t
     parts: dict[tuple[int, int], Sequence[Region]] = {
-        (stage, t): [Region(Box(name, (t * share,), ((t + 1) * share,)), name, (0,)) for name in held(stage)]
+        (stage, t): [
+            Region(Box(name, (t * share,), ((t + 1) * share,)), name, (0,))
+            for name in _inside(spans, grid.p, stage, layers)
+        ]
         for stage in range(grid.p)
         for t in range(grid.t)
     }
