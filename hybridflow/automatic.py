@@ -6,12 +6,14 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.traced import TracedSession
-from hybridflow.errors import ConfigError, nearest
+from hybridflow.config import Megatron
+from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import Placement
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
@@ -20,6 +22,7 @@ from hybridflow.planner.planning import plan
 from hybridflow.planner.profiles import LayerProfile
 from hybridflow.planner.workload import Lengths, Workload
 from hybridflow.tracing import ModelSource, Trace, trace_driver
+from hybridflow.workers.as_planned import PRICED, chosen
 
 logger = logging.getLogger(__name__)
 _PROMPT, _RESPONSE = 512, 512  # tokens, where the driver says nothing
@@ -43,23 +46,41 @@ def plan_driver(
     """The placement of the groups of `driver(*arguments)` that takes the least time per iteration, as predicted.
 
     The driver is traced (see `tracing.trace_driver`, also for `models`), then placements are searched for `budget_s`
-    seconds. With `per_call=False` all calls of a group have one layout (but generation its own sizes there).
+    seconds. With `per_call=False` all calls of a group have one layout (but generation its own sizes there). Where the
+    models do not fit otherwise, and the driver does not say, activations are computed again (`recompute`).
 
     Errors: ConfigError, those of the trace, PlacementError when the cluster is too small.
     """
     spec = ClusterSpec.of(cluster)
     found = trace_driver(driver, *arguments, models=models)
-    return plan(
-        found.graph,
-        spec,
-        workload_of(found, batch, spec),
-        constraints,
-        coefficients=coefficients,
-        profile=profile,
-        budget_s=budget_s,
-        seed=seed,
-        per_call=per_call,
-    )
+    work = workload_of(found, batch, spec)
+
+    def search(work: Workload) -> Placement:
+        how = {"coefficients": coefficients, "profile": profile, "budget_s": budget_s, "seed": seed}
+        return as_priced(plan(found.graph, spec, work, constraints, per_call=per_call, **how), work)
+
+    settled = work.recompute or isinstance(batch, Workload) or (isinstance(batch, Mapping) and "recompute" in batch)
+    try:
+        return search(work)
+    except PlacementError as error:
+        if settled or not found.graph.trained:
+            raise
+        logger.info("%s Activations are computed again instead.", error)
+    return search(replace(work, recompute=True))
+
+
+def as_priced(placement: Placement, work: Workload) -> Placement:
+    """Strategies with what their price rests on beside the sizes, see `PRICED`."""
+    groups = {
+        name: replace(group, train=_as_priced(group.train, work)) if isinstance(group.train, Megatron) else group
+        for name, group in placement.groups.items()
+    }
+    return replace(placement, groups=groups)
+
+
+def _as_priced(train: Megatron, work: Workload) -> Megatron:
+    shared = work.sequence_parallel and train.tp > 1
+    return replace(train, micro_tokens=work.micro_tokens, recompute=work.recompute, sequence_parallel=shared)
 
 
 def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
@@ -80,9 +101,8 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
         "response": Lengths.of((drawn and drawn.max_tokens) or _RESPONSE),
         "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
     }
-    if trains:  # as the driver trains: one way for all its groups, that of the first
-        names = ("micro_tokens", "recompute", "sequence_parallel")
-        figures |= {name: getattr(trains[0], name, False) for name in names}
+    if trains:  # what the driver chose for itself: one way for all its groups, that of the first
+        figures |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}
     if "rows" in own and "responses_per_prompt" not in own and own["rows"] % figures["responses_per_prompt"]:
         raise ConfigError(
             f"batch={own['rows']}: these are responses, and the driver draws {figures['responses_per_prompt']} for "

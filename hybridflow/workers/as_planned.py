@@ -11,10 +11,13 @@ from hybridflow.config import FSDP, VLLM, Megatron, TrainStrategy, ZeRO
 from hybridflow.placement import GroupPlacement
 
 logger = logging.getLogger(__name__)
+PRICED = ("micro_tokens", "recompute", "sequence_parallel")
+"""Settings beside the sizes that decide on time and memory: the placement's, unless the driver has chosen others."""
 
 
 def as_planned(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with the sizes of `where` in `train` and `generate`; everything else stays as the driver says."""
+    """`settings` with the sizes of `where` in `train` and `generate`, and those of `PRICED` that have their default
+    values; everything else stays as the driver says."""
     out = dict(settings)
     if where.train is not None and isinstance(given := settings.get("train"), TrainStrategy):
         out["train"] = _train(where.train, given)
@@ -23,11 +26,18 @@ def as_planned(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[str, 
     return out
 
 
+def chosen(strategy: Any, name: str) -> Any:
+    """The setting of a strategy where it is not the default one, else None."""
+    value = getattr(strategy, name, None)
+    return None if value == getattr(type(strategy), name, None) else value
+
+
 def _train(found: Any, given: Any) -> Any:
     """The strategy `given` with the sizes of the one that was found."""
     if isinstance(given, Megatron) and isinstance(found, Megatron):
         stages = given.stage_layers if given.pp == found.pp else None
-        return replace(given, tp=found.tp, pp=found.pp, dp=found.dp, stage_layers=stages)
+        priced = {name: getattr(found, name) for name in PRICED if chosen(given, name) is None}
+        return replace(given, tp=found.tp, pp=found.pp, dp=found.dp, stage_layers=stages, **priced)
     if isinstance(given, FSDP | ZeRO):  # its model is never cut into stages
         sizes = {"tp": found.tp} if isinstance(given, FSDP) and given.lora is None and found.pp == 1 else {}
         if found.pp > 1 or (found.tp > 1 and not sizes):

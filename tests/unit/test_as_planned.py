@@ -25,6 +25,13 @@ def test_sizes_are_the_placements_and_all_else_the_drivers():
     assert given["train"] is train
 
 
+def test_what_a_price_rests_on_is_the_placements_unless_the_driver_chose():
+    found = hf.Megatron(tp=2, dp=2, micro_tokens=4096, recompute=True, sequence_parallel=True)
+    where = GroupPlacement((0, 1, 2, 3), (8,), found)
+    assert as_planned(where, {"train": hf.Megatron()})["train"] == found
+    assert as_planned(where, {"train": hf.Megatron(micro_tokens=512)})["train"].micro_tokens == 512
+
+
 def test_stages_that_are_as_many_stay():
     where = GroupPlacement((0, 1), (2,), hf.Megatron(pp=2, dp=1))
     assert as_planned(where, {"train": hf.Megatron(pp=2, stage_layers=(3, 1))})["train"].stage_layers == (3, 1)
