@@ -164,11 +164,12 @@ class _Search:
     def _generating(self, keys: tuple[int, ...], size: int) -> Front:
         where = self._representatives(keys, size)
 
-        def seconds(generates: Generates, static: float) -> float:
+        def seconds(generates: Generates, steps: int) -> float:
             call = self.problem.graph.call(generates.call)
-            return max(self.problem.generation(call, CallPlan(mesh, generates.parallel), static) for mesh in where)
+            plans = [CallPlan(mesh, generates.parallel) for mesh in where]
+            return max(self.problem.generation(call, plan, steps * self.problem.step) for plan in plans)
 
-        return self._front(keys, size).generating(seconds)
+        return self._front(keys, size).generating(seconds, self.problem.step)
 
     def _front(self, keys: tuple[int, ...], size: int) -> Front:
         """Choices of groups of these kinds together on exactly `size` devices."""

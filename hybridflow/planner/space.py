@@ -104,6 +104,11 @@ class Problem:
         return tuple(self.cluster.device(i).memory * self.memory_share for i in range(self.cluster.size))
 
     @cached_property
+    def step(self) -> float:
+        """Bytes in which static memory counts for the room that generation finds."""
+        return min(self.capacity) / STEPS
+
+    @cached_property
     def homogeneous(self) -> bool:
         return len(set(self.cluster.nodes)) == 1
 
@@ -165,12 +170,11 @@ class Problem:
 
     def generation(self, call: Call, plan: CallPlan, beside: float) -> float:
         """Seconds of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
-        64th of its memory."""
-        part = self.capacity[plan.mesh.devices[0]] / STEPS
-        steps = math.ceil(beside / part - 1e-9)
+        64th of the smallest memory."""
+        steps = math.ceil(beside / self.step - 1e-9)
         key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
         if key not in self._generation:
-            self._generation[key] = self._seconds(call, plan, steps * part)
+            self._generation[key] = self._seconds(call, plan, steps * self.step)
         return self._generation[key]
 
     def limit(self, call: Call, plan: CallPlan, beside: float) -> str:

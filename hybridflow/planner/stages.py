@@ -145,35 +145,41 @@ class Front:
         given = [s for s in settings if s.static + s.active <= capacity]
         values = np.array([(*s.seconds, s.static, s.active) for s in given]).reshape(-1, _WIDTH)
         made = cls(values, [(s.layouts,) for s in given], [s.generates for s in given], [size] * len(given))
-        return made._kept(_undominated_alike(values, made.generates))
+        return made._kept(_undominated_alike(values, made._kinds()))
 
     def with_peers(self, other: Front, capacity: float) -> Front:
         """Both sets on the same devices: stages and static bytes add up, the largest active bytes count."""
         first, second = self.values[:, None], other.values[None]
         both = (first + second).reshape(-1, _WIDTH)
         both[:, _ACTIVE] = np.maximum(first[..., _ACTIVE], second[..., _ACTIVE]).reshape(-1)
+        kinds = (self._kinds()[:, None] * len(other.values) + other._kinds()[None]).reshape(-1)
         fitting = np.flatnonzero(both[:, _STATIC] + both[:, _ACTIVE] <= capacity)
-        width = max(1, len(other.layouts))
-        pairs = [divmod(i, width) for i in fitting.tolist()]
-        made = Front(
-            both[fitting],
+        kept = fitting[_undominated_alike(both[fitting], kinds[fitting])]
+        pairs = [divmod(i, len(other.values)) for i in kept.tolist()]
+        return Front(
+            both[kept],
             [self.layouts[a] + other.layouts[b] for a, b in pairs],
             [self.generates[a] + other.generates[b] for a, b in pairs],
             [self.sizes[a] for a, _ in pairs],
         )
-        return made._kept(_undominated_alike(made.values, made.generates))
 
-    def generating(self, seconds: Callable[[Generates, float], float]) -> Front:
-        """With the seconds of generation: `seconds` of a call where so many bytes are taken by static ones."""
-        values, known = self.values.copy(), {}
-        for row, calls in enumerate(self.generates):
-            if calls:
-                key = (calls, values[row, _STATIC])
-                if key not in known:
-                    known[key] = sum(seconds(call, key[1]) for call in calls)
-                values[row, 0] += known[key]
-        made = Front(values, self.layouts, self.generates, self.sizes)
-        return made._kept(undominated(values[:, :STAGES]))
+    def generating(self, seconds: Callable[[Generates, int], float], step: float) -> Front:
+        """With the seconds of generation: `seconds` of a call where static bytes take so many times `step`."""
+        steps = np.ceil(self.values[:, _STATIC] / step - 1e-9).astype(np.int64)
+        alike = self._kinds() * (int(steps.max(initial=0)) + 1) + steps
+        made = self._kept(rows := _undominated_alike(self.values[:, :STAGES], alike))
+        known: dict[int, float] = {}
+        for row, (kind, taken) in enumerate(zip(alike[rows].tolist(), steps[rows].tolist(), strict=True)):
+            if kind not in known:
+                known[kind] = sum(seconds(call, taken) for call in made.generates[row])
+            made.values[row, 0] += known[kind]
+        made = Front(made.values, made.layouts, made.generates, made.sizes)
+        return made._kept(undominated(made.values[:, :STAGES]))
+
+    def _kinds(self) -> NDArray[np.int64]:
+        """A number for each choice, equal for those of equal generation."""
+        known: dict[tuple[Generates, ...], int] = {}
+        return np.array([known.setdefault(calls, len(known)) for calls in self.generates], dtype=np.int64)
 
     def or_(self, other: Front) -> Front:
         """The better choices of both, by seconds alone."""
@@ -186,12 +192,12 @@ class Front:
         return Front(self.values[rows], layouts, generates, [self.sizes[i] for i in rows])
 
 
-def _undominated_alike(values: Floats, generates: Sequence[tuple[Generates, ...]]) -> NDArray[np.intp]:
-    """Rows that no row of equal generation beats: among those, less static memory never makes generation slower."""
-    alike: dict[tuple[Generates, ...], list[int]] = {}
-    for row, calls in enumerate(generates):
-        alike.setdefault(calls, []).append(row)
-    kept = [np.array(rows)[undominated(values[rows])] for rows in alike.values()]
+def _undominated_alike(values: Floats, kinds: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Rows that no row of equal kind beats: among those, less static memory never makes generation slower."""
+    order = np.argsort(kinds, kind="stable")
+    starts = np.flatnonzero(np.diff(kinds[order])) + 1
+    alike = np.split(order, starts) if len(order) else []
+    kept = [rows[undominated(values[rows])] for rows in alike]
     return np.sort(np.concatenate(kept)) if kept else np.zeros(0, dtype=np.intp)
 
 
