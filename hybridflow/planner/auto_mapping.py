@@ -18,7 +18,17 @@ import numpy as np
 from hybridflow.planner.packing import pack, sizes
 from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh
 from hybridflow.planner.space import Problem, meshes
-from hybridflow.planner.stages import STAGES, Floats, Front, Generates, Layouts, Setting, group_settings, undominated
+from hybridflow.planner.stages import (
+    STAGES,
+    Floats,
+    Front,
+    Generates,
+    Layouts,
+    Setting,
+    group_settings,
+    stage_cost,
+    undominated,
+)
 
 GRID = 4_000_000
 """Allocations looked at for one way to colocate; with more, sets get fewer different sizes."""
@@ -71,7 +81,9 @@ class _Search:
     sizes: list[int] = field(init=False)
     keys: dict[str, int] = field(init=False)
     _fronts: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
-    _up_to: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Front]] = field(default_factory=dict)
+    _ready: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
+    _known: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
+    _lone: dict[tuple[tuple[int, ...], int], Floats] = field(default_factory=dict)
     allocations: int = 0
     tried: int = 0
 
@@ -105,13 +117,15 @@ class _Search:
         self, sets: Sequence[tuple[str, ...]], limit: float
     ) -> tuple[float, list[Mesh], list[tuple[Front, int]]] | None:
         """The best way to share devices between sets if it takes less than `limit` seconds, with each set's choice."""
-        some = self._some_sizes(len(sets))
-        fronts = [self._fronts_up_to(tuple(self.keys[name] for name in names), some) for names in sets]
-        best = None
-        for bound, allocation in self._bounded(fronts, some, limit):
+        some, best = self._some_sizes(len(sets)), None
+        keys = [tuple(self.keys[name] for name in names) for names in sets]
+        least = [self._least(own, some) for own in keys]
+        for bound, allocation in self._bounded(least, some, limit):
             if bound >= limit:
                 break
-            chosen = [front[i] for front, i in zip(fronts, allocation, strict=True)]
+            chosen = [self._up_to(own, some, i, limit) for own, i in zip(keys, allocation, strict=True)]
+            if stage_cost([front.least for front in chosen]) >= limit:
+                continue
             self.tried += 1
             seconds, rows = cheapest(chosen)
             if seconds < limit and (packed := self._packed(sets, [some[i] for i in allocation])) is not None:
@@ -119,10 +133,12 @@ class _Search:
         return best
 
     def _bounded(
-        self, fronts: Sequence[list[Front]], some: list[int], limit: float
+        self, least: Sequence[Floats], some: list[int], limit: float
     ) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Allocations, by number of the size for each set, and what each costs at least; the lowest bounds first."""
-        least = [np.array([front.least for front in of_set]) for of_set in fronts]  # [sizes, stages] for each set
+        """Allocations, by number of the size for each set, and what each costs at least; the lowest bounds first.
+
+        `least` [sizes, stages] of each set are the least seconds of stages with so many devices or fewer.
+        """
         *others, last = least
         count = len(others)
         used = np.zeros((1,) * count, dtype=np.int64)
@@ -151,17 +167,43 @@ class _Search:
         steps = np.unique(np.geomspace(1, len(found), wanted).round().astype(int)) - 1
         return [found[i] for i in steps.tolist()]
 
-    def _fronts_up_to(self, keys: tuple[int, ...], some: list[int]) -> list[Front]:
-        """By size, what a set can choose from when it may leave devices unused."""
-        at = (keys, tuple(some))
-        if at not in self._up_to:
-            found = [self._generating(keys, size) for size in some]
-            for i in range(1, len(found)):
-                found[i] = found[i - 1].or_(found[i])
-            self._up_to[at] = found
-        return self._up_to[at]
+    def _alone(self, keys: tuple[int, ...], size: int) -> Floats:
+        """[stages] Least seconds of a set if each of its groups had the devices for itself."""
+        if (keys, size) not in self._lone:
+            each = [self._generating((key,), size).least for key in keys]
+            self._lone[keys, size] = np.sum(each, axis=0)
+        return self._lone[keys, size]
+
+    def _least(self, keys: tuple[int, ...], some: list[int]) -> Floats:
+        """[sizes, stages] The same with so many devices or fewer."""
+        return np.minimum.accumulate([self._alone(keys, size) for size in some], axis=0)
+
+    def _up_to(self, keys: tuple[int, ...], some: list[int], last: int, limit: float) -> Front:
+        """What a set can choose from with `some[last]` devices or fewer, but for what alone takes `limit` seconds.
+
+        A bound that has fallen since leaves choices in that are too slow, which does not matter.
+        """
+        at = (keys, some[last])
+        if at not in self._known:
+            found = self._generating(keys, some[last])
+            # sizes that promise most come first: a set that has all devices then bounds the others
+            for size in sorted(some[:last], key=lambda size: self._alone(keys, size).sum()):
+                reached = limit
+                if len(keys) == len(self.keys) and len(found.values):
+                    reached = min(limit, found.values[:, :STAGES].sum(axis=1).min())
+                if self._alone(keys, size).sum() >= reached:
+                    break
+                found = found.or_(self._generating(keys, size))
+            self._known[at] = found
+        return self._known[at]
 
     def _generating(self, keys: tuple[int, ...], size: int) -> Front:
+        """Choices on exactly `size` devices, with the seconds of generation."""
+        if (keys, size) not in self._ready:
+            self._ready[keys, size] = self._with_generation(keys, size)
+        return self._ready[keys, size]
+
+    def _with_generation(self, keys: tuple[int, ...], size: int) -> Front:
         where = self._representatives(keys, size)
 
         def seconds(generates: Generates, steps: int) -> float:
