@@ -28,7 +28,6 @@ from hybridflow.planner.workload import Workload
 
 SIZES = {"7B": (4096, 14336, 32, 32, 8), "13B": (5120, 13824, 40, 40, 40), "34B": (8192, 22016, 48, 64, 8)}
 SIZES["70B"] = (8192, 28672, 80, 64, 8)
-WORK = {"prompt": 1024, "response": 1024, "minibatches": 8}
 
 
 def llama(size: str, head: Any = "lm") -> ModelSpec:
@@ -47,7 +46,7 @@ def llama(size: str, head: Any = "lm") -> ModelSpec:
 
 
 def problem_of(graph: Graph, cluster: str, rows: int) -> Problem:
-    spec, work = ClusterSpec.of(cluster), Workload(rows=rows, **WORK)
+    spec, work = ClusterSpec.of(cluster), Workload(rows=rows, prompt=1024, response=1024, minibatches=8)
     return Problem(graph, spec, Simulator(spec, graph, work), (), DEFAULT.usable_memory)
 
 

@@ -124,7 +124,7 @@ class _Search:
             if bound >= limit:
                 break
             chosen = [self._up_to(own, some, i, limit) for own, i in zip(keys, allocation, strict=True)]
-            if stage_cost([front.least for front in chosen]) >= limit:
+            if stage_cost([front.least.tolist() for front in chosen]) >= limit:
                 continue
             self.tried += 1
             seconds, rows = cheapest(chosen)
