@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hybridflow.planner.constraints import Apart as Apart
     from hybridflow.planner.constraints import Cap as Cap
     from hybridflow.planner.constraints import Pin as Pin
+    from hybridflow.planner.constraints import OneLayout as OneLayout
     from hybridflow.planner.constraints import Together as Together
     from hybridflow.planner.workload import Workload as Workload
     from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
@@ -87,7 +88,7 @@ _WHERE = {
     "model_spec": ("ModelSpec",),
     "placement": ("Placement",),
     "planner.cluster_spec": ("ClusterSpec",),
-    "planner.constraints": ("Apart", "Cap", "Pin", "Together"),
+    "planner.constraints": ("Apart", "Cap", "OneLayout", "Pin", "Together"),
     "planner.workload": ("Workload",),
     "protocols": (
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "SKIP", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),

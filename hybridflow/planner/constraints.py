@@ -71,7 +71,17 @@ class Together:
         return f"Together({self.first}, {self.second})"
 
 
-Constraint = Pin | Cap | Apart | Together
+@dataclass(frozen=True)
+class OneLayout:
+    """All calls of `group` have one layout; generation has sizes of its own on the same devices, which divide it."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"OneLayout({self.group})"
+
+
+Constraint = Pin | Cap | Apart | Together | OneLayout
 
 
 class Rules:
@@ -87,6 +97,7 @@ class Rules:
         self.caps = {c.group: c for c in self.constraints if isinstance(c, Cap)}
         self.apart = [c for c in self.constraints if isinstance(c, Apart)]
         self.together = [c for c in self.constraints if isinstance(c, Together)]
+        self.one_layout = tuple(dict.fromkeys(c.group for c in self.constraints if isinstance(c, OneLayout)))
         for constraint in self.constraints:
             _check_known(constraint, groups, devices)
         self._check_doubled()
@@ -166,7 +177,7 @@ class Rules:
 
 
 def _check_known(constraint: Constraint, groups: Sequence[str], devices: int) -> None:
-    named = [constraint.group] if isinstance(constraint, Pin | Cap) else [constraint.first, constraint.second]
+    named = [constraint.group] if isinstance(constraint, Pin | Cap | OneLayout) else [constraint.first, constraint.second]
     for group in named:
         if group not in groups:
             raise PlacementError(f"{constraint}: the loop has no group {group!r}.{nearest(group, groups)}")

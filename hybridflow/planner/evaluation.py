@@ -113,6 +113,8 @@ class Evaluator:
             for node in self.schedule.nodes
         ]
         self._numbers = [{(o.plan.mesh, o.plan.parallel): i for i, o in enumerate(own)} for own in options]
+        self._alike = [[number[name] for name in names] for names in problem.alike]
+        self._hybrid = [(number[name], number[home]) for name, home in problem.hybrid]
         self._generating = [
             (at, call)
             for at, (call, source) in enumerate(self.nodes)
@@ -220,11 +222,15 @@ class Evaluator:
         return self._vectors[mesh]
 
     def _broken(self, chosen: Sequence[Option]) -> int:
-        rules = self.problem.rules
+        rules, broken = self.problem.rules, 0
+        for calls in self._alike:
+            broken += len({chosen[i].plan for i in calls}) - 1
+        for call, home in self._hybrid:
+            broken += not chosen[call].plan.within(chosen[home].plan)
         if not rules.apart and not rules.together:
-            return 0
+            return broken
         at: dict[str, list[Mesh]] = {}
         for call, option in zip(self.calls, chosen, strict=True):
             at.setdefault(call.group, []).append(option.plan.mesh)
-        broken = sum(any(a.overlaps(b) for a in at[x.first] for b in at[x.second]) for x in rules.apart)
+        broken += sum(any(a.overlaps(b) for a in at[x.first] for b in at[x.second]) for x in rules.apart)
         return broken + sum(len({*at[x.first], *at[x.second]}) - 1 for x in rules.together)

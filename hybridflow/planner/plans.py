@@ -99,6 +99,12 @@ class CallPlan:
                 f"p*t*d = {p.p}*{p.t}*{p.d} = {p.size} devices do not fill a mesh of {self.mesh.size} devices."
             )
 
+    def within(self, home: CallPlan) -> bool:
+        """Weights that lie as in `home` get here inside the processes that have them: the same devices, and sizes that
+        divide those (paper, section 5)."""
+        here, there = self.parallel, home.parallel
+        return self.mesh == home.mesh and not there.p % here.p and not there.t % here.t
+
     def __str__(self) -> str:
         return f"{self.parallel} on {self.mesh}"
 

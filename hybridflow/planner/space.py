@@ -94,6 +94,32 @@ class Problem:
         return tuple(call for call in self.graph.calls if call.group in groups)
 
     @cached_property
+    def alike(self) -> tuple[tuple[str, ...], ...]:
+        """Calls that have one layout, because of what runs them: an optimizer's state is in one place, a group has one
+        generation engine, and what functions keep is never moved. Of a group with `OneLayout`, all that do not
+        generate.
+        """
+        found = []
+        for group in self.graph.groups:
+            calls = self.graph.of_group(group)
+            trains, generates = ([c.name for c in calls if c.kind == kind] for kind in ("training", "generation"))
+            if self.graph.models[group] is None:
+                found.append([call.name for call in calls])
+            elif group in self.rules.one_layout:
+                found += [[call.name for call in calls if call.kind != "generation"], generates]
+            else:
+                found += [trains, generates]
+        return tuple(tuple(names) for names in found if len(names) > 1)
+
+    @cached_property
+    def hybrid(self) -> tuple[tuple[str, str], ...]:
+        """A generation call of each group with `OneLayout`, with the call in whose layout the group's weights stay:
+        it generates on the same devices, in sizes that divide those."""
+        generating = (self.graph.of_group(group) for group in self.rules.one_layout)
+        found = [next((call for call in calls if call.kind == "generation"), None) for calls in generating]
+        return tuple((call.name, self.homes[call.group]) for call in found if call is not None)
+
+    @cached_property
     def homes(self) -> Mapping[str, str]:
         """By group, the call in whose layout its weights stay."""
         return {group: home(self.graph, group) for group in self.graph.groups}
@@ -254,6 +280,10 @@ class Problem:
         for pair in self.rules.apart:
             if any(a.overlaps(b) for a in meshes[pair.first] for b in meshes[pair.second]):
                 return False
+        if any(len({plan[name] for name in names}) > 1 for names in self.alike):
+            return False
+        if not all(plan[name].within(plan[home]) for name, home in self.hybrid):
+            return False
         return all(len({*meshes[pair.first], *meshes[pair.second]}) == 1 for pair in self.rules.together)
 
 
