@@ -23,19 +23,37 @@ _FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:1
 class NodeSpec:
     """`count` equal devices; `bandwidth` [bytes/s per device, one way] and `latency` [s] of a message between them.
 
-    Errors: ConfigError for a size that is not positive.
+    `slowdown` are pairs (devices that work at once, how much slower each of them is than alone), ascending, for devices
+    that share something, such as logical devices the cores of a host. Errors: ConfigError for a size that is not
+    positive.
     """
 
     device: DeviceSpec
     count: int
     bandwidth: float
     latency: float = LINK_LATENCY
+    slowdown: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 1:
             raise ConfigError(f"NodeSpec(count={self.count!r}): a node has a whole number of devices, at least 1.")
         for name in ("bandwidth", "latency"):
             check_size("NodeSpec", name, getattr(self, name))
+        for busy, factor in self.slowdown:
+            check_size("NodeSpec", "slowdown", busy)
+            check_size("NodeSpec", "slowdown", factor)
+
+    def slow(self, busy: int) -> float:
+        """How much slower a device is when `busy` of the node work at once: 1 for one; between two known figures on
+        the straight line through both, beyond the last in proportion."""
+        before, factor = 1.0, 1.0
+        if busy <= 1:
+            return factor
+        for n, known in self.slowdown:
+            if busy <= n:
+                return factor + (known - factor) * (busy - before) / (n - before) if n > before else known
+            before, factor = n, known
+        return factor * busy / before if self.slowdown else 1.0
 
 
 @dataclass(frozen=True)
@@ -81,17 +99,16 @@ class ClusterSpec:
     @classmethod
     def this_machine(cls, devices: int | None = None, memory: float | None = None) -> ClusterSpec:
         """This host as one node of `devices` logical devices (default: one per processor core) that share its cores
-        and its memory [bytes; default: all of it]. Figures are those of an ordinary server core: a profile knows
-        better."""
+        and its memory [bytes; default: all of it]. Figures are those of an ordinary server core, of which devices that
+        work at once take equal parts: a profile knows better."""
         cores = len(os.sched_getaffinity(0))
         count = cores if devices is None else devices
         if type(count) is not int or count < 1:
             raise ConfigError(f"this_machine(devices={devices!r}): give a whole number of at least 1.")
         whole = memory if memory is not None else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        share = min(1.0, cores / count)
-        peak = 100e9 * share
-        host = DeviceSpec("host", whole / count, {"float32": peak, "bfloat16": peak}, 8 * GIGA * share, link=GIGA)
-        return cls((NodeSpec(host, count, GIGA * share, 50e-6),), GIGA, 200e-6)
+        host = DeviceSpec("host", whole / count, {"float32": 100e9, "bfloat16": 100e9}, 8 * GIGA, link=GIGA)
+        shared = ((cores, 1.0), (count, count / cores)) if count > cores else ()
+        return cls((NodeSpec(host, count, GIGA, 50e-6, shared),), GIGA, 200e-6)
 
     @property
     def size(self) -> int:

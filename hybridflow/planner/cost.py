@@ -43,6 +43,13 @@ class CallCost:
         share = self.parts[name] / self.seconds if self.seconds else 0.0
         return f"{LIMITS.get(name, name)} ({share:.0%})"
 
+    def times(self, factor: float) -> CallCost:
+        """Everything takes so many times as long."""
+        if factor == 1.0:
+            return self
+        parts = {name: value * factor for name, value in self.parts.items()}
+        return CallCost(self.seconds * factor, MappingProxyType(parts))
+
     def __reduce__(self):
         return _cost, (self.seconds, dict(self.parts))
 

@@ -100,7 +100,7 @@ class Evaluator:
 
     def __init__(self, problem: Problem, options: Sequence[Sequence[Option]], **how) -> None:
         self.problem, self.options, self.evaluations = problem, options, 0
-        self.schedule = Schedule(problem.graph, **how)
+        self.schedule = Schedule(problem.graph, sharing=problem.sharing, **how)
         self.calls = problem.calls
         number = {call.name: i for i, call in enumerate(self.calls)}
         self.homes = [number[problem.homes[call.group]] for call in self.calls]

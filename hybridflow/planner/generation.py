@@ -62,6 +62,8 @@ def generation(setting: Setting, rows: float, room: float) -> CallCost:
     cycle = step.times(p)
     prefill = _prefill(setting, each / setting.workload.responses_per_prompt)
     host = k.step_seconds + k.row_seconds * waves.active
+    if setting.profile and setting.profile.seconds(setting.model, "step", site.t, waves.active / p) is not None:
+        host = 0.0  # measured with the step
     return CallCost.of(
         prefill=prefill,
         decode=waves.steps * (cycle.memory + cycle.compute),
@@ -82,6 +84,8 @@ def _decode(setting: Setting, rows: float) -> tuple[Seconds, float]:
     if setting.profile:
         layer = setting.profile.layer(setting.model, "decode", site.t, rows, layer)
     output = output_forward(site, size, k, rows, setting.itemsize)
+    if setting.profile:
+        output = setting.profile.layer(setting.model, "step", site.t, rows, output)
     cache = Seconds(memory=rows * context * cache_bytes(setting) / site.bandwidth)
     return layer.times(layers) + output + cache, site.stage_message(rows * size.hidden * setting.itemsize)
 

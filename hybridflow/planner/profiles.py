@@ -1,11 +1,17 @@
-"""LayerProfile: measured seconds of a model's layer, used instead of the roofline where there are some. Pure."""
+"""LayerProfile: measured seconds of a model's layer, used instead of the roofline where there are some. Pure.
+
+What is measured, by tensor parallel size: a decoder layer forward and backward, what a micro-batch takes beside its
+layers ("output": logits, loss, the engine's own work), a layer in a decode step, what such a step takes beside its
+layers ("step"), and an optimizer step with the messages of its data parallel ranks ("update"). Seconds are those of
+devices that have their node for themselves; `slowdown` says what others beside them cost.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,20 +20,24 @@ import yaml
 
 from hybridflow.errors import ConfigError
 from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.coefficients import Coefficients
 from hybridflow.planner.layer_costs import Seconds
 from hybridflow.settings import require
 
-Pass = Literal["forward", "backward", "output", "output_backward", "decode"]
+Pass = Literal["forward", "backward", "output", "output_backward", "decode", "step", "update"]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds at some numbers of tokens (of rows, for "decode"), ascending; `t` devices share the layer."""
+    """Seconds at some numbers of tokens (of rows for "decode" and "step", of elements on a device for "update"),
+    ascending; `t` devices share the layer, and an update has `d` data parallel ranks."""
 
     model: str
     kind: Pass
     t: int
     points: tuple[tuple[float, float], ...]
+    d: int = 1
 
     def __post_init__(self) -> None:
         points = tuple((float(n), float(seconds)) for n, seconds in self.points)
@@ -56,30 +66,64 @@ class Curve:
 class LayerProfile:
     """Curves measured on `device`. Those with t > 1 contain their collectives.
 
+    `slowdown` is that of a node (see `NodeSpec`), `latency` [s] and `bandwidth` [bytes/s] those of messages inside it,
+    `call_seconds` those of a call beside what its engine does (None: not measured).
     Errors: ConfigError for a file that is missing or holds something else.
     """
 
     device: str
     curves: tuple[Curve, ...] = ()
+    slowdown: tuple[tuple[float, float], ...] = ()
+    latency: float | None = None
+    bandwidth: float | None = None
+    call_seconds: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "curves", tuple(self.curves))
-        object.__setattr__(self, "_index", {(c.model, c.kind, c.t): c for c in self.curves})
+        object.__setattr__(self, "slowdown", tuple((float(n), float(factor)) for n, factor in self.slowdown))
+        object.__setattr__(self, "_index", {(c.model, c.kind, c.t, c.d): c for c in self.curves})
+
+    def _curve(self, model: ModelSpec, kind: Pass, t: int, d: int = 1) -> Curve | None:
+        index: Mapping[tuple[str, str, int, int], Curve] = self.__dict__["_index"]
+        return index.get((architecture(model), kind, t, d))
+
+    def measured(self, cluster: ClusterSpec) -> ClusterSpec:
+        """`cluster` with what was measured of its nodes. Errors: ConfigError when its devices are others."""
+        found = sorted({node.device.name for node in cluster.nodes})
+        require(
+            found == [self.device],
+            f"the profile was measured on {self.device!r}, the cluster has {', '.join(found)}. "
+            "Run `hybridflow profile` there, or plan without it.",
+        )
+        own = {"latency": self.latency, "bandwidth": self.bandwidth, "slowdown": self.slowdown or None}
+        changes = {name: value for name, value in own.items() if value is not None}
+        return replace(cluster, nodes=tuple(replace(node, **changes) for node in cluster.nodes))
+
+    def coefficients(self, given: Coefficients) -> Coefficients:
+        """`given` with what was measured instead: messages reach the measured bandwidth, not a share of another."""
+        known = {"call_seconds": self.call_seconds, "link": None if self.bandwidth is None else 1.0}
+        return replace(given, **{name: value for name, value in known.items() if value is not None})
+
+    def seconds(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> float | None:
+        """What was measured at `number` tokens, rows or elements; None where nothing was."""
+        curve = self._curve(model, kind, t, d)
+        return None if curve is None else curve.at(number)
 
     def layer(self, model: ModelSpec, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
         """What was measured; `formula` where nothing was."""
-        index: Mapping[tuple[str, str, int], Curve] = self.__dict__["_index"]
-        curve = index.get((architecture(model), kind, t))
-        if curve is None:
+        seconds = self.seconds(model, kind, t, tokens)
+        if seconds is None:
             return formula
-        seconds = curve.at(tokens)
         known = formula.compute + formula.memory
         share = formula.compute / known if known else 1.0
         inside = 0.0 if t > 1 else formula.tensor_parallel
         return replace(formula, compute=seconds * share, memory=seconds * (1 - share), tensor_parallel=inside, fixed=0)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(yaml.safe_dump({"device": self.device, "curves": [_plain(c) for c in self.curves]}))
+        """Write YAML."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own |= {"curves": [_plain(c) for c in self.curves], "slowdown": [list(pair) for pair in self.slowdown]}
+        Path(path).write_text(yaml.safe_dump(own, sort_keys=False))
 
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
@@ -92,8 +136,8 @@ class LayerProfile:
         good = isinstance(found, dict) and {"device", "curves"} <= set(found) and isinstance(found["curves"], Sequence)
         require(good, f"{path} is not a profile: it needs `device` and `curves`.")
         try:
-            return cls(found["device"], tuple(Curve(**curve) for curve in found["curves"]))
-        except TypeError as error:
+            return cls(**(found | {"curves": tuple(Curve(**curve) for curve in found["curves"])}))
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"{path} is not a profile: {error}.") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -48,6 +49,7 @@ class Simulator:
         self._moves: dict[tuple[str, CallPlan, CallPlan], float] = {}
         self._sites: dict[CallPlan, Site] = {}
         self._meshes: dict[Mesh, Site] = {}
+        self._slowdowns: dict[Mesh, float] = {}
 
     def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `room` are the bytes of KV cache that each device has for generation; without
@@ -62,10 +64,23 @@ class Simulator:
             return CallCost.of(fixed=self.coefficients.call_seconds)
         rows = self.workload.rows * call.rows
         if call.kind == "training":
-            return training(setting, rows, *self.updates(call))
-        if call.kind == "inference":
-            return inference(setting, rows)
-        return generation(setting, rows, self.room(name, plan) if room is None else room)
+            found = training(setting, rows, *self.updates(call))
+        elif call.kind == "inference":
+            found = inference(setting, rows)
+        else:
+            found = generation(setting, rows, self.room(name, plan) if room is None else room)
+        return found.times(self.slowdown(plan.mesh))
+
+    def slowdown(self, mesh: Mesh) -> float:
+        """How much longer its devices take than one that has its node for itself, as they all work at once."""
+        found = self._slowdowns.get(mesh)
+        if found is None:
+            found = 1.0
+            if any(node.slowdown for node in self.cluster.nodes):
+                busy = Counter(self.cluster.node_of(device) for device in mesh.devices)
+                found = max(self.cluster.nodes[node].slow(count) for node, count in busy.items())
+            self._slowdowns[mesh] = found
+        return found
 
     def updates(self, call: Call) -> tuple[int, int]:
         """Mini-batches and epochs of a training call: its own where it has some, else the workload's."""
@@ -174,7 +189,8 @@ class Simulator:
             found = 0.0
             if setting is not None:
                 size, k = setting.size, self.coefficients
-                found = reallocation(size, self.cluster, source, target, setting.itemsize, k)
+                both = Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices})))
+                found = reallocation(size, self.cluster, source, target, setting.itemsize, k) * self.slowdown(both)
             self._moves[group, source, target] = found
         return found
 

@@ -15,6 +15,7 @@ from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.constraints import Constraint, Rules
 from hybridflow.planner.graph import Call, Graph
 from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh, Parallel
+from hybridflow.planner.sharing import Sharing
 from hybridflow.planner.timeline import Timeline, home, moves, simulate
 
 MANY_NODES = 16
@@ -128,6 +129,10 @@ class Problem:
     def capacity(self) -> tuple[float, ...]:
         """Usable bytes of each device."""
         return tuple(self.cluster.device(i).memory * self.memory_share for i in range(self.cluster.size))
+
+    @cached_property
+    def sharing(self) -> Sharing | None:
+        return Sharing.of(self.cluster)
 
     @cached_property
     def step(self) -> float:
@@ -268,7 +273,8 @@ class Problem:
 
     def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
         """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""
-        return simulate(self.graph, plan, self.seconds(plan), reallocation=self.reallocation, **how)
+        how = {"reallocation": self.reallocation, "sharing": self.sharing, **how}
+        return simulate(self.graph, plan, self.seconds(plan), **how)
 
     def obeys(self, plan: ExecutionPlan) -> bool:
         """The plan keeps all constraints."""

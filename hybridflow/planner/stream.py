@@ -106,7 +106,7 @@ def layer_pass(setting: Setting, tokens: float, pairs: float, training: bool) ->
 def output_pass(setting: Setting, tokens: float, training: bool) -> Seconds:
     forward = output_forward(setting.site, setting.size, setting.coefficients, tokens, setting.itemsize)
     backward = layer_backward(forward)
-    if (profile := setting.profile) and setting.size.vocab > 1:
+    if profile := setting.profile:
         forward = profile.layer(setting.model, "output", setting.site.t, tokens, forward)
         backward = profile.layer(setting.model, "output_backward", setting.site.t, tokens, backward)
     return forward + backward if training else forward

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from hybridflow.errors import ConfigError
 from hybridflow.planner.graph import Graph
 from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh
+from hybridflow.planner.sharing import Shared, Sharing
 
 Order = Literal["ready", "program"]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
@@ -102,15 +103,24 @@ class Schedule:
     `in_flight` iterations may run at a time (None: as many as the graph allows): the driver's loader holds the next
     one back until then. With `order="ready"` a device takes the call that was ready first, as ReaL's runtime does, and
     of those that became ready together one that can start at once; with "program" it takes calls in the order in which
-    the driver made them, as hosts here do.
+    the driver made them, as hosts here do. With `sharing`, calls that run at once slow each other down.
     """
 
-    def __init__(self, graph: Graph, *, iterations: int = 3, in_flight: int | None = 2, order: Order = "ready") -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        iterations: int = 3,
+        in_flight: int | None = 2,
+        order: Order = "ready",
+        sharing: Sharing | None = None,
+    ) -> None:
         if type(iterations) is not int or iterations < 1:
             raise ConfigError(f"iterations={iterations!r}: give a whole number of at least 1.")
         if in_flight is not None and (type(in_flight) is not int or in_flight < 1):
             raise ConfigError(f"in_flight={in_flight!r}: give a whole number of at least 1, or None.")
         self.graph, self.iterations, self.in_flight, self.order = graph, iterations, in_flight, order
+        self.sharing = sharing
         self.moves = moves(graph)
         self.nodes = _nodes(graph, self.moves)
         self.roots = [i for i, node in enumerate(self.nodes) if all(distance for _, distance in node.before)]
@@ -140,6 +150,8 @@ class Schedule:
 
         A node of mask 0 needs no device.
         """
+        if self.sharing is not None:
+            return Shared(self.sharing, self._waiting, self._after, seconds, masks, self.order == "program").run()
         count, total = len(self.nodes), len(self._waiting)
         waiting, ready_at = self._waiting.copy(), [0.0] * total
         starts, stops = [0.0] * total, [0.0] * total
@@ -222,6 +234,7 @@ def simulate(
     reallocation: Reallocation | None = None,
     in_flight: int | None = 2,
     order: Order = "ready",
+    sharing: Sharing | None = None,
 ) -> Timeline:
     """The timeline of `plan`. `seconds` of a call are given by name, or asked for as seconds(call, its plan).
 
@@ -229,7 +242,7 @@ def simulate(
     they are there at once). Calls that the plan leaves out need no device, and take no time unless `seconds` names
     them. Errors: ConfigError when a call of a placed group has no plan or no seconds.
     """
-    schedule = Schedule(graph, iterations=iterations, in_flight=in_flight, order=order)
+    schedule = Schedule(graph, iterations=iterations, in_flight=in_flight, order=order, sharing=sharing)
     for call in graph.calls:
         if call.name not in plan and call.group in graph.groups and call.kind != "function":
             raise ConfigError(f"the plan says nothing of {call.name}. It names {', '.join(plan)}.")

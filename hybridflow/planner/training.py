@@ -23,6 +23,8 @@ def training(setting: Setting, rows: float, minibatches: int, epochs: int) -> Ca
     parts = Stream.of(setting, max(each, 1.0), training=True).price(setting, training=True)
     parts["data_parallel"] = site.data_parallel(shard * REDUCED) + site.data_parallel(shard * setting.itemsize)
     parts["optimizer"] = shard * (STATE / site.d + CLEARED) / site.bandwidth
+    if setting.profile and (took := setting.profile.seconds(setting.model, "update", site.t, shard, site.d)):
+        parts["data_parallel"], parts["optimizer"] = 0.0, took  # measured together
     parts = {name: seconds * steps * epochs for name, seconds in parts.items()}
     parts["fixed"] += k.call_seconds * (1 + steps * epochs)
     return CallCost.of(**parts)

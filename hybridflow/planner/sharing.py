@@ -1,0 +1,116 @@
+"""Sharing: devices of a node that slow each other down, as logical devices on the cores of one host do. Pure.
+
+A call takes `slow(n)` times as long when n devices of its node work as it does when one does. Seconds of a call count
+its own devices already; in a timeline those of other calls come and go, so what a call still has to do is followed from
+one start or end of a call to the next (processor sharing).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridflow.planner.cluster_spec import ClusterSpec
+
+_DONE = 1e-9  # of a call's seconds: what is left when it ends, by rounding
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """By node: its devices, one bit for each, and how much slower they are by how many of them work."""
+
+    nodes: tuple[tuple[int, tuple[float, ...]], ...]
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec) -> Sharing | None:
+        """None where no device slows another down."""
+        if not any(node.slowdown for node in cluster.nodes):
+            return None
+        nodes = []
+        for i, node in enumerate(cluster.nodes):
+            devices = cluster.devices_of(i)
+            factors = tuple(node.slow(busy) for busy in range(len(devices) + 1))
+            nodes.append((((1 << len(devices)) - 1) << devices[0], factors))
+        return cls(tuple(nodes))
+
+    def factor(self, mask: int, busy: int) -> float:
+        """How much longer a call on the devices of `mask` takes while those of `busy` work, its own among them."""
+        most = 1.0
+        for devices, slow in self.nodes:
+            if own := (mask & devices).bit_count():
+                most = max(most, slow[(busy & devices).bit_count()] / slow[own])
+        return most
+
+
+class Shared:
+    """One run of a schedule whose calls slow each other down: `waiting`, `after`, `seconds` and `masks` are as
+    `Schedule.run` has them, nodes of later iterations behind those of earlier ones."""
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        waiting: Sequence[int],
+        after: Sequence[Sequence[int]],
+        seconds: Sequence[float],
+        masks: Sequence[int],
+        in_program: bool,
+    ) -> None:
+        self.sharing, self.waiting, self.after = sharing, list(waiting), after
+        self.seconds, self.masks, self.in_program = seconds, masks, in_program
+        total = len(waiting)
+        self.starts, self.stops = [0.0] * total, [0.0] * total
+        ready = [(0.0, i) for i in range(total) if not waiting[i]]
+        # what has not begun, in the order in which it may claim devices
+        self.queue = [(0.0, i) for i in range(total)] if in_program else ready
+        self.left: dict[int, float] = {}  # of what is under way: seconds, if nobody else worked
+        self.busy, self.now = 0, 0.0
+
+    def run(self) -> tuple[list[float], list[float]]:
+        """Start and stop of each node."""
+        self._begin()
+        while self.left:
+            factors = {i: self.sharing.factor(self._mask(i), self.busy) for i in self.left}
+            passed = min(self.left[i] * factors[i] for i in self.left)
+            self.now += passed
+            for i, factor in factors.items():
+                self.left[i] -= passed / factor
+            for i in [i for i, left in self.left.items() if left <= _DONE * self._seconds(i)]:
+                del self.left[i]
+                self.busy &= ~self._mask(i)
+                self._end(i)
+            self._begin()
+        return self.starts, self.stops
+
+    def _begin(self) -> None:
+        """Start all that can: it waits for nothing, and nobody before it claims one of its devices."""
+        begun = True
+        while begun:  # what takes no time lets others begin at once
+            begun, claimed = False, self.busy
+            for entry in list(self.queue):
+                i = entry[1]
+                mask = self._mask(i)
+                if self.waiting[i] or mask & claimed:
+                    claimed |= mask
+                    continue
+                self.queue.remove(entry)
+                self.starts[i], begun = self.now, True
+                if self._seconds(i) > 0:
+                    self.left[i] = self._seconds(i)
+                    self.busy |= mask
+                    claimed |= mask
+                else:
+                    self._end(i)
+
+    def _end(self, i: int) -> None:
+        self.stops[i] = self.now
+        for other in self.after[i]:
+            self.waiting[other] -= 1
+            if not self.waiting[other] and not self.in_program:
+                insort(self.queue, (self.now, other))
+
+    def _mask(self, i: int) -> int:
+        return self.masks[i % len(self.masks)]
+
+    def _seconds(self, i: int) -> float:
+        return self.seconds[i % len(self.seconds)]
