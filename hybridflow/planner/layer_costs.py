@@ -16,6 +16,10 @@ from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.coefficients import Coefficients
 from hybridflow.planner.links import Site
 
+# Elements that pass by between products, for each that there is, as one kernel after another reads and writes them: two
+# norms and two residuals, on every rank unless these share the sequence; a rotation (a product, then a sum with a second
+# one) and the gate (its activation, then a product), of its own shard.
+APART, ROTATED, GATED = 10, 5, 5
 LOGITS = 4 * 4.0  # bytes of float32 logits that pass by: written, read twice (maximum and sum), gathered
 
 
@@ -115,8 +119,7 @@ def layer_forward(
     products = product(site, k, tokens, hidden * (2 * queries + 2 * keys), queries, itemsize)
     products += product(site, k, tokens, 3 * hidden * wide, wide, itemsize)
     attention = 4 * pairs * queries / (site.flops * k.attention)
-    # two norms and two residuals, on every rank unless these share the sequence; rotations, the gate on its own shard
-    moved = 10 * hidden / site.shares + 2 * (queries + keys) + 3 * wide
+    moved = APART * hidden / site.shares + ROTATED * (queries + keys) + GATED * wide
     return Seconds(
         compute=products + attention,
         memory=tokens * moved * itemsize / site.bandwidth,

@@ -13,6 +13,8 @@ from hybridflow.planner.plans import Parallel
 from hybridflow.planner.profiles import LayerProfile
 from hybridflow.planner.workload import Workload
 
+SUMS = 4  # bytes per parameter of the float32 gradients of a mini-batch
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -94,7 +96,7 @@ def layer_pass(setting: Setting, tokens: float, pairs: float, training: bool) ->
     """Forward of a layer over a micro-batch; in training with backward, and forward again where it is recomputed."""
     k, recompute = setting.coefficients, setting.workload.recompute
     forward = layer_forward(setting.site, setting.size, k, tokens, pairs, setting.itemsize)
-    backward = layer_backward(forward)
+    backward = layer_backward(forward) + added_up(setting, setting.size.layer)
     if profile := setting.profile:
         forward = profile.layer(setting.model, "forward", setting.site.t, tokens, forward)
         backward = profile.layer(setting.model, "backward", setting.site.t, tokens, backward)
@@ -105,8 +107,15 @@ def layer_pass(setting: Setting, tokens: float, pairs: float, training: bool) ->
 
 def output_pass(setting: Setting, tokens: float, training: bool) -> Seconds:
     forward = output_forward(setting.site, setting.size, setting.coefficients, tokens, setting.itemsize)
-    backward = layer_backward(forward)
+    backward = layer_backward(forward) + added_up(setting, setting.size.output)
     if profile := setting.profile:
         forward = profile.layer(setting.model, "output", setting.site.t, tokens, forward)
         backward = profile.layer(setting.model, "output_backward", setting.site.t, tokens, backward)
     return forward + backward if training else forward
+
+
+def added_up(setting: Setting, elements: float) -> Seconds:
+    """A micro-batch's gradients of `elements` parameters, cut by t, go into the sums of their mini-batch: written and
+    read as they are, the float32 sums read and written."""
+    site = setting.site
+    return Seconds(memory=elements / site.t * 2 * (setting.itemsize + SUMS) / site.bandwidth)
