@@ -1,12 +1,14 @@
-"""The command line: `hybridflow plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]`."""
+"""The command line: `hybridflow plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]` and `profile`."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import runpy
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning as one driver script.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_profile(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -75,6 +78,52 @@ def _parser() -> argparse.ArgumentParser:
     add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
     add("--quiet", action="store_true", help="the table only, no explanation")
     return parser
+
+
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure what a model's layers take on the devices at hand, for `plan --profile`",
+        description="Builds a few layers of a model on 1, 2, 4, ... devices and times them. No weights are read.",
+    )
+    profile.set_defaults(run=_profile)
+    add = profile.add_argument
+    add("model", help="a directory with a config.json, such a file, or a name of the hub")
+    add("--devices", type=int, help="of one node (default: all accelerators, or one for each processor core)")
+    add("--save", metavar="FILE", default="profile.yaml", help="where the profile goes (default: profile.yaml)")
+    add("--length", type=int, default=128, metavar="TOKENS", help="of a row, prompt and response (default: 128)")
+    add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
+    add("--rows", type=int, default=128, help="of the largest decode step (default: 128)")
+    add("--repeats", type=int, default=5, help="of which each figure is the median (default: 5)")
+
+
+def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.cluster.session import Session
+    from hybridflow.profiling import profile
+
+    if rest:
+        raise ConfigError(f"profile takes one model, got {rest[0]!r} as well.")
+    start = time.perf_counter()
+    session = Session.existing() or Session.open()
+    try:
+        found = profile(
+            given.model,
+            _devices(session) if given.devices is None else given.devices,
+            length=given.length,
+            tokens=given.tokens,
+            rows=given.rows,
+            repeats=given.repeats,
+        )
+    finally:
+        session.shutdown()
+    found.save(given.save)
+    print(found)
+    print(f"\nmeasured in {time.perf_counter() - start:.0f} s, written to {given.save}")
+
+
+def _devices(session: Any) -> int:
+    """The accelerators of one node of the session, or the cores of this machine."""
+    return max(session.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
 
 
 def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:

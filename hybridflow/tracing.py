@@ -144,11 +144,12 @@ def model_spec(source: ModelSource, head: Head = "lm") -> ModelSpec:
     elif str(source).lower() in PUBLISHED:
         spec = PUBLISHED[str(source).lower()]
     else:
-        return ModelSpec.from_hf_config(_config(source), head)
+        return ModelSpec.from_hf_config(configuration(source), head)
     return spec if spec.head == head else ModelSpec(**{**vars(spec), "head": head})
 
 
-def _config(source: str | os.PathLike[str]) -> Any:
+def configuration(source: str | os.PathLike[str]) -> Any:
+    """The `config.json` of a directory, of a file or of the hub. Errors: CheckpointError."""
     path = Path(source)
     if path.is_dir():
         path /= "config.json"

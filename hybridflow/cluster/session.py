@@ -67,7 +67,8 @@ class Session:
             self._connect(address or os.environ.get("RAY_ADDRESS"), devices)
         directory = str(global_worker.node.get_session_dir_path()) if self.started_ray and global_worker.node else ""
         self._watcher = Watcher(self.name, directory)
-        self.has_cuda = any(node["Resources"].get("GPU", 0) > 0 for node in ray.nodes() if node["Alive"])
+        self.accelerators = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+        self.has_cuda = any(self.accelerators)
         atexit.register(self.shutdown)
 
     def _connect(self, address: str | None, devices: int | None) -> None:

@@ -16,7 +16,8 @@ from hybridflow.planner.devices import GIB, GIGA, DeviceSpec, check_size, device
 LINK_LATENCY = 5e-6
 NETWORK_LATENCY = 15e-6
 _PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>[0-9.]+)(?P<unit>[gt])bps)?")
-_FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4" or "here".'
+_HERE = re.compile(r"here(?::(?P<devices>\d+))?")
+_FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4", "here" or "here:4".'
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class ClusterSpec:
 
     @classmethod
     def of(cls, text: str | ClusterSpec, bandwidth: float | None = None) -> ClusterSpec:
-        """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here".
+        """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here" ("here:4": as
+        four devices).
 
         The network is the usual one of the devices (the slowest of the parts) unless a part says "@200Gbps" or
         `bandwidth` [bytes/s of a node] does. Errors: ConfigError for another form, an unknown device, sizes below 1.
@@ -86,8 +88,8 @@ class ClusterSpec:
             return text
         if not isinstance(text, str):
             raise ConfigError(f"cluster {text!r} is not a description of a cluster. {_FORM}")
-        if text.strip().lower() == "here":
-            return cls.this_machine()
+        if here := _HERE.fullmatch(text.strip().lower()):
+            return cls.this_machine(int(here["devices"]) if here["devices"] else None)
         nodes: list[NodeSpec] = []
         networks: list[float] = []
         for part in text.split(","):

@@ -51,12 +51,13 @@ class Curve:
 
     def at(self, tokens: float) -> float:
         """Between two points on the straight line through both; below the first one its seconds, above the last one
-        in proportion."""
+        on from there, as steeply as from the first to the last."""
         points = self.points
         if tokens <= points[0][0]:
             return points[0][1]
         if tokens >= points[-1][0]:
-            return points[-1][1] * tokens / points[-1][0]
+            (n, low), (m, high) = points[0], points[-1]
+            return high * tokens / m if n == m else high + max(0.0, high - low) * (tokens - m) / (m - n)
         above = bisect_left(points, (tokens, 0.0))
         (n, low), (m, high) = points[above - 1], points[above]
         return low + (high - low) * (tokens - n) / (m - n)
@@ -118,6 +119,22 @@ class LayerProfile:
         share = formula.compute / known if known else 1.0
         inside = 0.0 if t > 1 else formula.tensor_parallel
         return replace(formula, compute=seconds * share, memory=seconds * (1 - share), tensor_parallel=inside, fixed=0)
+
+    def __str__(self) -> str:
+        lines = [f"profile of {self.device}"]
+        if self.slowdown:
+            busy = ", ".join(f"{n:g} at once {factor:.3g}x" for n, factor in self.slowdown)
+            lines.append(f"devices that work at once take longer: {busy}")
+        if self.latency is not None and self.bandwidth is not None:
+            lines.append(f"messages: {self.latency * 1e6:.3g} us, {self.bandwidth / 1e9:.3g} GB/s")
+        if self.call_seconds is not None:
+            lines.append(f"a call: {self.call_seconds * 1e3:.3g} ms beside its engine")
+        lines.append(f"{'model':38} {'pass':15} {'t':>3} {'d':>3}   ms at the fewest and at the most")
+        for c in self.curves:
+            (n, low), (m, high) = c.points[0], c.points[-1]
+            ends = f"{low * 1e3:.3g} at {n:g}, {high * 1e3:.3g} at {m:g}"
+            lines.append(f"{c.model:38} {c.kind:15} {c.t:3} {c.d:3}   {ends}")
+        return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""

@@ -38,6 +38,7 @@ LAYERS = (
     ("run_display",),
     ("tracker", "loader", "driver", "sampling"),
     ("tracing",),
+    ("profiling",),
     ("automatic",),
     ("cli",),
 )

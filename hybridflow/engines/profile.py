@@ -1,0 +1,179 @@
+"""Profiling on one rank: seconds of real engines of a model that has few layers, at several amounts of work.
+
+Two numbers of layers tell what a layer takes and what everything else does; the caller makes that difference. Methods
+are collective over the ranks of the context's grid. Shapes: B rows, R response tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.algorithms.loss import policy_loss, value_loss
+from hybridflow.batch import Batch
+from hybridflow.config import VLLM, Adam, Megatron
+from hybridflow.engines.contract import Output
+from hybridflow.engines.process_groups import RankContext
+from hybridflow.model_spec import Head, ModelSpec
+from hybridflow.ragged import Ragged
+
+Points = list[tuple[float, float]]
+"""(tokens, rows, or elements on this rank; seconds)."""
+BIG = 1 << 22  # bytes of the message that bandwidth is read from
+_SMALLEST_VOCABULARY = 2
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to measure of the model of `config` (a Hugging Face one) on the rank of `context`.
+
+    Rows have `length` tokens, the second half of them a response; every figure is the median of `repeats`.
+    """
+
+    context: RankContext
+    config: Mapping[str, Any]
+    length: int
+    repeats: int = 5
+
+    def passes(self, layers: int, head: Head, tokens: Sequence[int], update: bool = True) -> dict[str, Points]:
+        """By tokens "forward" and "both" (that and backward), by elements on this rank "update" (an optimizer step)."""
+        from hybridflow.engines.megatron.engine import MegatronEngine
+
+        grid, spec = self.context.grid, self._spec(layers, head)
+        strategy = Megatron(tp=grid.t, dp=grid.d, micro_tokens=max(tokens), sequence_parallel=grid.t > 1)
+        outputs: tuple[Output, ...] = ("log_probs",) if head == "lm" else ("values",)
+        loss = policy_loss("ppo") if head == "lm" else value_loss("value")
+        found: dict[str, Points] = {"forward": [], "both": [], "update": []}
+        with ExitStack() as undo:
+            engine = MegatronEngine(self.context, strategy, spec, None, Adam(lr=1e-6))
+            undo.callback(engine.close)
+            for count in tokens:
+                rows = self._rows(spec, count)
+                found["forward"].append((count, self._median(lambda rows=rows: engine.forward(rows, outputs))))
+                if update:
+                    both = self._median(lambda rows=rows: engine.forward_backward(rows, loss, outputs), engine.step)
+                    found["both"].append((count, both))
+            elements = sum(tensor.numel() for tensor in engine.storage().values())
+            rows = self._rows(spec, min(tokens))
+            step = self._median(engine.step, lambda: engine.forward_backward(rows, loss, outputs), before=True)
+            found["update"].append((elements, step))
+        return found
+
+    def busy(self, tokens: int, seconds: float) -> float:
+        """Median seconds of a forward pass of one layer while all ranks make such passes, each for itself."""
+        from hybridflow.engines.megatron.engine import MegatronEngine
+
+        grid, spec = self.context.grid, self._spec(1, "lm")
+        with ExitStack() as undo:
+            engine = MegatronEngine(self.context, Megatron(dp=grid.d, micro_tokens=tokens), spec, None)
+            undo.callback(engine.close)
+            rows = self._rows(spec, tokens)
+            engine.forward(rows, ("log_probs",))
+            self._together()
+            took, end = [], time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                took.append(self._clocked(lambda: engine.forward(rows, ("log_probs",))))
+            self._together()
+        return statistics.median(took)
+
+    def decode(self, layers: int, rows: Sequence[int], steps: int) -> dict[str, Points]:
+        """ "decode": seconds of a step of one generation replica over all ranks, by its rows."""
+        from hybridflow.engines.vllm.engine import VLLMEngine
+
+        grid, spec = self.context.grid, self._spec(layers, "lm")
+        prompt = max(1, self.length // 2)
+        strategy = VLLM(tp=grid.t, max_length=prompt + steps + 1, max_tokens=1, ignore_eos=True, seed=1)
+        one, several = strategy.sampling(), strategy.sampling(max_tokens=1 + steps)
+        found: Points = []
+        with TemporaryDirectory() as directory, ExitStack() as undo:
+            (Path(directory) / "config.json").write_text(json.dumps(self._few(layers)))
+            engine = VLLMEngine(self.context, strategy, grid.generation(), spec, directory)
+            undo.callback(engine.close)
+            for tensor in engine.storage().values():
+                tensor.normal_(0.0, 0.02)
+            for count in rows:
+                ids = torch.randint(1, spec.vocab, (count, prompt), generator=_seeded()).tolist()
+
+                def drawn(sampling: Any, ids: list[list[int]] = ids) -> Callable[[], object]:
+                    return lambda: engine.generate(ids, sampling, range(len(ids)))
+
+                # what is left of the prompts in the cache would make the second one faster
+                forget = engine.weights_changed
+                took = self._median(drawn(several), forget) - self._median(drawn(one), forget)
+                found.append((count, max(took, 0.0) / steps))
+        return {"decode": found}
+
+    def link(self) -> tuple[float, float]:
+        """Seconds of an all-reduce of one number over all ranks, and of one of `BIG` bytes."""
+        group = self.context.groups.everyone()
+        small, big = (torch.zeros(size, device=self.context.device) for size in (1, BIG // 4))
+        return tuple(self._median(lambda x=x: dist.all_reduce(x, group=group)) for x in (small, big))  # type: ignore[return-value]
+
+    def _median(self, run: Callable[[], object], other: Callable[[], object] | None = None, before: bool = False):
+        """Median seconds of `run`, once warm. `other` follows each of them, or goes before it, and is not counted."""
+        took = []
+        for _ in range(1 + self.repeats):
+            if other is not None and before:
+                other()
+            took.append(self._clocked(run))
+            if other is not None and not before:
+                other()
+        return statistics.median(took[1:])
+
+    def _clocked(self, run: Callable[[], object]) -> float:
+        self._finished()
+        start = time.perf_counter()
+        run()
+        self._finished()
+        return time.perf_counter() - start
+
+    def _finished(self) -> None:
+        if self.context.device.type == "cuda":
+            torch.cuda.synchronize(self.context.device)
+
+    def _together(self) -> None:
+        if self.context.grid.size > 1:
+            dist.barrier(group=self.context.groups.everyone())
+
+    def _few(self, layers: int) -> dict[str, Any]:
+        """The model's configuration with so many layers."""
+        kinds = self.config.get("layer_types")
+        few = {**self.config, "num_hidden_layers": layers}
+        return few | ({"layer_types": list(kinds)[:layers]} if kinds else {})
+
+    def _spec(self, layers: int, head: Head) -> ModelSpec:
+        return ModelSpec.from_hf_config(self._few(layers), head)
+
+    def _rows(self, spec: ModelSpec, tokens: int) -> Batch:
+        """Rows of `length` tokens, `tokens` in all (a last one may be shorter), with the columns that losses read."""
+        lengths = [self.length] * (tokens // self.length)
+        if rest := tokens - sum(lengths):
+            lengths.append(rest)
+        answers = [max(1, n // 2) for n in lengths]
+        prompts = [max(1, n - answer) for n, answer in zip(lengths, answers, strict=True)]
+        ids = torch.randint(
+            1, max(spec.vocab, _SMALLEST_VOCABULARY), (sum(prompts) + sum(answers),), generator=_seeded()
+        )
+        token = Ragged.from_lengths(torch.zeros(sum(answers)), answers)
+        return Batch(
+            {
+                "prompt_ids": Ragged.from_lengths(ids[: sum(prompts)], prompts),
+                "response_ids": Ragged.from_lengths(ids[sum(prompts) :], answers),
+                "response_mask": Ragged.from_lengths(torch.ones(sum(answers), dtype=torch.bool), answers),
+                **dict.fromkeys(("old_log_probs", "advantages", "values", "returns"), token),
+            }
+        )
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,301 @@
+"""`hybridflow profile`: measures what a model's layers take on the devices at hand, for the planner to price calls by.
+
+Groups of 1, 2, 4, ... devices build real engines for the model with few layers, and time them at powers of two. Sizes
+that do not fit, or do not divide the model, are left out: there the planner's formulas stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from hybridflow.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.pool import ResourcePool
+from hybridflow.config import VLLM
+from hybridflow.engines.profile import BIG, Points, Probe
+from hybridflow.engines.vllm.requirements import check as check_vllm
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.devices import DEVICES
+from hybridflow.planner.profiles import Curve, LayerProfile, Pass, architecture
+from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.ragged import Ragged
+from hybridflow.settings import require, settings, whole
+from hybridflow.topology import RankGrid
+from hybridflow.tracing import configuration
+from hybridflow.workers.worker import Worker, place
+
+logger = logging.getLogger(__name__)
+_LEAST = 1e-7  # seconds: what is measured as nothing, or less by noise
+_BUSY_SECONDS = 1.0
+_BYTES = 18.0  # of a trained parameter at most: 16-bit parameter, float32 gradient, main parameter, moments
+_CALLS = 10
+
+
+class ProfileWorker(Worker):
+    """One rank that measures. `config` is the model's Hugging Face configuration, rows have `length` tokens."""
+
+    role = "profile"
+
+    def __init__(self, *, config: Mapping[str, Any], length: int, repeats: int) -> None:
+        self.probe = Probe(self.context, config, length, repeats)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def measure(self, what: str, arguments: tuple[Any, ...]) -> Any:
+        """What the probe's method `what` says on each rank."""
+        return getattr(self.probe, what)(*arguments)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def device(self) -> tuple[str, float]:
+        """Name and memory [bytes] of the rank's device; "host" on a processor."""
+        if self.context.device.type != "cuda":
+            return "host", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        properties = torch.cuda.get_device_properties(self.context.device)
+        return properties.name, float(properties.total_memory)
+
+    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("seen",))
+    def look(self, batch: Batch) -> Batch:
+        """`seen` [B] float32: a call that reads and writes columns, and computes nothing."""
+        return Batch({"seen": torch.zeros(batch.rows)})
+
+
+@settings
+class Amounts:
+    """What is measured: rows of `length` tokens, micro-batches of `least` to `tokens` tokens, decode steps of up to
+    `rows` rows, models of `few` and `many` layers. A figure is the median of `repeats`, that of a decode step of
+    `steps` steps each time. Errors: ConfigError for sizes that are not positive, and without two numbers of layers.
+    """
+
+    devices: int
+    length: int = 128
+    tokens: int = 4096
+    rows: int = 128
+    least: int = 64
+    few: int = 1
+    many: int = 4
+    steps: int = 8
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        whole(self, 1, *(field.name for field in fields(self)))  # type: ignore[arg-type]
+        require(self.few < self.many, f"Amounts(few={self.few}, many={self.many}): give two numbers of layers.")
+        require(self.least <= self.tokens, f"Amounts(tokens={self.tokens}): the least are {self.least}.")
+
+    @property
+    def micro_batches(self) -> list[int]:
+        return [n for n in _powers(self.tokens) if n >= self.least]
+
+
+def profile(model: str | os.PathLike[str], devices: int, **how: Any) -> LayerProfile:
+    """Measured on one node's first `devices` devices of the session's cluster; `how` says how much, see `Amounts`.
+
+    `model` is a directory with a `config.json`, such a file, or a name of the hub; no weights are read.
+    Errors: ConfigError for amounts that are none, CheckpointError and ModelError for a model that is none or is not
+    supported, PlacementError for more devices than there are.
+    """
+    amounts, config = Amounts(devices=devices, **how), configuration(model)
+    spec = ModelSpec.from_hf_config(config)
+    pool = ResourcePool([devices])
+    try:
+        return _Profiling(pool, config, spec, amounts).profile()
+    finally:
+        pool.close()
+
+
+class _Profiling:
+    def __init__(self, pool: ResourcePool, config: Mapping[str, Any], spec: ModelSpec, amounts: Amounts) -> None:
+        self.pool, self.config, self.spec, self.amounts = pool, config, spec, amounts
+        self.curves: list[Curve] = []
+        self.slow: dict[int, float] = {1: 1.0}
+
+    def profile(self) -> LayerProfile:
+        with self._group(1, 1) as group:
+            name, self.memory = group.device()[0]
+        cuda = name != "host"
+        if not cuda:
+            self.memory /= self.amounts.devices
+        self._slowdown()
+        call = self._call_seconds()
+        latency, bandwidth = self._link()
+        for t in _powers(self.amounts.devices):
+            for d in _powers(self.amounts.devices // t):
+                self._passes(t, d)
+        for t in _powers(self.amounts.devices):
+            self._decode(t, "cuda" if cuda else "cpu")
+        slowdown = tuple((float(n), factor) for n, factor in sorted(self.slow.items()))
+        return LayerProfile(known_device(name), tuple(self.curves), slowdown, latency, bandwidth, call)
+
+    @contextmanager
+    def _group(self, t: int, d: int) -> Iterator[WorkerGroup]:
+        own = {"config": self.config, "length": self.amounts.length, "repeats": self.amounts.repeats}
+        start = time.perf_counter()
+        group = place(ProfileWorker, self.pool.part(range(t * d)), grid=RankGrid(t=t, d=d), **own)
+        try:
+            yield group
+        finally:
+            group.close()
+        logger.info("t=%d, d=%d: %.1f s", t, d, time.perf_counter() - start)
+
+    def _slowdown(self) -> None:
+        """Devices of one node that work at once, each for itself."""
+        took: dict[int, float] = {}
+        for n in _powers(self.amounts.devices):
+            with self._group(1, n) as group:
+                found = group.measure("busy", (self.amounts.tokens // 4, _BUSY_SECONDS))
+                took[n] = sum(found) / len(found)
+            self.slow[n] = max(1.0, took[n] / took[1])
+
+    def _call_seconds(self) -> float:
+        """A call of one group after the other, each of which reads what the one before it wrote."""
+        rows, half = 8 * self.amounts.devices, max(1, self.amounts.length // 2)
+        ids = Ragged.from_lengths(torch.zeros(rows * half, dtype=torch.int64), [half] * rows)
+        with self._group(1, self.amounts.devices) as group:
+            given = BatchRef.from_batch(Batch({"prompt_ids": ids, "response_ids": ids}), self.pool.session)
+            group.look(given).get()
+            start = time.perf_counter()
+            for _ in range(_CALLS):
+                group.look(given).get()
+            took = (time.perf_counter() - start) / _CALLS
+        return max(_LEAST, took / self.slow[_powers(self.amounts.devices)[-1]])
+
+    def _link(self) -> tuple[float | None, float | None]:
+        """Latency [s] and bandwidth [bytes/s] of messages between two devices, from an all-reduce of theirs."""
+        if self.amounts.devices < 2:
+            return None, None
+        with self._group(2, 1) as group:
+            small, big = (max(column) / self.slow[2] for column in zip(*group.measure("link", ())))
+        # 2 log2(t) hops, and 2 (t-1)/t of the bytes, see `links`
+        return small / 2, BIG / max(big - small, _LEAST)
+
+    def _passes(self, t: int, d: int) -> None:
+        """Curves of training and inference; with several data parallel ranks only what they add to an update."""
+        few, many = self._layers(t)
+        if not few or not _divides(self.spec, t):
+            return
+        tokens = self.amounts.micro_batches if d == 1 else self.amounts.micro_batches[:1]
+        with self._group(t, d) as group:
+            at = {n: _slowest(group.measure("passes", (n, "lm", tokens))) for n in (few, many)}
+            at_value = _slowest(group.measure("passes", (few, "value", tokens)))
+        self._add("update", t, [at[few]["update"][0], at[many]["update"][0]], d=d)
+        value = [at_value["update"][0], _grown(at_value["update"][0], at[few]["update"][0], at[many]["update"][0])]
+        self._add("update", t, value, d=d, head="value")
+        if d > 1:
+            return
+        for kind, output in (("forward", "output"), ("backward", "output_backward")):
+            layer, rest, rest_value = [], [], []
+            for i, count in enumerate(tokens):
+                one, more, other = (_seconds(found, kind, i) for found in (at[few], at[many], at_value))
+                each = max(_LEAST, (more - one) / (many - few))
+                layer.append((count, each))
+                answers = _answers(count, self.amounts.length)
+                rest.append((answers, one - few * each))
+                rest_value.append((answers, other - few * each))
+            self._add(kind, t, layer)
+            if self.spec.head == "lm":
+                self._add(kind, t, layer, head="value")
+            self._add(output, t, rest)
+            self._add(output, t, rest_value, head="value")
+
+    def _decode(self, t: int, device: str) -> None:
+        few, many = self._layers(t)
+        try:
+            check_vllm(self.spec, VLLM(tp=t, max_length=min(self.spec.context, self.amounts.length)), device)
+        except (ModelError, ConfigError) as error:
+            logger.info("generation with t=%d is not measured: %s", t, error)
+            return
+        rows = _powers(self.amounts.rows)
+        with self._group(t, 1) as group:
+            at = {n: _slowest(group.measure("decode", (n, rows, self.amounts.steps)))["decode"] for n in (few, many)}
+        layer, rest = [], []
+        for (count, one), (_, more) in zip(at[few], at[many], strict=True):
+            each = max(_LEAST, (more - one) / (many - few))
+            layer.append((count, each))
+            rest.append((count, one - few * each))
+        self._add("decode", t, layer)
+        self._add("step", t, rest)
+
+    def _add(self, kind: Pass, t: int, points: Sequence[tuple[float, float]], d: int = 1, head: str = "lm") -> None:
+        """A curve as of devices that have their node for themselves, and which more work never makes faster."""
+        alone = self.slow[t * d]
+        model = architecture(ModelSpec(**{**vars(self.spec), "head": head}))
+        kept = [max(_LEAST, seconds) / alone for seconds in rising([seconds for _, seconds in points])]
+        self.curves.append(Curve(model, kind, t, tuple(zip((n for n, _ in points), kept, strict=True)), d))
+
+    def _layers(self, t: int) -> tuple[int, int]:
+        """The numbers of layers that are measured: the model's own at most, and what fits."""
+        few, many = self.amounts.few, self.amounts.many
+        each = self._elements(few + 1) - self._elements(few)
+        while many > few and (self._elements(few) + each * (many - few)) / t * _BYTES > 0.6 * self.memory:
+            many -= 1
+        if many == few:
+            logger.warning("t=%d is not measured: two layers of the model do not fit on a device.", t)
+            return 0, 0
+        return few, many
+
+    def _elements(self, layers: int) -> int:
+        return ModelSpec(**{**vars(self.spec), "layers": layers}).num_parameters
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence nearest to `values` (isotonic regression: neighbours that fall share their mean)."""
+    runs: list[tuple[float, int]] = []
+    for value in values:
+        runs.append((value, 1))
+        while len(runs) > 1 and runs[-2][0] > runs[-1][0]:
+            (a, n), (b, m) = runs[-2:]
+            runs[-2:] = [((a * n + b * m) / (n + m), n + m)]
+    return [value for value, count in runs for _ in range(count)]
+
+
+def _seconds(found: Mapping[str, Points], kind: str, i: int) -> float:
+    """Of a forward pass, or of a backward pass: both passes less the forward one."""
+    forward = found["forward"][i][1]
+    return forward if kind == "forward" else max(_LEAST, found["both"][i][1] - forward)
+
+
+def _grown(at: tuple[float, float], few: tuple[float, float], many: tuple[float, float]) -> tuple[float, float]:
+    """The point `at`, moved as far as it is from `few` to `many`: as many more layers."""
+    return at[0] + many[0] - few[0], at[1] + max(0.0, many[1] - few[1])
+
+
+def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
+    """Of what each rank measured: the largest seconds at each point."""
+    return {
+        kind: [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*(one[kind] for one in found))]
+        for kind in found[0]
+    }
+
+
+def _answers(tokens: int, length: int) -> int:
+    """Response tokens among `tokens`, as the probe makes its rows."""
+    whole, rest = divmod(tokens, length)
+    return whole * max(1, length // 2) + (max(1, rest // 2) if rest else 0)
+
+
+def _divides(spec: ModelSpec, t: int) -> bool:
+    try:
+        spec.check_parallel(1, t)
+    except ModelError as error:
+        logger.info("t=%d is not measured: %s", t, error)
+        return False
+    return True
+
+
+def known_device(name: str) -> str:
+    """What the planner calls a device: "NVIDIA A100-SXM4-80GB" is its a100."""
+    plain = name.lower().replace(" ", "-")
+    fitting = [known for known in DEVICES if set(known.split("-")) <= set(plain.split("-"))]
+    return max(fitting, key=len) if fitting else plain
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]

@@ -1,0 +1,61 @@
+"""`hybridflow profile` on host processes: what it measures, and that a plan is made with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+import hybridflow as hf
+from hybridflow import cli
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.graph import ppo
+from hybridflow.planner.planning import plan
+from hybridflow.planner.profiles import LayerProfile, architecture
+from hybridflow.planner.workload import Workload
+from hybridflow.profiling import profile
+
+
+@pytest.mark.timeout(280)
+def test_layers_are_measured_and_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    hf.shutdown()
+    model = tiny_models.make_policy(tmp_path / "model")
+    saved = tmp_path / "profile.yaml"
+    sizes = ["--length", "32", "--tokens", "128", "--rows", "4", "--repeats", "1"]
+    assert cli.main(["profile", str(model), "--devices", "2", "--save", str(saved), *sizes]) == 0
+    assert str(saved) in capsys.readouterr().out
+
+    found = LayerProfile.load(saved)
+    assert found.device == "host"
+    assert [n for n, _ in found.slowdown] == [1, 2]
+    assert min(found.latency or 0, found.bandwidth or 0, found.call_seconds or 0) > 0
+    policy, value = ModelSpec.from_checkpoint(model), ModelSpec.from_checkpoint(model, "value")
+    curves = {(curve.model, curve.kind, curve.t, curve.d): curve for curve in found.curves}
+    passes = ("forward", "backward", "output", "output_backward")
+    due = {(architecture(spec), kind, t, 1) for spec in (policy, value) for kind in passes for t in (1, 2)}
+    due |= {(architecture(spec), "update", *sizes) for spec in (policy, value) for sizes in ((1, 1), (1, 2), (2, 1))}
+    due |= {(architecture(policy), kind, t, 1) for kind in ("decode", "step") for t in (1, 2)}
+    assert set(curves) == due
+    assert [n for n, _ in curves[architecture(policy), "forward", 1, 1].points] == [64, 128]
+    assert [n for n, _ in curves[architecture(policy), "decode", 2, 1].points] == [1, 2, 4]
+
+    work = Workload(rows=16, prompt=8, response=8, dtype="float32")
+    graph = ppo(policy, value, policy, value)
+    placement = plan(graph, ClusterSpec.this_machine(2), work, profile=found, budget_s=1.0)
+    assert placement.seconds > 16 * found.call_seconds / 16
+
+
+def test_what_cannot_be_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match="devices=0"):
+        profile(tmp_path, 0)
+    with pytest.raises(ConfigError, match="two numbers of layers"):
+        profile(tmp_path, 1, few=2, many=2)
+    with pytest.raises(ConfigError, match="no setting 'token'"):
+        profile(tmp_path, 1, token=3)
+    with pytest.raises(CheckpointError, match="no directory with a config"):
+        profile(tmp_path / "nowhere", 1)
+    assert cli.main(["profile", str(tmp_path), "other"]) == 2
+    assert "one model" in capsys.readouterr().err
