@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from hybridflow.planner.cluster_spec import ClusterSpec as ClusterSpec
     from hybridflow.planner.constraints import Apart as Apart
     from hybridflow.planner.constraints import Cap as Cap
-    from hybridflow.planner.constraints import Pin as Pin
     from hybridflow.planner.constraints import OneLayout as OneLayout
+    from hybridflow.planner.constraints import Pin as Pin
     from hybridflow.planner.constraints import Together as Together
     from hybridflow.planner.workload import Workload as Workload
     from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL

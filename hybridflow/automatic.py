@@ -17,12 +17,13 @@ from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.placement import Placement
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
-from hybridflow.planner.constraints import Constraint
+from hybridflow.planner.constraints import Constraint, OneLayout
 from hybridflow.planner.planning import plan
 from hybridflow.planner.profiles import LayerProfile
 from hybridflow.planner.workload import Lengths, Workload
 from hybridflow.tracing import ModelSource, Trace, trace_driver
 from hybridflow.workers.as_planned import PRICED, chosen
+from hybridflow.workers.layouts import follows
 
 logger = logging.getLogger(__name__)
 _PROMPT, _RESPONSE = 512, 512  # tokens, where the driver says nothing
@@ -46,7 +47,8 @@ def plan_driver(
     """The placement of the groups of `driver(*arguments)` that takes the least time per iteration, as predicted.
 
     The driver is traced (see `tracing.trace_driver`, also for `models`), then placements are searched for `budget_s`
-    seconds. With `per_call=False` all calls of a group have one layout (but generation its own sizes there). Where the
+    seconds. With `per_call=False` all calls of a group have one layout (but generation its own sizes there), as those
+    of groups that train adapters, or of classes that cannot follow another (`Worker.follower`), always do. Where the
     models do not fit otherwise, and the driver does not say, activations are computed again (`recompute`).
 
     Errors: ConfigError, those of the trace, PlacementError when the cluster is too small.
@@ -54,10 +56,11 @@ def plan_driver(
     spec = ClusterSpec.of(cluster)
     found = trace_driver(driver, *arguments, models=models)
     work = workload_of(found, batch, spec)
+    rules = [*constraints, *(OneLayout(name) for name in whole(found))]
 
     def search(work: Workload) -> Placement:
         how = {"coefficients": coefficients, "profile": profile, "budget_s": budget_s, "seed": seed}
-        return as_priced(plan(found.graph, spec, work, constraints, per_call=per_call, **how), work)
+        return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, **how), work)
 
     settled = work.recompute or isinstance(batch, Workload) or (isinstance(batch, Mapping) and "recompute" in batch)
     try:
@@ -67,6 +70,12 @@ def plan_driver(
             raise
         logger.info("%s Activations are computed again instead.", error)
     return search(replace(work, recompute=True))
+
+
+def whole(found: Trace) -> list[str]:
+    """Groups of models that give their weights to no ranks in other layouts."""
+    placed = {name: found.groups[name] for name in found.graph.groups if found.graph.models[name] is not None}
+    return [name for name, group in placed.items() if not follows(group.worker_class, group.settings)]
 
 
 def as_priced(placement: Placement, work: Workload) -> Placement:
@@ -154,8 +163,7 @@ def auto(
     if placement is not None and (batch is not None or options):
         raise ConfigError("auto(placement=...) searches nothing: leave out batch and the options of the search.")
     known = placement if isinstance(placement, Placement) or placement is None else Placement.load(Path(placement))
-    # a group that is placed keeps one layout, so only such placements are looked for
-    settings = {"cluster": cluster, "batch": batch, "per_call": False, **options}
+    settings = {"cluster": cluster, "batch": batch, **options}
     if driver is None:
         return functools.partial(AutoDriver, placement=known, options=settings)
     return AutoDriver(driver, known, settings)

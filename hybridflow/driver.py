@@ -117,7 +117,9 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         _check_same_use(source, destination)
         return here, there
 
-    return source.session.links.send(source.placed, destination.placed, WEIGHTS, layouts)
+    moving = source.session.links.send(source.placed, destination.placed, WEIGHTS, layouts)
+    destination.weights_changed()
+    return moving
 
 
 def reallocate(

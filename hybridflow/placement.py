@@ -24,17 +24,28 @@ GIB = float(1 << 30)
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """`method` runs on `devices` in the sizes (p, t, d), with weights that its group gives them."""
+
+    method: str
+    devices: tuple[int, ...]
+    sizes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class GroupPlacement:
     """Devices of a group and how its model is trained, or kept where it is not trained (None: a group of functions).
 
     `nodes` are the devices of each node of the cluster. `generate` are (p_g, t_g), None for a group that does not
-    generate.
+    generate. `elsewhere` are methods with layouts of their own; one that is called several times in an iteration, and
+    not always in the group's layout, is there once for each call, in their order.
     """
 
     devices: tuple[int, ...]
     nodes: tuple[int, ...]
     train: Strategy | None = None
     generate: tuple[int, int] | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,10 @@ class Placement:
                 "devices": ranges(group.devices),
                 "train": _plain_strategy(group.train),
                 "generate": group.generate and list(group.generate),
+                "elsewhere": [
+                    {"method": one.method, "devices": ranges(one.devices), "sizes": list(one.sizes)}
+                    for one in group.elsewhere
+                ],
             }
             for name, group in self.groups.items()
         }
@@ -195,7 +210,7 @@ class Placement:
         devices = sum(self.nodes)
         figure = Figure(figsize=(10, 1.2 + min(8.0, 0.16 * devices + 1.0)), layout="constrained")
         canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
-        groups = list(self.groups)
+        groups, labels = list(self.groups), []
         for bar in self.bars:
             color = f"C{groups.index(bar.group) % 10}" if bar.group in groups else "0.7"
             runs = _runs(bar.devices)
@@ -208,17 +223,31 @@ class Placement:
                     hatch="////" if bar.move else None,
                     alpha=0.5 if bar.move else 0.9,
                 )
-            first, last = max(runs, key=lambda run: run[1] - run[0])
-            if bar.stop - bar.start > 0.06 * self.seconds and not bar.move:
+            if not bar.move:
+                first, last = max(runs, key=lambda run: run[1] - run[0])
                 at = (bar.start + bar.stop) / 2, (first + last) / 2
-                axes.text(*at, bar.call.replace(".", "\n", 1), ha="center", va="center", fontsize=7, clip_on=True)
+                label = axes.text(*at, bar.call.replace(".", "\n", 1), ha="center", va="center", fontsize=7)
+                labels.append((label, (bar.start, first - 0.45), (bar.stop, last + 0.45)))
         edges = [sum(self.nodes[:i]) - 0.5 for i in range(1, len(self.nodes))]
         for edge in edges:
             axes.axhline(edge, color="0.5", linewidth=0.6, linestyle=":")
         axes.set(xlabel="seconds", ylabel="device", ylim=(devices - 0.5, -0.5), title=self._title())
+        figure.draw_without_rendering()
+        for label, low, high in labels:
+            _fit(label, *(abs(a - b) for a, b in zip(*axes.transData.transform([low, high]), strict=True)))
         if path is not None:
             canvas.print_png(str(path))
         return figure
+
+
+def _fit(label: Any, width: float, height: float) -> None:
+    """Turns a label that is wider than its bar [pixels] on its side, and takes away what does not fit even so."""
+    for rotation in (0, 90):
+        label.set_rotation(rotation)
+        box = label.get_window_extent()
+        if box.width <= width and box.height <= height:
+            return
+    label.set_visible(False)
 
 
 def ranges(devices: Sequence[int]) -> str:
@@ -262,6 +291,11 @@ def _strategy(plain: Mapping[str, Any] | None) -> Strategy | None:
     return _STRATEGIES[name](**settings)
 
 
+def _elsewhere(plain: Mapping[str, Any]) -> Elsewhere:
+    p, t, d = plain["sizes"]
+    return Elsewhere(plain["method"], _numbers(plain["devices"]), (p, t, d))
+
+
 def _from_plain(plain: Mapping[str, Any]) -> Placement:
     nodes = tuple(plain["nodes"])
     groups = {
@@ -270,6 +304,7 @@ def _from_plain(plain: Mapping[str, Any]) -> Placement:
             nodes,
             _strategy(group["train"]),
             (group["generate"][0], group["generate"][1]) if group["generate"] else None,
+            tuple(_elsewhere(one) for one in group.get("elsewhere", ())),
         )
         for name, group in plain["groups"].items()
     }

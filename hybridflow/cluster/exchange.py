@@ -28,7 +28,10 @@ from hybridflow.errors import WorkerError
 
 @dataclass(frozen=True)
 class Exchange:
-    """Move the cargo named `cargo` over `link`, from the ranks with the key `source` to those of `destination`."""
+    """Move the cargo named `cargo` over `link`, from the ranks with the key `source` to those of `destination`.
+
+    `due`: without it the receiver's weights are outdated, so that calls must not use them if it fails.
+    """
 
     seq: int
     method: str
@@ -36,6 +39,7 @@ class Exchange:
     source: str
     destination: str
     cargo: str
+    due: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def _moved(
     except Exception as error:
         failure, rows = mine or failed(error), []
     if receiver is not None:
-        receiver.incomplete = None if failure is None else _incomplete(failure)
+        receiver.incomplete = None if failure is None else incomplete(failure)
     if failure is not None:
         return failure
     return {"bytes": sum(row["bytes"] for row in rows), "seconds": max(row["seconds"] for row in rows)}
@@ -135,7 +139,7 @@ def _storage(worker: Any, cargo: str) -> Mapping[str, Tensor]:
     return worker.optimizing_engine().optimizer_storage()[cargo]
 
 
-def _incomplete(failure: Failure) -> Failure:
+def incomplete(failure: Failure) -> Failure:
     """For every later call on the receiving group; it is one failure, wherever the driver meets it."""
     why = failure.error
     error = WorkerError(

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
@@ -48,6 +48,9 @@ class WorkerGroup:
     Errors: WorkerError when a rank cannot be built.
     """
 
+    listed: ClassVar[bool] = True
+    """The session knows it by its name."""
+
     def __init__(self, placed: Placed) -> None:
         self.placed, self.session, self.name = placed, placed.session, placed.name
         self.operations = operations(self.worker_class)
@@ -58,12 +61,21 @@ class WorkerGroup:
                 f"{self.worker_class.__name__} calls an operation {taken[0]!r}, which every group already has as an "
                 f"attribute of its own. Give the method another name."
             )
-        self.session.groups[self.name] = self
+        if self.listed:
+            self.session.groups[self.name] = self
         try:
             self.placed.build()
         except BaseException:
             self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
             raise
+
+    @property
+    def parts(self) -> tuple[Placed, ...]:
+        """All ranks that have been placed for it."""
+        return (self.placed,)
+
+    def weights_changed(self) -> None:
+        """Called when its weights are written from outside, or stepped."""
 
     @property
     def worker_class(self) -> type:
@@ -252,13 +264,17 @@ class WorkerGroup:
 
     def _drop(self, wait: float) -> Failure | None:
         self._closed = " by close()"
-        self.session.groups.pop(self.name, None)
+        self._leave()
         return self.placed.drop(wait)
+
+    def _leave(self) -> None:
+        if self.listed:
+            self.session.groups.pop(self.name, None)
 
     def forget_hosts(self) -> None:
         """Called when the pool closes: there is nothing left to free."""
         self._closed = self._closed or " with its pool"
-        self.session.groups.pop(self.name, None)
+        self._leave()
         self.session.links.close(self.placed.key)
 
 

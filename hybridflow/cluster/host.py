@@ -25,7 +25,7 @@ import torch.distributed as dist
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.columns import Origin
-from hybridflow.cluster.exchange import Exchange, News, exchange
+from hybridflow.cluster.exchange import Exchange, News, exchange, incomplete
 from hybridflow.cluster.failure import failure_of
 from hybridflow.cluster.store import Failure, Manifest, Reader, Status, fetch, first_failure, write
 from hybridflow.cluster.weight_link import LinkSpec, WeightLink, agreed_failure
@@ -278,6 +278,8 @@ class Host:
             result = link if isinstance(link, Failure) else exchange(link, task, news, sender, receiver, failed)
         except Exception as error:
             result = failed(error)
+        if task.due and receiver is not None and isinstance(result, Failure):
+            receiver.incomplete = receiver.incomplete or incomplete(result)
         end = time.time()
         self._events.append(Event(task.seq, mine.spec.role, task.method, mine.rank, start, start, end))
         return result, Status(result if isinstance(result, Failure) else None, ((task.method, end - start),))

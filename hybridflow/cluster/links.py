@@ -67,11 +67,12 @@ class Links:
         cargo: str,
         layouts: Callable[[], tuple[Layout, Layout]],
         method: str = "sync_weights",
+        due: bool = False,
     ) -> Future:
         """Issue an exchange to every host of both sides; returns at once with a future of its figures.
 
         `layouts` are asked for those of both sides when this cargo travels here for the first time; what they raise
-        ends it before anything is issued.
+        ends it before anything is issued. With `due` the destination makes no call if it fails.
         """
         link, news = self._known(source, destination), None
         if link is None or cargo not in link.known:
@@ -81,7 +82,7 @@ class Links:
                 link = self._links[source.key, destination.key] = self._make(source, destination)
                 opened = link.open(method)
             news = ray.put(News(told, opened))  # one object for all hosts
-        task = Exchange(self._session.sequence(), method, link.spec.name, source.key, destination.key, cargo)
+        task = Exchange(self._session.sequence(), method, link.spec.name, source.key, destination.key, cargo, due)
         issued = Issued([], self._session.iterations.reported)
         parts = []
         for host, origin in zip(link.hosts, link.origins, strict=True):
@@ -92,6 +93,11 @@ class Links:
         link.known.add(cargo)
         link.last = issued
         return Future(tuple(parts[:1]), None, self._session.deadlines.peers)
+
+    def failed(self, source: Placed, destination: Placed) -> bool:
+        """Whether the latest exchange between them is over and failed."""
+        link = self._links.get((source.key, destination.key))
+        return link is not None and link.failed()
 
     def _known(self, source: Placed, destination: Placed) -> _Link | None:
         key = (source.key, destination.key)

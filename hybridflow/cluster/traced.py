@@ -31,8 +31,8 @@ from hybridflow.cluster.stand_ins import Figures, stand_in_columns, stand_in_val
 from hybridflow.cluster.store import Known, write
 from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.planner.graph import HELPER, Kind, Program, Source
-from hybridflow.protocols import Operation
+from hybridflow.planner.graph import HELPER, Program, Source
+from hybridflow.protocols import Operation, kind_of
 from hybridflow.topology import RankGrid
 
 ITERATIONS = 3  # the third is like all others, also where the first has nothing yet to work on
@@ -246,15 +246,6 @@ class TracedSession(Session):
             minibatches=settings.get(operation.chunks, 1) if operation.chunks else 1,
             epochs=settings.get("epochs", 1) if kind == "training" else 1,
         )
-
-
-def kind_of(operation: Operation) -> Kind:
-    """What an operation declares itself to be."""
-    if operation.kind is not None:
-        return operation.kind
-    if operation.repeat is not None and operation.carries:
-        return "generation"
-    return "training" if operation.chunks or operation.name.startswith("update_") else "inference"
 
 
 def _drawn(group: TracedGroup, invocation: Invocation) -> Drawn:

@@ -177,7 +177,8 @@ class Rules:
 
 
 def _check_known(constraint: Constraint, groups: Sequence[str], devices: int) -> None:
-    named = [constraint.group] if isinstance(constraint, Pin | Cap | OneLayout) else [constraint.first, constraint.second]
+    pair = isinstance(constraint, Apart | Together)
+    named = [constraint.first, constraint.second] if pair else [constraint.group]
     for group in named:
         if group not in groups:
             raise PlacementError(f"{constraint}: the loop has no group {group!r}.{nearest(group, groups)}")

@@ -6,11 +6,12 @@ goes, and MCMC starts from there to give calls of a group layouts of their own w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from hybridflow.config import Megatron
 from hybridflow.errors import ConfigError
-from hybridflow.placement import Bar, CallLayout, GroupPlacement, Placement
+from hybridflow.placement import Bar, CallLayout, Elsewhere, GroupPlacement, Placement
 from hybridflow.planner.auto_mapping import auto_map
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
@@ -107,7 +108,8 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
         train = Megatron(tp=home.parallel.t, pp=home.parallel.p, dp=home.parallel.d)
         has_model = problem.graph.models[group] is not None
         generate = (sizes.p, sizes.t) if sizes else None
-        groups[group] = GroupPlacement(home.mesh.devices, nodes, train if has_model else None, generate)
+        away = _elsewhere(problem, found, group)
+        groups[group] = GroupPlacement(home.mesh.devices, nodes, train if has_model else None, generate, away)
     middle = (max(span.iteration for span in timeline.spans) + 1) // 2
     spans = [span for span in timeline.of(middle) if span.mesh is not None]
     first = min((span.start for span in spans), default=0.0)
@@ -124,6 +126,20 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
     )
     calls = _calls(problem, found, order)
     return Placement(nodes, groups, calls, timeline.per_iteration, str(problem.cluster), found_by, bars)
+
+
+def _elsewhere(problem: Problem, found: ExecutionPlan, group: str) -> tuple[Elsewhere, ...]:
+    """The calls of each method that is not always in its group's layout, or generates within that."""
+    home, methods = found[problem.homes[group]], defaultdict(list)
+    for call in problem.graph.of_group(group):
+        methods[call.method].append(call)
+    away = []
+    for method, calls in methods.items():
+        plans = [found[call.name] for call in calls]
+        generates = calls[0].kind == "generation"
+        if not all(at.within(home) if generates else at.alike(home) for at in plans):
+            away += [Elsewhere(method, at.mesh.devices, at.parallel.sizes) for at in plans]
+    return tuple(away)
 
 
 def _calls(problem: Problem, found: ExecutionPlan, order: Order) -> dict[str, CallLayout]:

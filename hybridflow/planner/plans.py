@@ -78,6 +78,10 @@ class Parallel:
         return self.p * self.t * self.d
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.p, self.t, self.d
+
+    @property
     def grid(self) -> RankGrid:
         return RankGrid(p=self.p, t=self.t, d=self.d)
 
@@ -98,6 +102,10 @@ class CallPlan:
             raise PlacementError(
                 f"p*t*d = {p.p}*{p.t}*{p.d} = {p.size} devices do not fill a mesh of {self.mesh.size} devices."
             )
+
+    def alike(self, other: CallPlan) -> bool:
+        """Weights lie the same way: micro-batches do not move them."""
+        return self.mesh == other.mesh and self.parallel.sizes == other.parallel.sizes
 
     def within(self, home: CallPlan) -> bool:
         """Weights that lie as in `home` get here inside the processes that have them: the same devices, and sizes that

@@ -1,7 +1,7 @@
 """Transfer protocols: pure values that split inputs over ranks and join outputs (paper, table 3)."""
 
 from hybridflow.protocols.data_parallel import DP_PROTO
-from hybridflow.protocols.operation import Operation, operations, register
+from hybridflow.protocols.operation import Operation, OperationKind, kind_of, operations, register
 from hybridflow.protocols.protocol import SKIP, Protocol, Rows, join
 from hybridflow.protocols.three_d import THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP, THREE_D_PP_ONLY, THREE_D_PROTO
 from hybridflow.protocols.to_all import ALL_TO_ALL, ONE_TO_ALL, ONE_TO_ONE
@@ -17,9 +17,11 @@ __all__ = [
     "THREE_D_PP_ONLY",
     "THREE_D_PROTO",
     "Operation",
+    "OperationKind",
     "Protocol",
     "Rows",
     "join",
+    "kind_of",
     "operations",
     "register",
 ]

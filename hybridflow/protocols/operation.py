@@ -127,6 +127,15 @@ def register(
     return mark
 
 
+def kind_of(operation: Operation) -> OperationKind:
+    """What an operation declares itself to be."""
+    if operation.kind is not None:
+        return operation.kind
+    if operation.repeat is not None and operation.carries:
+        return "generation"
+    return "training" if operation.chunks or operation.name.startswith("update_") else "inference"
+
+
 def operations(worker_class: type) -> dict[str, Operation]:
     """The operations that a class declares or inherits, by method name."""
     out = {}

@@ -14,19 +14,20 @@ from hybridflow.algorithms.loss import policy_loss
 from hybridflow.algorithms.pretrain import negative_log_likelihood
 from hybridflow.algorithms.typed_columns import response_mask
 from hybridflow.batch import Batch
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.placed import Placed
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
 from hybridflow.engine3d.designs import TransitionDesign, check_design, grouping_rule
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
+from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
 from hybridflow.workers.adapters import lora_of
 from hybridflow.workers.generation import Generation, check_alone, generates
 from hybridflow.workers.model_worker import ModelWorker
+from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.update import UpdateCall
 
 
@@ -35,6 +36,13 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
     generate, optim, design = settings["generate"], settings["optim"], settings["transition"]
     offload, overlap = settings["offload"], settings["overlap"]
     check_design(design)
+    if offload is True:
+        if generate is not None or optim is not None:
+            raise ConfigError(
+                f"{worker}(offload=True): an actor waits as a whole where it neither generates nor trains. Leave out "
+                f"generate= and optim=, or give several things, such as offload=('optimizer',)."
+            )
+        offload = ()
     check_offload(offload)
     if generate is None and (offload or overlap or design != "hybridflow"):
         raise ConfigError(
@@ -71,8 +79,9 @@ class ActorWorker(ModelWorker):
 
     `transition` is the design of table 2 by which weights move between them; "vanilla" and "gather_all" are for
     measurement. `offload` names what waits in host memory: "optimizer" and "gradients" while generating, "generation"
-    (its weights) while training. With `overlap=True` the weights move to generation while the last optimizer step of
-    an update still runs (PUZZLE, section 5.2); both copies of the weights are in memory from then on.
+    (its weights) while training; True, where it does neither, that all of it waits there between calls. With
+    `overlap=True` the weights move to generation while the last optimizer step of an update still runs (PUZZLE, section
+    5.2); both copies of the weights are in memory from then on.
     """
 
     role = "actor"
@@ -110,7 +119,19 @@ class ActorWorker(ModelWorker):
         return super().without_generation({**settings, **unused})
 
     @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
+    def follower(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
+        """A rollout generates, where this class does as an ActorWorker; what infers is as of any model."""
+        if kind != "generation":
+            found = super().follower(kind, cls.without_generation(settings))
+        elif cls.generate_sequences is ActorWorker.generate_sequences and lora_of(settings) is None:
+            own = {"model": settings["model"], "generate": settings["generate"], "offload": True}
+            found = None if settings["generate"] is None else (RolloutWorker, own)
+        else:
+            found = None
+        return found
+
+    @classmethod
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[Placed]) -> None:
         if settings["generate"] is not None:
             check_alone(cls.__name__, neighbours)
 
@@ -122,12 +143,13 @@ class ActorWorker(ModelWorker):
         optim: Optimizer | None = None,
         generate: VLLM | None = None,
         transition: TransitionDesign = "hybridflow",
-        offload: Collection[Offloaded] = (),
+        offload: Collection[Offloaded] | bool = (),
         overlap: bool = False,
     ) -> None:
-        self._build(model, train, optim)
+        self._build(model, train, optim, offload is True)
         self._transition: TransitionDesign = transition
-        self.strategy, self._offload, self._overlap = generate, offload, overlap
+        self.strategy, self._overlap = generate, overlap
+        self._offload: Collection[Offloaded] = () if isinstance(offload, bool) else offload
         if not self.context.unset:
             self.open_generation()
 
@@ -170,10 +192,8 @@ class ActorWorker(ModelWorker):
             with self.context.stage("transition") if self.hybrid.phase == "generation" else nullcontext():
                 self.hybrid.to_training()
         self._restore()  # what was merged for generation
-        try:
+        with super().at_work():
             yield
-        finally:
-            self._restore()
 
     def weights_arrived(self) -> None:
         super().weights_arrived()

@@ -11,7 +11,7 @@ import torch
 from hybridflow.algorithms.typed_columns import row_column, token_column
 from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.placed import Placed
 from hybridflow.config import VLLM, Sampling
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Completion, GenerateEngine
@@ -54,7 +54,7 @@ generates = register(
 """Declares `generate_sequences` of a worker whose settings are `model` and `generate`."""
 
 
-def check_alone(name: str, neighbours: Sequence[WorkerGroup]) -> None:
+def check_alone(name: str, neighbours: Sequence[Placed]) -> None:
     """One process holds one vLLM engine, which keeps its groups in globals. Errors: PlacementError."""
     for group in neighbours:
         if isinstance(group.settings.get("generate"), VLLM):

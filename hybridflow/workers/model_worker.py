@@ -24,10 +24,10 @@ from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
 from hybridflow.model_spec import Cost, Head, ModelSpec
-from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
+from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
-from hybridflow.workers.adapters import check_lora, check_written, with_saved_adapters
+from hybridflow.workers.adapters import check_lora, check_written, lora_of, with_saved_adapters
 from hybridflow.workers.worker import Worker
 
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
@@ -167,6 +167,14 @@ class ModelWorker(Worker):
         if settings.get("model") is None:
             raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
         return train_layout(settings["train"], cls.model_spec(settings), grid)
+
+    @classmethod
+    def follower(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
+        """Ranks of this class that do not train, and wait in host memory between calls where their class can."""
+        if kind in ("training", "generation") or settings.get("model") is None or lora_of(settings) is not None:
+            return None
+        idle = {"optim": None, "offload": True}
+        return cls, {**settings, **{name: value for name, value in idle.items() if name in settings}}
 
     @classmethod
     def check_written(cls, settings: Mapping[str, Any]) -> None:

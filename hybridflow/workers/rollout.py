@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.placed import Placed
 from hybridflow.config import VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint import Checkpoint
@@ -18,6 +19,7 @@ from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import CheckpointError, ConfigError, PlacementError
 from hybridflow.model_spec import ModelSpec
+from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, check_alone, generates
 from hybridflow.workers.model_worker import find_checkpoint
@@ -28,7 +30,8 @@ class RolloutWorker(Worker):
     """One rank of a model that generates and never trains.
 
     It starts with the checkpoint's weights; `hf.sync_weights(actor, rollout)` gives it those of an actor. Its ranks
-    form engines of `VLLM(pp=..., tp=...)` ranks each, as many as the pool holds.
+    form engines of `VLLM(pp=..., tp=...)` ranks each, as many as the pool holds. With `offload=True` its weights wait
+    in host memory between calls, and the KV cache has no memory then.
     """
 
     role = "rollout"
@@ -57,7 +60,7 @@ class RolloutWorker(Worker):
         check_vllm(spec, settings["generate"], device_type)
 
     @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[Placed]) -> None:
         check_alone(cls.__name__, neighbours)
 
     @classmethod
@@ -68,7 +71,13 @@ class RolloutWorker(Worker):
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         return vllm_layout(cls.model_spec(settings), grid.generation())
 
-    def __init__(self, *, model: str | os.PathLike[str], generate: VLLM = VLLM()) -> None:  # noqa: B008  a frozen value
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str],
+        generate: VLLM = VLLM(),  # noqa: B008  a frozen value
+        offload: bool = False,
+    ) -> None:
         from hybridflow.engines.vllm.engine import VLLMEngine
 
         checkpoint, context = Path(model), self.context
@@ -76,10 +85,26 @@ class RolloutWorker(Worker):
             raise CheckpointError(f"the checkpoint directory {model} is on the driver's machine and not on this node.")
         spec = ModelSpec.from_checkpoint(checkpoint)
         self.engine = VLLMEngine(context, generate, context.grid.generation(), spec, checkpoint)
-        self.generation = Generation(self.engine, generate, checkpoint)
+        self.generation, self._rests = Generation(self.engine, generate, checkpoint), offload
         if not context.unset:
             Checkpoint(checkpoint).read_into(self.engine.layout(), context.rank, self.engine.storage())
             self.engine.weights_changed()
+        self._rest()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The weights are in device memory within."""
+        if self._rests:
+            self.engine.memory().acquire()
+        try:
+            yield
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._rests:
+            self.engine.sleep()
+            self.engine.memory().offload()
 
     @generates
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
@@ -87,8 +112,16 @@ class RolloutWorker(Worker):
 
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
-        with self.context.stage("generation"):
-            return self.generation.responses(batch, **sampling)
+        with self.at_work():
+            self.engine.wake()
+            with self.context.stage("generation"):
+                return self.generation.responses(batch, **sampling)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def memory(self) -> dict[str, float]:
+        """GiB of each rank that have device memory now: `memory/generation` (its weights) and `memory/kv_cache`."""
+        found = {"generation": self.engine.memory().resident_bytes, "kv_cache": self.engine.cache_bytes}
+        return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
 
     def weights_storage(self) -> Mapping[str, Tensor]:
         return self.engine.storage()

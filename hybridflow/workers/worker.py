@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.layouts import LayoutsGroup
 from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.traced import TracedSession
@@ -19,9 +20,9 @@ from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.model_spec import Cost
 from hybridflow.placement import GroupPlacement
-from hybridflow.protocols import operations
+from hybridflow.protocols import OperationKind, operations
 from hybridflow.topology import RankGrid
-from hybridflow.workers.as_planned import as_planned
+from hybridflow.workers.layouts import divided
 
 
 class Worker:
@@ -61,8 +62,8 @@ class Worker:
         return None
 
     @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[WorkerGroup]) -> None:
-        """Check against the groups that live in the same hosts already. Errors: PlacementError."""
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[Placed]) -> None:
+        """Check against the groups whose ranks live in the same hosts already. Errors: PlacementError."""
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -73,6 +74,12 @@ class Worker:
     def without_generation(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a group that goes on without generating."""
         return {**settings, "generate": None}
+
+    @classmethod
+    def follower(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
+        """Class and settings of ranks that run calls of this kind in another layout, with weights that the group gives
+        them before; None where such calls are the group's own."""
+        return None
 
     # Weights that move to other ranks (hf.sync_weights, hf.reallocate)
 
@@ -138,8 +145,33 @@ def place(
     if planned_for is None and session.assignment is not None:
         planned_for = session.assignment.groups.get(role)
     if planned_for is not None:
-        pool, settings = pool.part(planned_for.devices), as_planned(planned_for, settings)
+        return _as_planned(worker_class, pool, planned_for, settings, role, grid)
     return WorkerGroup(planned(worker_class, pool, settings, role, grid))
+
+
+def _as_planned(
+    worker_class: type,
+    pool: ResourcePool,
+    where: GroupPlacement,
+    settings: Mapping[str, Any],
+    name: str,
+    grid: RankGrid | None,
+) -> WorkerGroup:
+    """The group on the devices of `where`, with followers for calls that are elsewhere."""
+    parts = divided(worker_class, where, _as_worker(worker_class).resolve(settings), name)
+    home = planned(worker_class, pool.part(where.devices), parts.settings, name, grid)
+    if not parts.followers:
+        return WorkerGroup(home)
+    followers: list[Placed] = []
+    for part in parts.followers:
+        at = pool.part(part.devices)
+        followers.append(planned(part.worker_class, at, part.settings, name, beside=[home, *followers]))
+    return LayoutsGroup(home, followers, parts.schedule or {})
+
+
+def _as_worker(worker_class: type) -> type[Worker]:
+    """Where to ask what only workers have an answer to."""
+    return worker_class if issubclass(worker_class, Worker) else Worker
 
 
 def planned(
@@ -149,12 +181,14 @@ def planned(
     name: str,
     grid: RankGrid | None = None,
     instead_of: WorkerGroup | None = None,
+    beside: Sequence[Placed] = (),
 ) -> Placed:
     """Where the ranks of a group will be, once everything is checked that can be before any of them is built.
 
-    `instead_of` is a group that will be gone by then. Errors: ConfigError, PlacementError, and those of the class.
+    `instead_of` is a group whose own ranks will be gone by then, `beside` are ranks that will be there.
+    Errors: ConfigError, PlacementError, and those of the class.
     """
-    ours = worker_class if issubclass(worker_class, Worker) else Worker
+    ours = _as_worker(worker_class)
     settings = ours.resolve(settings)
     own_grid = grid is not None
     if grid is None:
@@ -166,8 +200,10 @@ def planned(
         )
     session, members = pool.session, set(pool.members)
     ours.check(grid, settings, "cuda" if session.has_cuda else "cpu")
-    others = [g for g in session.groups.values() if g is not instead_of and g.pool_name == pool.name]
-    ours.check_neighbours(settings, [g for g in others if members & set(g.members)])
+    gone = None if instead_of is None else instead_of.placed
+    others = [*beside, *(part for group in session.groups.values() for part in group.parts if part is not gone)]
+    others = [part for part in others if part.pool_name == pool.name and members & set(part.members)]
+    ours.check_neighbours(settings, others)
     return Placed(session, name, worker_class, tuple(pool.hosts), pool.members, pool.name, settings, grid, own_grid)
 
 
