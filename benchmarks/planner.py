@@ -19,7 +19,6 @@ from typing import Any
 from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.auto_mapping import auto_map
 from hybridflow.planner.cluster_spec import ClusterSpec
-from hybridflow.planner.coefficients import DEFAULT
 from hybridflow.planner.graph import Graph, ppo
 from hybridflow.planner.mcmc import mcmc
 from hybridflow.planner.simulator import Simulator
@@ -47,7 +46,7 @@ def llama(size: str, head: Any = "lm") -> ModelSpec:
 
 def problem_of(graph: Graph, cluster: str, rows: int) -> Problem:
     spec, work = ClusterSpec.of(cluster), Workload(rows=rows, prompt=1024, response=1024, minibatches=8)
-    return Problem(graph, spec, Simulator(spec, graph, work), (), DEFAULT.usable_memory)
+    return Problem(graph, spec, Simulator(spec, graph, work))
 
 
 def mapping(devices: Sequence[int]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class PlainCosts:
     tokens: float = 1e6
     rows: int = 512
     asked: int = 0
+    usable_memory: float = 1.0
 
     def cost(self, call: str, plan: CallPlan, room: float | None = None) -> Priced:
         self.asked += 1

@@ -60,7 +60,7 @@ class Mapped:
 
 def auto_map(problem: Problem) -> Mapped | None:
     """HybridFlow's algorithm 1. None when no placement keeps the constraints and fits into memory."""
-    return _Search(problem).best()
+    return Search(problem).best()
 
 
 def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
@@ -76,7 +76,9 @@ def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 @dataclass
-class _Search:
+class Search:
+    """Finds what sets of groups can choose on so many devices once, and the best way to share devices between them."""
+
     problem: Problem
     sizes: list[int] = field(init=False)
     keys: dict[str, int] = field(init=False)
@@ -104,23 +106,25 @@ class _Search:
 
     def best(self) -> Mapped | None:
         found: tuple[float, tuple, list[Mesh], list[tuple[Front, int]]] | None = None
-        ways = [sets for sets in partitions(self.problem.graph.groups) if self.problem.rules.allows_sets(sets)]
-        # few sets first: they are quick to look at, and their best bounds the others
-        for sets in sorted(ways, key=len):
-            ordered = [tuple(sorted(names, key=self.last.__getitem__)) for names in sets]
+        for ordered in self.ways():
             better = self._best_allocation(ordered, found[0] if found else np.inf)
             if better is not None:
                 found = (better[0], tuple(ordered), better[1], better[2])
-        return self._mapped(*found) if found else None
+        return self.mapped(*found) if found else None
+
+    def ways(self) -> list[list[tuple[str, ...]]]:
+        """To colocate groups; few sets first: they are quick to look at, and their best bounds the others."""
+        ways = [sets for sets in partitions(self.problem.graph.groups) if self.problem.rules.allows_sets(sets)]
+        return [[tuple(sorted(names, key=self.last.__getitem__)) for names in sets] for sets in sorted(ways, key=len)]
 
     def _best_allocation(
         self, sets: Sequence[tuple[str, ...]], limit: float
     ) -> tuple[float, list[Mesh], list[tuple[Front, int]]] | None:
         """The best way to share devices between sets if it takes less than `limit` seconds, with each set's choice."""
-        some, best = self._some_sizes(len(sets)), None
+        some, best = self.some_sizes(len(sets)), None
         keys = [tuple(self.keys[name] for name in names) for names in sets]
         least = [self._least(own, some) for own in keys]
-        for bound, allocation in self._bounded(least, some, limit):
+        for bound, allocation in self.bounded(least, some, limit):
             if bound >= limit:
                 break
             chosen = [self._up_to(own, some, i, limit) for own, i in zip(keys, allocation, strict=True)]
@@ -128,11 +132,11 @@ class _Search:
                 continue
             self.tried += 1
             seconds, rows = cheapest(chosen)
-            if seconds < limit and (packed := self._packed(sets, [some[i] for i in allocation])) is not None:
+            if seconds < limit and (packed := self.packed(sets, [some[i] for i in allocation])) is not None:
                 limit, best = seconds, (seconds, packed, list(zip(chosen, rows, strict=True)))
         return best
 
-    def _bounded(
+    def bounded(
         self, least: Sequence[Floats], some: list[int], limit: float
     ) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Allocations, by number of the size for each set, and what each costs at least; the lowest bounds first.
@@ -142,13 +146,13 @@ class _Search:
         *others, last = least
         count = len(others)
         used = np.zeros((1,) * count, dtype=np.int64)
-        stages = np.zeros((*(1,) * count, STAGES))
+        stages = np.zeros((*(1,) * count, last.shape[-1]))
         numbers = np.array(some)
         for axis, table in enumerate(others):
             shape = [1] * count
             shape[axis] = len(some)
             used = used + numbers.reshape(shape)
-            stages = np.maximum(stages, table.reshape(*shape, STAGES))
+            stages = np.maximum(stages, table.reshape(*shape, -1))
         # the last set gets all that is left: with more devices it can always do what it could with fewer
         left = np.searchsorted(numbers, self.problem.cluster.size - used, side="right") - 1
         bounds = np.where(left >= 0, np.maximum(stages, last[left]).sum(axis=-1), np.inf).reshape(-1)
@@ -158,7 +162,7 @@ class _Search:
             where = np.unravel_index(at, left.shape) if count else ()
             yield float(bounds[at]), (*(int(i) for i in where), int(left.reshape(-1)[at]))
 
-    def _some_sizes(self, sets: int) -> list[int]:
+    def some_sizes(self, sets: int) -> list[int]:
         """All sizes, or with many sets as many of them as can be looked at."""
         found = self.sizes
         if len(found) ** (sets - 1) <= GRID:
@@ -167,16 +171,16 @@ class _Search:
         steps = np.unique(np.geomspace(1, len(found), wanted).round().astype(int)) - 1
         return [found[i] for i in steps.tolist()]
 
-    def _alone(self, keys: tuple[int, ...], size: int) -> Floats:
+    def alone(self, keys: tuple[int, ...], size: int) -> Floats:
         """[stages] Least seconds of a set if each of its groups had the devices for itself."""
         if (keys, size) not in self._lone:
-            each = [self._generating((key,), size).least for key in keys]
+            each = [self.generating((key,), size).least for key in keys]
             self._lone[keys, size] = np.sum(each, axis=0)
         return self._lone[keys, size]
 
     def _least(self, keys: tuple[int, ...], some: list[int]) -> Floats:
         """[sizes, stages] The same with so many devices or fewer."""
-        return np.minimum.accumulate([self._alone(keys, size) for size in some], axis=0)
+        return np.minimum.accumulate([self.alone(keys, size) for size in some], axis=0)
 
     def _up_to(self, keys: tuple[int, ...], some: list[int], last: int, limit: float) -> Front:
         """What a set can choose from with `some[last]` devices or fewer, but for what alone takes `limit` seconds.
@@ -185,19 +189,19 @@ class _Search:
         """
         at = (keys, some[last])
         if at not in self._known:
-            found = self._generating(keys, some[last])
+            found = self.generating(keys, some[last])
             # sizes that promise most come first: a set that has all devices then bounds the others
-            for size in sorted(some[:last], key=lambda size: self._alone(keys, size).sum()):
+            for size in sorted(some[:last], key=lambda size: self.alone(keys, size).sum()):
                 reached = limit
                 if len(keys) == len(self.keys) and len(found.values):
                     reached = min(limit, found.values[:, :STAGES].sum(axis=1).min())
-                if self._alone(keys, size).sum() >= reached:
+                if self.alone(keys, size).sum() >= reached:
                     break
-                found = found.or_(self._generating(keys, size))
+                found = found.or_(self.generating(keys, size))
             self._known[at] = found
         return self._known[at]
 
-    def _generating(self, keys: tuple[int, ...], size: int) -> Front:
+    def generating(self, keys: tuple[int, ...], size: int) -> Front:
         """Choices on exactly `size` devices, with the seconds of generation."""
         if (keys, size) not in self._ready:
             self._ready[keys, size] = self._with_generation(keys, size)
@@ -257,7 +261,8 @@ class _Search:
                 found.setdefault(self.problem.shape(mesh), mesh)
         return list(found.values())
 
-    def _packed(self, sets: Sequence[tuple[str, ...]], allocated: Sequence[int]) -> list[Mesh] | None:
+    def packed(self, sets: Sequence[tuple[str, ...]], allocated: Sequence[int]) -> list[Mesh] | None:
+        """Where sets of these sizes go; None where they do not fit."""
         asked: list[int | Mesh] = list(allocated)
         for i, names in enumerate(sets):
             pins = {pinned for name in names if (pinned := self.problem.rules.devices(name)) is not None}
@@ -266,7 +271,10 @@ class _Search:
             asked[i] = Mesh(pins.pop()) if pins else asked[i]
         return pack(self.problem.cluster, asked)
 
-    def _mapped(self, seconds: float, sets: tuple, where: list[Mesh], chosen: list[tuple[Front, int]]) -> Mapped:
+    def mapped(
+        self, seconds: float, sets: Sequence[tuple[str, ...]], where: list[Mesh], chosen: list[tuple[Front, int]]
+    ) -> Mapped:
+        """The placement in which each set takes its row of what it can choose."""
         found, plan = [], {}
         for names, mesh, (front, row) in zip(sets, where, chosen, strict=True):
             own = Mesh(mesh.devices[: front.sizes[row]])
@@ -296,4 +304,4 @@ def cheapest(fronts: Sequence[Front]) -> tuple[float, list[int]]:
     return float(totals[at]), rows[at]
 
 
-__all__ = ["ColocatedSet", "Mapped", "auto_map", "cheapest", "partitions"]
+__all__ = ["ColocatedSet", "Mapped", "Search", "auto_map", "cheapest", "partitions"]

@@ -36,6 +36,7 @@ class Coefficients:
     step_seconds: float = 3e-3  # what the host does for a decode step
     row_seconds: float = 30e-6  # what the host does for a row in a decode step: scheduling, sampling, text
     call_seconds: float = 20e-3  # dispatch of a call, and of every optimizer step
+    function_seconds: float = 100e-6  # what a host does for a row in a function (a reward by rules)
     usable_memory: float = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
 
     def __post_init__(self) -> None:

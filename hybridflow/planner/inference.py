@@ -1,7 +1,8 @@
-"""Inference: one forward pass over prompts and responses. Pure."""
+"""Inference: one forward pass over prompts and responses; or a function of the user's over their texts. Pure."""
 
 from __future__ import annotations
 
+from hybridflow.planner.coefficients import Coefficients
 from hybridflow.planner.cost import CallCost
 from hybridflow.planner.stream import Setting, Stream
 
@@ -12,3 +13,8 @@ def inference(setting: Setting, rows: float) -> CallCost:
     parts = Stream.of(setting, each, training=False).price(setting, training=False)
     parts["fixed"] += setting.coefficients.call_seconds
     return CallCost.of(**parts)
+
+
+def function(rows: float, hosts: int, k: Coefficients) -> CallCost:
+    """`rows` rows over so many hosts; devices have no part in it."""
+    return CallCost.of(fixed=k.call_seconds + -(-rows // hosts) * k.function_seconds)

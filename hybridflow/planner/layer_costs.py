@@ -16,9 +16,9 @@ from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.coefficients import Coefficients
 from hybridflow.planner.links import Site
 
-# Elements that pass by between products, for each that there is, as one kernel after another reads and writes them: two
-# norms and two residuals, on every rank unless these share the sequence; a rotation (a product, then a sum with a second
-# one) and the gate (its activation, then a product), of its own shard.
+# Elements that pass by between products, for each that there is, as one kernel after another reads and writes them:
+# two norms and two residuals, on every rank unless these share the sequence; a rotation (a product, then a sum with a
+# second one) and the gate (its activation, then a product), of its own shard.
 APART, ROTATED, GATED = 10, 5, 5
 LOGITS = 4 * 4.0  # bytes of float32 logits that pass by: written, read twice (maximum and sum), gathered
 

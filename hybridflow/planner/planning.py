@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from hybridflow.config import Megatron
 from hybridflow.errors import ConfigError
 from hybridflow.placement import Bar, CallLayout, Elsewhere, GroupPlacement, Placement
-from hybridflow.planner.auto_mapping import auto_map
+from hybridflow.planner.auto_mapping import Search
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
 from hybridflow.planner.constraints import Constraint
 from hybridflow.planner.exact import exact, space_size
 from hybridflow.planner.graph import Graph
 from hybridflow.planner.mcmc import mcmc
+from hybridflow.planner.overlap import overlap_map
 from hybridflow.planner.plans import ExecutionPlan
 from hybridflow.planner.runner_up import runner_ups
 from hybridflow.planner.shortage import shortage
@@ -54,13 +55,15 @@ def plan(
     """
     if not budget_s > 0:
         raise ConfigError(f"budget_s={budget_s!r}: give a positive number of seconds.")
-    rules = tuple(constraints)
+    rules, spec = tuple(constraints), ClusterSpec.of(cluster)
+    if profile is not None:
+        spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)
 
     def problem_on(spec: ClusterSpec) -> Problem:
         simulator = Simulator(spec, graph, workload, coefficients, profile)
-        return Problem(graph, spec, simulator, rules, coefficients.usable_memory)
+        return Problem(graph, spec, simulator, rules)
 
-    problem = problem_on(ClusterSpec.of(cluster))
+    problem = problem_on(spec)
     found = _search(problem, budget_s, seed, per_call, order)
     if found is None:
         raise shortage(problem, problem_on)
@@ -71,9 +74,13 @@ def _search(
     problem: Problem, budget_s: float, seed: int, per_call: bool, order: Order
 ) -> tuple[ExecutionPlan, str] | None:
     candidates: list[tuple[ExecutionPlan, str]] = []
-    mapped = auto_map(problem)
-    if mapped is not None and problem.fits(mapped.plan):
-        candidates.append((mapped.plan, "auto-mapping"))
+    search = Search(problem)
+    for mapped, how in (
+        (search.best(), "auto-mapping"),
+        (overlap_map(problem, order, search), "auto-mapping by timeline"),
+    ):
+        if mapped is not None and problem.fits(mapped.plan):
+            candidates.append((mapped.plan, how))
     starts = [known for known, _ in candidates]
     if per_call or not starts:
         left = budget_s

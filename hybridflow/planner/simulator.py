@@ -13,7 +13,7 @@ from hybridflow.planner.coefficients import DEFAULT, Coefficients
 from hybridflow.planner.cost import CallCost, DeviceMemory
 from hybridflow.planner.generation import generation
 from hybridflow.planner.graph import Call, Graph
-from hybridflow.planner.inference import inference
+from hybridflow.planner.inference import function, inference
 from hybridflow.planner.layer_costs import Sizes
 from hybridflow.planner.links import Site
 from hybridflow.planner.plans import CallPlan, Mesh, Parallel
@@ -50,6 +50,7 @@ class Simulator:
         self._sites: dict[CallPlan, Site] = {}
         self._meshes: dict[Mesh, Site] = {}
         self._slowdowns: dict[Mesh, float] = {}
+        self._capacities: dict[Mesh, float] = {}
 
     def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `room` are the bytes of KV cache that each device has for generation; without
@@ -61,7 +62,7 @@ class Simulator:
         call = self.graph.call(name)
         setting = self.setting(call.group, plan)
         if setting is None or call.kind == "function":
-            return CallCost.of(fixed=self.coefficients.call_seconds)
+            return function(self.workload.rows * call.rows, plan.mesh.size, self.coefficients)
         rows = self.workload.rows * call.rows
         if call.kind == "training":
             found = training(setting, rows, *self.updates(call))
@@ -109,8 +110,17 @@ class Simulator:
 
     def capacity(self, plan: CallPlan) -> float:
         """Bytes that may be used on each device of the mesh: on the smallest, less what the runtime keeps."""
-        nodes = {self.cluster.node_of(device) for device in plan.mesh.devices}
-        return min(self.cluster.nodes[node].device.memory for node in nodes) * self.coefficients.usable_memory
+        found = self._capacities.get(plan.mesh)
+        if found is None:
+            nodes = {self.cluster.node_of(device) for device in plan.mesh.devices}
+            least = min(self.cluster.nodes[node].device.memory for node in nodes)
+            found = self._capacities[plan.mesh] = least * self.usable_memory
+        return found
+
+    @property
+    def usable_memory(self) -> float:
+        """Share of a device's memory that may be used."""
+        return self.coefficients.usable_memory
 
     def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.

@@ -34,6 +34,11 @@ class Cost(Protocol):
 class Costs(Protocol):
     """What searches ask of a simulator. Memory is in bytes per device. Errors: PlacementError for what cannot run."""
 
+    @property
+    def usable_memory(self) -> float:
+        """Share of a device's memory that may be used."""
+        ...
+
     def cost(self, call: str, plan: CallPlan, room: float | None = None) -> Cost:
         """`room` is what each device has for the KV cache of a generation call."""
         ...
@@ -70,7 +75,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be placed where, with what it costs. `memory_share` of a device's memory may be used.
+    """What is to be placed where, with what it costs.
 
     Errors: PlacementError for constraints that name unknown groups or contradict each other.
     """
@@ -79,7 +84,6 @@ class Problem:
     cluster: ClusterSpec
     costs: Costs
     constraints: tuple[Constraint, ...] = ()
-    memory_share: float = 0.95
 
     def __post_init__(self) -> None:
         _ = self.rules
@@ -128,7 +132,8 @@ class Problem:
     @cached_property
     def capacity(self) -> tuple[float, ...]:
         """Usable bytes of each device."""
-        return tuple(self.cluster.device(i).memory * self.memory_share for i in range(self.cluster.size))
+        share = self.costs.usable_memory
+        return tuple(self.cluster.device(i).memory * share for i in range(self.cluster.size))
 
     @cached_property
     def sharing(self) -> Sharing | None:

@@ -1,4 +1,5 @@
-"""The simulator against published figures: parameter counts, calls of ReaL's plans, the best generation size."""
+"""The simulator against published figures: parameter counts, calls of ReaL's plans, training with Megatron-LM, the best
+generation size."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.calibration import Observation, calibrate
 from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.coefficients import DEFAULT
 from hybridflow.planner.graph import ppo
 from hybridflow.planner.plans import CallPlan, Mesh, Parallel
 from hybridflow.planner.simulator import Simulator
@@ -140,3 +142,36 @@ def test_two_way_generation_is_best_for_7b_trained_1_8_2(kv_heads, colocated):
         room = simulator.room(CALLS[0], plan, beside)
         seconds[t] = simulator.cost(CALLS[0], plan, room).seconds + simulator.reallocation("actor", home, plan)
     assert min(seconds, key=seconds.__getitem__) == 2, seconds
+
+
+# Megatron-LM (Narayanan et al., SC 2021, table 2): GPT on A100-80GB, eight 200 Gbit/s links a node, recomputation,
+# micro-batches of one row. TFLOP/s of a device by devices: the more, the fewer rows each has.
+GPT_175B, GPT_530B = (12288, 96, 96, 1536), (20480, 105, 128, 2240)
+
+
+def gpt_tflops(sizes, parallel: Parallel) -> float:
+    """As that paper counts them: forward, recomputation, backward."""
+    hidden, layers, heads, rows = sizes
+    wide = round(hidden * 8 / 3 / 64) * 64  # three matrices of the size of two that are 4 hidden wide
+    model = ModelSpec(
+        family="llama", hidden=hidden, intermediate=wide, layers=layers, heads=heads, kv_heads=heads,
+        head_dim=hidden // heads, vocab=51200,
+    )  # fmt: skip
+    work = Workload(rows=rows, prompt=1, response=2047, recompute=True, micro_tokens=2048, sequence_parallel=False)
+    cluster = ClusterSpec.of(f"a100:{parallel.size // 8}x8@1600gbps")
+    seconds = Observation(cluster, model, "training", parallel, work, 1.0).predicted(DEFAULT)
+    flops = 96 * rows * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+    return flops / parallel.size / seconds / 1e12
+
+
+@pytest.mark.parametrize(
+    ("sizes", "p", "published"),
+    [(GPT_175B, 12, {4: 153, 8: 149, 16: 141}), (GPT_530B, 35, {2: 171, 4: 167, 8: 159})],
+    ids=["175B", "530B"],
+)
+def test_training_on_more_devices_scales_as_published(sizes, p, published):
+    found = {d: gpt_tflops(sizes, Parallel(p, 8, d)) for d in published}
+    for d, tflops in published.items():
+        assert found[d] == pytest.approx(tflops, rel=0.2), d
+    few, many = min(published), max(published)
+    assert found[many] / found[few] == pytest.approx(published[many] / published[few], abs=0.04)

@@ -26,7 +26,7 @@ TOKENS = 2e5
 
 
 def problem_of(graph, spec, constraints: Sequence[Constraint] = (), tokens: float = TOKENS) -> Problem:
-    return Problem(graph, spec, PlainCosts(graph, spec, tokens), tuple(constraints), 1.0)
+    return Problem(graph, spec, PlainCosts(graph, spec, tokens), tuple(constraints))
 
 
 def assignments(groups: Sequence[str]):
