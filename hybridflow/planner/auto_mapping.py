@@ -195,9 +195,11 @@ class Search:
                 reached = limit
                 if len(keys) == len(self.keys) and len(found.values):
                     reached = min(limit, found.values[:, :STAGES].sum(axis=1).min())
-                if self.alone(keys, size).sum() >= reached:
+                least = self.alone(keys, size)
+                if least.sum() >= reached:
                     break
-                found = found.or_(self.generating(keys, size))
+                if not (found.values[:, :STAGES] <= least).all(axis=1).any():  # else it has nothing better
+                    found = found.or_(self.generating(keys, size))
             self._known[at] = found
         return self._known[at]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -129,6 +130,15 @@ class ClusterSpec:
     def device(self, index: int) -> DeviceSpec:
         """Errors: PlacementError outside of the cluster."""
         return self.nodes[self.node_of(index)].device
+
+    def counts(self, devices: Sequence[int]) -> dict[int, int]:
+        """How many of `devices`, which ascend, are in each node. Errors: PlacementError outside of the cluster."""
+        first, last = devices[0], devices[-1]
+        nodes = range(self.node_of(first), self.node_of(last) + 1)
+        if last - first + 1 > len(devices):
+            return dict(Counter(map(self.node_of, devices)))
+        # neighbours: node by node, for there may be very many devices
+        return {n: min(self._ends[n], last + 1) - max(self._ends[n] - self.nodes[n].count, first) for n in nodes}
 
     def devices_of(self, node: int) -> range:
         """The devices of node `node`, as numbers in the cluster."""

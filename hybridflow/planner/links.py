@@ -41,11 +41,10 @@ class Site:
     @classmethod
     def of(cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients) -> Site:
         """Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it lacks."""
-        runs: dict[int, int] = {}
-        for device in plan.mesh.devices:
-            node = cluster.node_of(device)
-            runs[node] = runs.get(node, 0) + 1
-        nodes = [cluster.nodes[node] for node in runs]
+        runs = cluster.counts(plan.mesh.devices)
+        nodes = list(
+            {id(cluster.nodes[node]): cluster.nodes[node] for node in runs}.values()
+        )  # most are one and the same
         device = slowest(tuple(node.device for node in nodes))
         sizes = plan.parallel
         return cls(

@@ -7,17 +7,36 @@ from collections.abc import Iterator, Sequence
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.plans import Mesh
 
+MANY_NODES = 16
+
 
 def sizes(cluster: ClusterSpec) -> list[int]:
-    """Numbers of devices that a set may get: any within a node, then whole neighbouring nodes."""
+    """Numbers of devices that a set may get: any within a node, then whole neighbouring nodes.
+
+    Of more than 16 equal nodes those numbers that differ by an eighth at most, and all but a power of two of them.
+    """
     counts = [node.count for node in cluster.nodes]
     found = set(range(1, max(counts) + 1))
+    if len(set(counts)) == 1 and len(counts) > MANY_NODES:
+        return sorted(found | {counts[0] * nodes for nodes in _some(len(counts))})
     for first in range(len(counts)) if len(set(counts)) > 1 else [0]:
         total = 0
         for count in counts[first:]:
             total += count
             found.add(total)
     return sorted(found)
+
+
+def _some(nodes: int) -> set[int]:
+    found, step = {nodes}, 1
+    for number in range(1, nodes):
+        if number == step * MANY_NODES:
+            step *= 2
+        if number % step == 0:
+            found.add(number)
+        if number.bit_count() == 1:
+            found.add(nodes - number)
+    return found
 
 
 def pack(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> list[Mesh] | None:

@@ -37,10 +37,10 @@ class Mesh:
     @cached_property
     def bits(self) -> int:
         """The set as one number, a bit for each device: meshes overlap where these have a bit in common."""
-        found = 0
-        for device in self.devices:
-            found |= 1 << device
-        return found
+        first, last = self.devices[0], self.devices[-1]
+        if last - first + 1 == self.size:
+            return ((1 << self.size) - 1) << first
+        return sum(1 << device for device in self.devices)
 
     def __hash__(self) -> int:
         return hash(self.bits)

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -51,25 +51,15 @@ class Exchange:
 
     @classmethod
     def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> Exchange:
+        if source.mesh == target.mesh:
+            counts = tuple(cluster.counts(source.mesh.devices).values())
+            return _inside_mesh(size, _sizes(source.parallel), _sizes(target.parallel), counts)
         union = sorted({*source.mesh.devices, *target.mesh.devices})
         at = {device: i for i, device in enumerate(union)}
         first: dict[int, int] = {}
         nodes = tuple(first.setdefault(cluster.node_of(device), len(first)) for device in union)
         here, there = (tuple(at[device] for device in one.mesh.devices) for one in (source, target))
-        made = cls(size, _sizes(source.parallel), _sizes(target.parallel), here, there, nodes)
-        return made._one_block() if source.mesh == target.mesh else made
-
-    def _one_block(self) -> Exchange:
-        """On one mesh, the first of several equal blocks of neighbours that each hold the whole model in both layouts:
-        every block finds in itself what it needs."""
-        (p, t, d), (q, u, e), ranks = self.source, self.target, len(self.nodes)
-        node = self.nodes.count(self.nodes[0])
-        block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
-        whole = block < ranks and ranks % block == 0 and self.nodes == tuple(i // node for i in range(ranks))
-        if not whole:
-            return self
-        ours, at = ranks // block, tuple(range(block))
-        return Exchange(self.size, (p, t, d // ours), (q, u, e // ours), at, at, self.nodes[:block])
+        return cls(size, _sizes(source.parallel), _sizes(target.parallel), here, there, nodes)
 
     @property
     def grids(self) -> tuple[Grid, Grid]:
@@ -80,6 +70,20 @@ class Exchange:
         if self.source_at == self.target_at and p % q == 0 and t % u == 0:
             return source, source.generation(q, u, "hybridflow")
         return source, RankGrid(q, u, e)
+
+
+def _inside_mesh(
+    size: Sizes, source: tuple[int, int, int], target: tuple[int, int, int], counts: tuple[int, ...]
+) -> Exchange:
+    """On one mesh, with so many devices of each node: of the first of several equal blocks of neighbours that each hold
+    the whole model in both layouts, for every block finds in itself what it needs; else of all."""
+    (p, t, d), (q, u, e), ranks, node = source, target, sum(counts), counts[0]
+    block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
+    if block >= ranks or ranks % block or len(set(counts)) > 1:
+        block = ranks
+    parts, at = ranks // block, tuple(range(block))
+    nodes = tuple(islice((n for n, count in enumerate(counts) for _ in range(count)), block))
+    return Exchange(size, (p, t, d // parts), (q, u, e // parts), at, at, nodes)
 
 
 def _sizes(parallel: Parallel) -> tuple[int, int, int]:
@@ -109,11 +113,17 @@ def _held(
         inside = _inside(spans, grid.p, stage, layers)
         stages[stage] = [name in inside for name in spans]
     parts = np.eye(grid.t, dtype=np.float32).repeat(rows // grid.t, axis=1)
-    coords = [grid.coords(rank) for rank in range(grid.size)]
-    p, t = [c.p for c in coords], [c.t for c in coords]
+    p, t = _coords(grid)
     out = np.zeros((ranks, len(spans) * rows), dtype=np.float32)
     out[list(at)] = (stages[p][:, :, None] * parts[t][:, None, :]).reshape(grid.size, -1)
     return out
+
+
+@lru_cache(maxsize=4096)
+def _coords(grid: Grid) -> tuple[list[int], list[int]]:
+    """p and t of every rank."""
+    coords = [grid.coords(rank) for rank in range(grid.size)]
+    return [c.p for c in coords], [c.t for c in coords]
 
 
 def planned_volume(exchange: Exchange, itemsize: int) -> Volume:
@@ -201,7 +211,7 @@ def reallocation(
     if same:
         return 0.0
     moved = volume(Exchange.of(size, cluster, source, target), itemsize)
-    nodes = {cluster.node_of(device) for device in (*source.mesh.devices, *target.mesh.devices)}
+    nodes = {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}
     link = min(cluster.nodes[node].bandwidth for node in nodes) * k.link
     latency = max(cluster.nodes[node].latency for node in nodes)
     inside, between = moved.inside / link, moved.between / (cluster.bandwidth * k.network)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -78,8 +77,8 @@ class Simulator:
         if found is None:
             found = 1.0
             if any(node.slowdown for node in self.cluster.nodes):
-                busy = Counter(self.cluster.node_of(device) for device in mesh.devices)
-                found = max(self.cluster.nodes[node].slow(count) for node, count in busy.items())
+                busy = self.cluster.counts(mesh.devices).items()
+                found = max(self.cluster.nodes[node].slow(count) for node, count in busy)
             self._slowdowns[mesh] = found
         return found
 
@@ -112,7 +111,7 @@ class Simulator:
         """Bytes that may be used on each device of the mesh: on the smallest, less what the runtime keeps."""
         found = self._capacities.get(plan.mesh)
         if found is None:
-            nodes = {self.cluster.node_of(device) for device in plan.mesh.devices}
+            nodes = self.cluster.counts(plan.mesh.devices)
             least = min(self.cluster.nodes[node].device.memory for node in nodes)
             found = self._capacities[plan.mesh] = least * self.usable_memory
         return found

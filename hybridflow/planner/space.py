@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,7 +169,7 @@ class Problem:
 
     def counts(self, mesh: Mesh) -> dict[int, int]:
         """How many devices of each node are in a mesh."""
-        return dict(Counter(map(self.cluster.node_of, mesh.devices)))
+        return self.cluster.counts(mesh.devices)
 
     def strategies(self, group: str, mesh: Mesh) -> list[Parallel]:
         """All p, t, d of a group on a mesh: tensor parallel groups do not lie across nodes."""
