@@ -156,6 +156,8 @@ def reallocate(
     else:
         settings["train"] = to
     if generate != "as it was":
+        if group.elsewhere("generate_sequences"):
+            raise ConfigError(f"reallocate({group.name}, generate=...): it generates where its placement says.")
         if "generate" not in settings:
             raise ConfigError(f"reallocate({group.name}, generate=...): {group.worker_class.__name__} cannot generate.")
         settings = (

@@ -77,6 +77,10 @@ class WorkerGroup:
     def weights_changed(self) -> None:
         """Called when its weights are written from outside, or stepped."""
 
+    def elsewhere(self, name: str) -> bool:
+        """Whether calls of this operation run on other ranks than those of `placed`."""
+        return False
+
     @property
     def worker_class(self) -> type:
         return self.placed.worker_class

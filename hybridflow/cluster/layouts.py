@@ -80,6 +80,9 @@ class LayoutsGroup(WorkerGroup):
             others += [f"{name} at ({grid.p},{grid.t},{grid.d})" for grid in grids]
         return f"{super().__repr__()[:-1]}, {', '.join(others)}>"
 
+    def elsewhere(self, name: str) -> bool:
+        return any(number is not None for number in self._schedule.get(name, ()))
+
     def weights_changed(self) -> None:
         self._version += 1
 
