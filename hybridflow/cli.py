@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cap", action="append", default=[], metavar="GROUP=DEVICES", help="at most so many devices")
     add("--apart", action="append", default=[], metavar="GROUP,GROUP", help="never on the same device")
     add("--together", action="append", default=[], metavar="GROUP,GROUP", help="on the same devices")
+    add("--whole", action="append", default=[], metavar="GROUP", help="one layout for all its calls, but generation")
     add("--coefficients", metavar="FILE", help="of a simulator that was fitted to a machine")
     add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
     add("--budget", type=float, default=10.0, metavar="SECONDS", help="for the search (default: 10)")
@@ -190,7 +191,7 @@ def _as_program(path: str, arguments: Sequence[str]) -> Any:
 
 
 def _constraints(given: argparse.Namespace) -> list[Any]:
-    from hybridflow.planner.constraints import Apart, Cap, Pin, Together
+    from hybridflow.planner.constraints import Apart, Cap, OneLayout, Pin, Together
 
     pins: dict[str, dict[str, Any]] = {}
     for group, value in (_assigned("--pin", pin) for pin in given.pin):
@@ -198,7 +199,8 @@ def _constraints(given: argparse.Namespace) -> list[Any]:
     caps = [Cap(group, _whole("--cap", value)) for group, value in (_assigned("--cap", cap) for cap in given.cap)]
     apart = [Apart(*_pair("--apart", pair)) for pair in given.apart]
     together = [Together(*_pair("--together", pair)) for pair in given.together]
-    return [*(Pin(group, **what) for group, what in pins.items()), *caps, *apart, *together]
+    whole = map(OneLayout, given.whole)
+    return [*(Pin(group, **what) for group, what in pins.items()), *caps, *apart, *together, *whole]
 
 
 def _pinned(value: str) -> dict[str, Any]:
