@@ -99,13 +99,18 @@ def devices(mapped: Mapped) -> dict[str, int]:
 def finding(cases: Sequence[Case], wanted: str, among: Sequence[str], beside: Sequence[str] = ()) -> dict[str, Any]:
     """Whether placements of the `wanted` kind are the fastest of those `among` in all cases, with the numbers of these
     and of the kinds `beside`."""
-    numbers, wrong = {}, []
-    for case in cases:
-        own = numbers[f"{case[0]}+{case[1]} on {case[2]}"] = placements(case, (*among, *beside))
-        fitting = {kind: own[kind]["timeline"] for kind in among if kind in own}
-        if fitting and min(fitting, key=fitting.__getitem__) != wanted:
-            wrong.append(f"{case[0]}+{case[1]} on {case[2]}")
-    return {"holds": not wrong, "not for": wrong, "among": list(among), "seconds": numbers}
+    numbers = {
+        f"{actor}+{critic} on {n}": placements((actor, critic, n), (*among, *beside)) for actor, critic, n in cases
+    }
+
+    def others(figure: str) -> list[str]:
+        """Cases in which another kind is faster."""
+        fitting = {name: {kind: own[kind][figure] for kind in among if kind in own} for name, own in numbers.items()}
+        return [name for name, own in fitting.items() if own and min(own, key=own.__getitem__) != wanted]
+
+    wrong = others("timeline")
+    best = {"not by the best timelines for": others("best timeline")}
+    return {"holds": not wrong, "not for": wrong, **best, "among": list(among), "seconds": numbers}
 
 
 def generation_sizes(size: str) -> dict[int, float]:

@@ -20,6 +20,7 @@ from hybridflow.planner.space import Problem, generation_sizes
 Floats = NDArray[np.float64]
 STAGES = 3
 _STATIC, _ACTIVE, _WIDTH = 3, 4, 5
+_AT_ONCE = 16  # rows that others are compared with at a time
 
 
 class Layouts(NamedTuple):
@@ -204,10 +205,14 @@ def _undominated_alike(values: Floats, kinds: NDArray[np.int64]) -> NDArray[np.i
 def undominated(values: Floats) -> NDArray[np.intp]:
     """Rows of `values` [n, k] that no other row is at most equal to in every column; of equal rows, one."""
     order = np.lexsort(values.T[::-1]) if len(values) else np.zeros(0, dtype=np.intp)
-    kept = []
+    kept: list[int] = []
     while len(order):
-        first = order[0]
-        kept.append(first)
         # what comes later in this order cannot beat an earlier row
-        order = order[(values[order] < values[first]).any(axis=1)]
+        first, order = order[:_AT_ONCE], order[_AT_ONCE:]
+        known = values[first]
+        beats = (known[None] <= known[:, None]).all(axis=-1)
+        first = first[~np.tril(beats, -1).any(axis=1)]
+        kept += first.tolist()
+        if len(order):
+            order = order[(values[order][:, None] < values[first][None]).any(axis=-1).all(axis=1)]
     return np.array(sorted(kept), dtype=np.intp)
