@@ -183,27 +183,25 @@ class _Profiling:
             return
         tokens = self.amounts.micro_batches if d == 1 else self.amounts.micro_batches[:1]
         with self._group(t, d) as group:
-            at = {n: _slowest(group.measure("passes", (n, "lm", tokens))) for n in (few, many)}
-            at_value = _slowest(group.measure("passes", (few, "value", tokens)))
-        self._add("update", t, [at[few]["update"][0], at[many]["update"][0]], d=d)
-        value = [at_value["update"][0], _grown(at_value["update"][0], at[few]["update"][0], at[many]["update"][0])]
-        self._add("update", t, value, d=d, head="value")
+            ranks = group.measure("passes", (((few, "lm"), (many, "lm"), (few, "value")), tokens))
+        less, more, other = (_slowest(column) for column in zip(*ranks, strict=True))
+        self._add("update", t, [less["update"][0], more["update"][0]], d=d)
+        grown = _grown(other["update"][0], less["update"][0], more["update"][0])
+        self._add("update", t, [other["update"][0], grown], d=d, head="value")
         if d > 1:
             return
         for kind, output in (("forward", "output"), ("backward", "output_backward")):
             layer, rest, rest_value = [], [], []
             for i, count in enumerate(tokens):
-                one, more, other = (_seconds(found, kind, i) for found in (at[few], at[many], at_value))
-                each = max(_LEAST, (more - one) / (many - few))
+                one, two, value = (_seconds(found, kind, i) for found in (less, more, other))
+                each = max(_LEAST, (two - one) / (many - few))
                 layer.append((count, each))
                 answers = _answers(count, self.amounts.length)
                 rest.append((answers, one - few * each))
-                rest_value.append((answers, other - few * each))
-            self._add(kind, t, layer)
-            if self.spec.head == "lm":
-                self._add(kind, t, layer, head="value")
-            self._add(output, t, rest)
-            self._add(output, t, rest_value, head="value")
+                rest_value.append((answers, value - few * each))
+            for head, beside in (("lm", rest), ("value", rest_value)):
+                self._add(kind, t, layer, head=head)
+                self._add(output, t, beside, head=head)
 
     def _decode(self, t: int, device: str) -> None:
         few, many = self._layers(t)
@@ -234,7 +232,8 @@ class _Profiling:
         """The numbers of layers that are measured: the model's own at most, and what fits."""
         few, many = self.amounts.few, self.amounts.many
         each = self._elements(few + 1) - self._elements(few)
-        while many > few and (self._elements(few) + each * (many - few)) / t * _BYTES > 0.6 * self.memory:
+        # two models of few layers and one of many are on a device at once
+        while many > few and (3 * self._elements(few) + each * (many - few)) / t * _BYTES > 0.6 * self.memory:
             many -= 1
         if many == few:
             logger.warning("t=%d is not measured: two layers of the model do not fit on a device.", t)

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ Points = list[tuple[float, float]]
 """(tokens, rows, or elements on this rank; seconds)."""
 BIG = 1 << 22  # bytes of the message that bandwidth is read from
 _SMALLEST_VOCABULARY = 2
+_LOSSES: Mapping[Head, Callable[[], Any]] = MappingProxyType({"lm": policy_loss, "value": value_loss})
+_OUTPUTS: Mapping[Head, tuple[Output, ...]] = MappingProxyType({"lm": ("log_probs",), "value": ("values",)})
 
 
 @dataclass(frozen=True)
@@ -45,29 +48,43 @@ class Probe:
     length: int
     repeats: int = 5
 
-    def passes(self, layers: int, head: Head, tokens: Sequence[int], update: bool = True) -> dict[str, Points]:
-        """By tokens "forward" and "both" (that and backward), by elements on this rank "update" (an optimizer step)."""
+    def passes(self, models: Sequence[tuple[int, Head]], tokens: Sequence[int]) -> list[dict[str, Points]]:
+        """Of each model, given as (layers, head): by tokens "forward" and "both" (that and backward), by elements on
+        this rank "update" (an optimizer step). Models take turns: what disturbs one of them disturbs all."""
         from hybridflow.engines.megatron.engine import MegatronEngine
 
-        grid, spec = self.context.grid, self._spec(layers, head)
+        grid = self.context.grid
         strategy = Megatron(tp=grid.t, dp=grid.d, micro_tokens=max(tokens), sequence_parallel=grid.t > 1)
-        outputs: tuple[Output, ...] = ("log_probs",) if head == "lm" else ("values",)
-        loss = policy_loss("ppo") if head == "lm" else value_loss("value")
-        found: dict[str, Points] = {"forward": [], "both": [], "update": []}
+        found: list[dict[str, Points]] = [{"forward": [], "both": [], "update": []} for _ in models]
         with ExitStack() as undo:
-            engine = MegatronEngine(self.context, strategy, spec, None, Adam(lr=1e-6))
-            undo.callback(engine.close)
+            engines = []
+            for layers, head in models:
+                engine = MegatronEngine(self.context, strategy, self._spec(layers, head), None, Adam(lr=1e-6))
+                undo.callback(engine.close)
+                engines.append((engine, _LOSSES[head](), _OUTPUTS[head]))
             for count in tokens:
-                rows = self._rows(spec, count)
-                found["forward"].append((count, self._median(lambda rows=rows: engine.forward(rows, outputs))))
-                if update:
-                    both = self._median(lambda rows=rows: engine.forward_backward(rows, loss, outputs), engine.step)
-                    found["both"].append((count, both))
-            elements = sum(tensor.numel() for tensor in engine.storage().values())
-            rows = self._rows(spec, min(tokens))
-            step = self._median(engine.step, lambda: engine.forward_backward(rows, loss, outputs), before=True)
-            found["update"].append((elements, step))
+                rows = self._rows(engines[0][0].spec, count)
+                forward, both, steps = zip(*self._medians([self._turn(*one, rows) for one in engines]), strict=True)
+                for i in range(len(models)):
+                    found[i]["forward"].append((count, forward[i]))
+                    found[i]["both"].append((count, both[i]))
+                    if count == min(tokens):
+                        elements = sum(tensor.numel() for tensor in engines[i][0].storage().values())
+                        found[i]["update"].append((elements, steps[i]))
         return found
+
+    def _turn(self, engine: Any, loss: Any, outputs: tuple[Output, ...], rows: Batch) -> Callable[[], list[float]]:
+        """Seconds of a forward pass, of both passes, and of the optimizer step."""
+        return lambda: [
+            self._clocked(lambda: engine.forward(rows, outputs)),
+            self._clocked(lambda: engine.forward_backward(rows, loss, outputs)),
+            self._clocked(engine.step),
+        ]
+
+    def _medians(self, turns: Sequence[Callable[[], list[float]]]) -> list[list[float]]:
+        """Medians of what each of `turns` measures, taken in turn, once warm."""
+        rounds = [[turn() for turn in turns] for _ in range(1 + self.repeats)][1:]
+        return [[statistics.median(column) for column in zip(*of_one, strict=True)] for of_one in zip(*rounds)]
 
     def busy(self, tokens: int, seconds: float) -> float:
         """Median seconds of a forward pass of one layer while all ranks make such passes, each for itself."""
@@ -119,15 +136,13 @@ class Probe:
         small, big = (torch.zeros(size, device=self.context.device) for size in (1, BIG // 4))
         return tuple(self._median(lambda x=x: dist.all_reduce(x, group=group)) for x in (small, big))  # type: ignore[return-value]
 
-    def _median(self, run: Callable[[], object], other: Callable[[], object] | None = None, before: bool = False):
-        """Median seconds of `run`, once warm. `other` follows each of them, or goes before it, and is not counted."""
+    def _median(self, run: Callable[[], object], after: Callable[[], object] | None = None) -> float:
+        """Median seconds of `run`, once warm; `after` follows each time, and is not counted."""
         took = []
         for _ in range(1 + self.repeats):
-            if other is not None and before:
-                other()
             took.append(self._clocked(run))
-            if other is not None and not before:
-                other()
+            if after is not None:
+                after()
         return statistics.median(took[1:])
 
     def _clocked(self, run: Callable[[], object]) -> float:

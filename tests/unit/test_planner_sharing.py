@@ -140,7 +140,7 @@ def test_steps_are_priced_as_measured():
     quiet = Coefficients(call_seconds=0.0)
     simulator = Simulator(replace(CORES, nodes=(replace(CORES.nodes[0], slowdown=()),)), GRAPH, WORK, quiet, profile)
     update = simulator.cost("actor.update_actor", on(0, 2)).parts
-    assert update["optimizer"] == pytest.approx(WORK.minibatches * 5 / 3)  # 1 at half of the model, 4 at twice of it
+    assert update["optimizer"] == pytest.approx(WORK.minibatches * 2)  # 1 at half of the model, 4 at twice of it
     assert "data_parallel" not in update  # measured with it
     assert simulator.cost("actor.update_actor", on(0, 4)).parts["data_parallel"] > 0
     generation = simulator.cost("actor.generate_sequences", on(0, 1))
