@@ -202,7 +202,7 @@ def ppo(policy: Path, classifier: Path, made: dict[str, Any], steps: int = 3) ->
     made["actor"] = actor = hf.ActorWorker.on(pool, model=policy, optim=optim, generate=generate)
     made["critic"] = critic = hf.CriticWorker.on(pool, model=classifier, optim=optim)
     made["reference"] = reference = hf.ReferenceWorker.on(pool, model=policy)
-    reward = hf.RewardWorker.on(pool, function=lambda prompt, response: len(set(response)) / 8)
+    reward = hf.RewardWorker.on(pool, function=lambda prompt, response: len(set(response)) / 8, tokenizer=policy)
     prompts, figures = make_prompts(8), []
     for _ in range(steps):
         batch = actor.generate_sequences(prompts)
