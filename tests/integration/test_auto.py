@@ -11,6 +11,7 @@ import hybridflow as hf
 from hybridflow.cluster.session import Session
 from hybridflow.placement import GroupPlacement, Placement
 from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.plans import Parallel
 from tests import tiny_models
 from tests.tiny_models import make_rows
 
@@ -83,7 +84,12 @@ def test_an_assignment_ends_with_its_driver(cluster):
     assert cluster.assignment is None
 
 
-def test_a_driver_is_planned_and_runs_as_found(cluster, policy):
+@pytest.mark.parametrize(
+    "constraints",
+    [(), (hf.Pin("actor", parallel=Parallel(1, 1, 1), generate=Parallel(1, 1, 2)),)],
+    ids=["free", "apart"],
+)
+def test_a_driver_is_planned_and_runs_as_found(cluster, policy, constraints):
     """GRPO on two devices of this machine: found, placed, and trained."""
     groups: dict[str, Any] = {}
     prompts = [{"prompt": "abc"}, {"prompt": "hello you"}] * 8
@@ -104,9 +110,11 @@ def test_a_driver_is_planned_and_runs_as_found(cluster, policy):
             figures.append(actor.update_actor(batch, kl_coef=0.1))
         return [one.get() for one in figures]
 
-    planned = hf.auto(driver, cluster=ClusterSpec.this_machine(2, memory=16e9), budget_s=0.5)
+    planned = hf.auto(driver, cluster=ClusterSpec.this_machine(2, memory=16e9), constraints=constraints, budget_s=0.5)
     placement = planned.plan(2)
     assert "actor" not in cluster.groups, "planning places nothing"
+    away = {name: [one.method for one in group.elsewhere] for name, group in placement.groups.items()}
+    assert "generate_sequences" in away["actor"] or not constraints
     try:
         figures = planned(2)
         assert len(figures) == 2
@@ -116,7 +124,8 @@ def test_a_driver_is_planned_and_runs_as_found(cluster, policy):
             assert group.members == found.devices
             if found.train is not None:
                 assert (group.grid.p, group.grid.t) == (found.train.pp, found.train.tp)
-            if found.generate is not None:
+            assert [group.elsewhere(method) for method in away[name]] == [True] * len(away[name])
+            if found.generate is not None and "generate_sequences" not in away[name]:
                 generation = group.grid.generation()
                 assert (generation.p, generation.t) == found.generate
     finally:
