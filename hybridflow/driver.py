@@ -156,15 +156,7 @@ def reallocate(
     else:
         settings["train"] = to
     if generate != "as it was":
-        if group.elsewhere("generate_sequences"):
-            raise ConfigError(f"reallocate({group.name}, generate=...): it generates where its placement says.")
-        if "generate" not in settings:
-            raise ConfigError(f"reallocate({group.name}, generate=...): {group.worker_class.__name__} cannot generate.")
-        settings = (
-            {**settings, "generate": generate}
-            if generate is not None
-            else group.worker_class.without_generation(settings)
-        )
+        settings = _generating(group, settings, generate)
     if pool is not None and not isinstance(pool, ResourcePool):
         raise ConfigError(f"reallocate({group.name}, pool={pool!r}): give a ResourcePool or a slice of one.")
     session = group.session
@@ -183,6 +175,17 @@ def reallocate(
     reallocation.check_same_model(here, there, group.name, f"{group.name} as it would be")
     reallocation.reallocate(group, new)
     return group
+
+
+def _generating(group: WorkerGroup, settings: dict[str, Any], generate: Any) -> dict[str, Any]:
+    """The settings with another way to generate, or none. Errors: ConfigError where that is not the group's to say."""
+    if group.elsewhere("generate_sequences"):
+        raise ConfigError(f"reallocate({group.name}, generate=...): it generates where its placement says.")
+    if "generate" not in settings:
+        raise ConfigError(f"reallocate({group.name}, generate=...): {group.worker_class.__name__} cannot generate.")
+    if generate is None:
+        return group.worker_class.without_generation(settings)
+    return {**settings, "generate": generate}
 
 
 def _check_group(what: str, group: WorkerGroup) -> None:

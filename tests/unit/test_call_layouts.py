@@ -61,7 +61,9 @@ def test_updates_share_a_layout_and_so_do_generations_and_functions():
         assert problem.obeys(plan) == fine
         state = evaluator.state(plan)
         assert state is not None
-        assert evaluator.score(state).good == fine
+        score = evaluator.score(state)
+        assert score is not None
+        assert score.good == fine
 
 
 @pytest.mark.parametrize("search", [exact, mcmc])
