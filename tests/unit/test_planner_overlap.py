@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, ppo_of
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from benchmarks.planner_findings import KINDS, best_size, finding, problem_of
+from benchmarks.planner_findings import KINDS, WORKLOAD, best_size, finding, problem_of
 from hybridflow.planner.auto_mapping import auto_map
+from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.overlap import overlap_map
+from hybridflow.planner.packing import sizes
+from hybridflow.planner.plans import Mesh
+from hybridflow.planner.simulator import Simulator
 from hybridflow.planner.space import Problem
+from hybridflow.planner.stages import undominated
 
 
 @pytest.mark.parametrize(
@@ -65,3 +77,40 @@ def test_the_best_generation_size(size, t):
     """HybridFlow, figure 15, on 16 devices with training at 1-8-2."""
     found = best_size(size, t)
     assert found["holds"], found
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_devices_are_counted_by_node(counts, data):
+    device = cluster(1, 1).nodes[0].device
+    spec = ClusterSpec(tuple(NodeSpec(device, count, 1e11) for count in counts), 1e10)
+    some = st.lists(st.integers(0, spec.size - 1), min_size=1, unique=True).map(sorted)
+    near = st.tuples(st.integers(0, spec.size - 1), st.integers(0, spec.size - 1)).map(
+        lambda ends: list(range(min(ends), max(ends) + 1))
+    )
+    devices = data.draw(some | near)
+    assert spec.counts(devices) == Counter(map(spec.node_of, devices))
+    assert Mesh(tuple(devices)).bits == sum(1 << device for device in devices)
+
+
+def test_rows_of_a_function_are_spread_over_hosts():
+    graph, spec = grpo_of(LLAMA_7B), ClusterSpec.of("a100:2x8")
+    found = overlap_map(Problem(graph, spec, Simulator(spec, graph, WORKLOAD)))
+    assert found is not None
+    assert found.plan["reward.compute_reward"].mesh.size == spec.size
+
+
+@given(arrays(float, st.tuples(st.integers(0, 60), st.integers(1, 4)), elements=st.integers(0, 6).map(float)))
+def test_what_nothing_else_beats_is_kept_once(values):
+    kept = values[undominated(values)]
+    assert len(np.unique(kept, axis=0)) == len(kept)
+    for row in values:
+        assert (kept <= row).all(axis=1).any()
+    for i, row in enumerate(kept):
+        assert not any((other <= row).all() for j, other in enumerate(kept) if j != i)
+
+
+def test_sets_of_many_nodes_grow_by_an_eighth_at_most():
+    found = [size // 8 for size in sizes(ClusterSpec.of("a100:128x8")) if size % 8 == 0]
+    assert found[:16] == list(range(1, 17))
+    assert {127, 126, 124, 128} <= set(found)
+    assert all(b - a <= max(1, a / 8) for a, b in pairwise(found))
