@@ -184,7 +184,5 @@ def test_who_can_have_followers():
     assert not follows(hf.RolloutWorker, {"model": "m", "generate": hf.VLLM()})
     for worker_class, settings in ((hf.ActorWorker, adapters), (Own, ACTOR)):
         one = Elsewhere("generate_sequences", (4,), (1, 1, 1))
-        with pytest.raises(
-            PlacementError, match=r"on devices 4, and this group .*OneLayout\('actor'\)"
-        ):
+        with pytest.raises(PlacementError, match=r"on devices 4, and this group .*OneLayout\('actor'\)"):
             divided(worker_class, where(one), settings, "actor")
