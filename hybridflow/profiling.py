@@ -39,6 +39,7 @@ _LEAST = 1e-7  # seconds: what is measured as nothing, or less by noise
 _BUSY_SECONDS = 1.0
 _BYTES = 18.0  # of a trained parameter at most: 16-bit parameter, float32 gradient, main parameter, moments
 _CALLS = 10
+_PASSES: tuple[tuple[Pass, Pass], ...] = (("forward", "output"), ("backward", "output_backward"))
 
 
 class ProfileWorker(Worker):
@@ -190,7 +191,7 @@ class _Profiling:
         self._add("update", t, [other["update"][0], grown], d=d, head="value")
         if d > 1:
             return
-        for kind, output in (("forward", "output"), ("backward", "output_backward")):
+        for kind, output in _PASSES:
             layer, rest, rest_value = [], [], []
             for i, count in enumerate(tokens):
                 one, two, value = (_seconds(found, kind, i) for found in (less, more, other))

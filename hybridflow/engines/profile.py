@@ -64,7 +64,10 @@ class Probe:
                 engines.append((engine, _LOSSES[head](), _OUTPUTS[head]))
             for count in tokens:
                 rows = self._rows(engines[0][0].spec, count)
-                forward, both, steps = zip(*self._medians([self._turn(*one, rows) for one in engines]), strict=True)
+                forward, both, steps = zip(
+                    *self._medians([self._turn(engine, loss, outputs, rows) for engine, loss, outputs in engines]),
+                    strict=True,
+                )
                 for i in range(len(models)):
                     found[i]["forward"].append((count, forward[i]))
                     found[i]["both"].append((count, both[i]))

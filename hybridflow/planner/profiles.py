@@ -153,7 +153,8 @@ class LayerProfile:
         good = isinstance(found, dict) and {"device", "curves"} <= set(found) and isinstance(found["curves"], Sequence)
         require(good, f"{path} is not a profile: it needs `device` and `curves`.")
         try:
-            return cls(**(found | {"curves": tuple(Curve(**curve) for curve in found["curves"])}))
+            own: dict[str, Any] = found | {"curves": tuple(Curve(**curve) for curve in found["curves"])}
+            return cls(**own)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path} is not a profile: {error}.") from None
 
