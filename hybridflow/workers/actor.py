@@ -39,8 +39,8 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
     if offload is True:
         if generate is not None or optim is not None:
             raise ConfigError(
-                f"{worker}(offload=True): an actor waits as a whole where it neither generates nor trains. Leave out "
-                f"generate= and optim=, or give several things, such as offload=('optimizer',)."
+                f"{worker}: offload=True: give several, such as offload=('optimizer',). An actor that generates or "
+                f"trains never waits as a whole."
             )
         offload = ()
     check_offload(offload)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.errors import PlacementError, WorkerError
+from hybridflow.errors import ConfigError, PlacementError, WorkerError
 from hybridflow.placement import Elsewhere, GroupPlacement, Placement
 from tests import tiny_models
 from tests.integration.matrix import Matrix
@@ -170,6 +170,32 @@ def test_what_cannot_be_is_refused(four, one, message):
 
 
 # Models
+
+
+def test_generation_of_a_sharded_actor_follows_it(four, policy, tmp_path):
+    """Updates, a move to another layout and saving are the actor's; others compute with what it is then."""
+    away = Elsewhere("compute_log_prob", (1, 2, 3), (1, 1, 3)), Elsewhere("generate_sequences", (2, 3), (1, 2, 1))
+    settings = {"model": policy, "train": hf.FSDP(), "optim": hf.SGD(lr=0.5), "generate": hf.VLLM(max_tokens=6, seed=1)}
+    prompts = make_prompts(6)
+    with placed(hf.ActorWorker, where((0, 1), (1, 1, 2), *away, generate=(1, 1)), **settings) as actor:
+
+        def drawn() -> hf.Batch:
+            batch = actor.generate_sequences(prompts)
+            found = (batch | actor.compute_log_prob(batch)).get()
+            assert float((found["log_probs"].values - found["old_log_probs"].values).abs().max()) < 1e-3
+            return found
+
+        batch = drawn()
+        noise = torch.randn(len(batch["response_ids"].values), generator=torch.Generator().manual_seed(1))
+        actor.update_actor(batch.with_columns(advantages=batch["response_ids"].with_values(noise)))
+        after = drawn()
+        sums = [float(one["log_probs"].values.sum()) for one in (batch, after)]
+        assert sums[0] != pytest.approx(sums[1], rel=1e-2), "the policy has moved"
+        with pytest.raises(ConfigError, match="generates where its placement says"):
+            hf.reallocate(actor, hf.Megatron(), generate=None)
+        hf.reallocate(actor, hf.Megatron(tp=2), four[2:4])
+        assert torch.equal(drawn()["response_ids"].values, after["response_ids"].values)
+        assert Path(actor.save(tmp_path / "saved"), "model.safetensors").exists()
 
 
 def where(devices: tuple[int, ...], sizes: tuple[int, int, int], *elsewhere: Elsewhere, **how: Any) -> GroupPlacement:
