@@ -52,6 +52,14 @@ class ReplicaGroups:
         dist.broadcast_object_list(words, group=group, group_src=0)
         return words[0]
 
+    def gather(self, mine: Any) -> list[Any]:
+        """What each member gave, in the members' order; collective."""
+        if len(self.members) == 1:
+            return [mine]
+        everyone: list[Any] = [None] * len(self.members)
+        dist.all_gather_object(everyone, mine, group=self.context.groups.new("generate/replica", self.members, "gloo"))
+        return everyone
+
     @contextmanager
     def installing(self) -> Iterator[None]:
         """vLLM's worker, when built inside this block, gets the groups of this replica."""
