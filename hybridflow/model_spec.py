@@ -54,11 +54,20 @@ class Cost:
         return self.linear * n + self.quadratic * inside * (2 * n - inside)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A parameter of transformers' model, of `shape`, that holds other canonical tensors one behind the other."""
+
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+
+
 class Decoder(Protocol):
     """What is known of a decoder with a head before it exists: a ModelSpec, or a TransformersSpec of other families.
 
-    `parts`: parameter of transformers' model -> the canonical tensors that lie in it one behind the other, where that
-    is not the tensor of its own name. `layer_tensors` with two dimensions belong to linear layers.
+    `parts`: by name the parameters of transformers' model that are no canonical tensor of the same name. `decoder` is
+    the name of the model without its head; `layer_tensors` with two dimensions belong to linear layers; `zeros` are
+    the vectors, besides biases, that begin as zero.
     """
 
     @property
@@ -82,7 +91,11 @@ class Decoder(Protocol):
     @property
     def num_parameters(self) -> int: ...
     @property
-    def parts(self) -> Mapping[str, tuple[str, ...]]: ...
+    def parts(self) -> Mapping[str, Part]: ...
+    @property
+    def decoder(self) -> str: ...
+    @property
+    def zeros(self) -> frozenset[str]: ...
 
     def tensors(self) -> dict[str, tuple[int, ...]]: ...
 
@@ -253,9 +266,17 @@ class ModelSpec:
         return out
 
     @property
-    def parts(self) -> Mapping[str, tuple[str, ...]]:
+    def parts(self) -> Mapping[str, Part]:
         """Empty: every parameter of transformers' model is a canonical tensor."""
         return {}
+
+    @property
+    def decoder(self) -> str:
+        return "model"
+
+    @property
+    def zeros(self) -> frozenset[str]:
+        return frozenset()
 
     @property
     def num_parameters(self) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import FSDP, TrainStrategy, ZeRO
 from hybridflow.errors import ModelError
-from hybridflow.model_spec import FAMILIES, Cost, Decoder, Head, ModelSpec, read_config
+from hybridflow.model_spec import FAMILIES, Cost, Decoder, Head, ModelSpec, Part, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,8 @@ _CONTEXT = 2048  # of models that put no limit on it
 class TransformersSpec:
     """Sizes and tensors of a decoder, `config` being its `config.json`; made by `TransformersSpec.of`.
 
-    `parts`: parameter of transformers' module -> the canonical tensors that it consists of, one behind the other in
-    its memory; not there for one that is a canonical tensor itself. `decoder` is the name of the model without its
-    head, `layer_list` that of its layers (`model.layers`). `linear` are the canonical weights of linear layers.
+    `parts` as in `Decoder`. `decoder` is the name of the model without its head, `layer_list` that of its layers
+    (`model.layers`). `linear` are the weights of linear layers, `zeros` what begins as zero although no bias.
     """
 
     config: Mapping[str, Any]
@@ -50,7 +49,8 @@ class TransformersSpec:
     cost: Cost = field(repr=False)
     linear: frozenset[str] = field(repr=False)
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
-    parts: Mapping[str, tuple[str, ...]] = field(repr=False)
+    parts: Mapping[str, Part] = field(repr=False)
+    zeros: frozenset[str] = field(repr=False)
 
     @classmethod
     def of(cls, config: Any, head: Head = "lm") -> TransformersSpec:
@@ -89,10 +89,12 @@ class TransformersSpec:
 
 @lru_cache(maxsize=16)
 def _read(text: str, head: Head) -> TransformersSpec:
+    import torch
     from torch import nn
 
     given = json.loads(text)
-    model = meta_model(given)
+    with torch.device("meta"):
+        model = make_model(given)
     config, family = model.config, str(given.get("model_type"))
     decoder, layer_list = model.base_model_prefix, decoder_layers(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -125,7 +127,12 @@ def _read(text: str, head: Head) -> TransformersSpec:
         cost=_cost(model, layer_list, 1 if head == "value" else vocab, hidden, heads),
         linear=frozenset(piece for name in linear for piece in pieces.get(name, {})),
         shapes={name: shape for found in pieces.values() for name, shape in found.items()},
-        parts={name: tuple(found) for name, found in pieces.items() if tuple(found) != (name,)},
+        parts={
+            name: Part(tuple(model.get_parameter(name).shape), tuple(found))
+            for name, found in pieces.items()
+            if tuple(found) != (name,)
+        },
+        zeros=_zeros(model),
     )
 
 
@@ -145,19 +152,24 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     return made
 
 
-def meta_model(
-    config: Mapping[str, Any], dtype: torch.dtype | None = None, attention: str | None = None
+def make_model(
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    experts: str | None = None,
 ) -> PreTrainedModel:
-    """The language model on the meta device. Errors: ModelError when transformers cannot make it of this config."""
-    import torch
+    """The language model, with these ways to compute attention and experts of transformers.
+
+    Errors: ModelError when transformers cannot make it of this config.
+    """
     from transformers import AutoModelForCausalLM
 
     made = hf_config(config)
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=attention)
-        except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError, AssertionError) as error:
-            raise ModelError(f"transformers cannot make this {made.model_type} model: {error}") from None
+    ways = {"attn_implementation": attention, "experts_implementation": experts}
+    try:
+        return AutoModelForCausalLM.from_config(made, dtype=dtype, **ways)
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError, AssertionError) as error:
+        raise ModelError(f"transformers cannot make this {made.model_type} model: {error}") from None
 
 
 def decoder_layers(model: PreTrainedModel) -> str:
@@ -190,7 +202,7 @@ def checkpoint_pieces(model: PreTrainedModel, family: str) -> dict[str, dict[str
     for name, tensor in saved.items():
         if _memory(tensor) not in owners or not tensor.is_contiguous():
             raise _no_piece(family, name)
-        found[owners[_memory(tensor)]].append((tensor.storage_offset(), name, tuple(tensor.shape)))
+        found[owners[_memory(tensor)]].append((int(tensor.storage_offset()), name, tuple(tensor.shape)))
     for name, pieces in found.items():
         pieces.sort()
         ends = [at + math.prod(shape) for at, _, shape in pieces]
@@ -238,6 +250,26 @@ def _cost(model: PreTrainedModel, layer_list: str, columns: int, hidden: int, he
     kinds = set(getattr(config, "layer_types", None) or ())
     window = config.sliding_window if kinds == {"sliding_attention"} else None
     return Cost(2.0 * matrices, 2.0 * layers * width, window)
+
+
+def _zeros(model: PreTrainedModel) -> frozenset[str]:
+    """Vectors that the model itself would begin with as zeros (norms around one); what is left of `model` is unusable.
+
+    They are small, so each is made for real and given to the model's own initialisation.
+    """
+    found = set()
+    for at, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own or any(parameter.dim() != 1 for parameter in own.values()):
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.data.fill_(1.0)
+            parameter.requires_grad_(False)
+            own[name] = parameter
+        model._init_weights(module)
+        found.update(f"{at}.{name}" for name, parameter in own.items() if not parameter.any())
+    return frozenset(found)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -36,7 +36,7 @@ from hybridflow.engines.token_outputs import Positions, TokenOutputs
 from hybridflow.engines.weights import initialise, load, load_local
 from hybridflow.engines.zero.partition import step_groups, units
 from hybridflow.errors import ConfigError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 from hybridflow.ragged import Ragged
 
 Outputs = dict[str, Ragged]
@@ -62,7 +62,7 @@ class FSDPEngine:
         self,
         context: RankContext,
         strategy: config.FSDP | config.ZeRO,
-        spec: ModelSpec,
+        spec: Decoder,
         checkpoint: str | Path | Unset | None = None,
         optimizer: config.Optimizer | None = None,
     ) -> None:
@@ -72,13 +72,13 @@ class FSDPEngine:
         self._dtype = _dtype(strategy, context.device)
         self._layout = strategy_layout(strategy, spec, self.grid)
         require_host_memory(context, strategy, self._layout, self._dtype, optimizer)
-        self._step_groups = step_groups(units(parameters(strategy, spec)))
+        self._step_groups = step_groups(units(parameters(strategy, spec), spec.parts))
         self._replicas = Replicas(context)
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": to be completed before a step
         try:
             self._build(optimizer)
             if checkpoint is None:
-                initialise(self._layout, context.rank, self.storage())
+                initialise(self._layout, context.rank, self.storage(), spec.zeros)
             elif not isinstance(checkpoint, Unset):
                 load(checkpoint, spec, self._layout, context.rank, self.storage())
             if self.adapters is not None:
@@ -95,7 +95,8 @@ class FSDPEngine:
         columns = -(-spec.vocab // self.grid.t)
         first = min(spec.vocab, columns * context.coords.t)
         group = context.groups.new("tp", self.grid.group(context.rank, "t"))
-        split = Split(strategy.micro_tokens, vocab=spec.vocab, packed=strategy.packed, cost=spec.cost)
+        packing = {"packed": strategy.packed, "single": not shards.model.packable}
+        split = Split(strategy.micro_tokens, vocab=spec.vocab, cost=spec.cost, **packing)
         vocabulary = (first, min(spec.vocab, first + columns))
         self._tokens = TokenOutputs(context.role, spec, split, vocabulary, group)
         if optimizer:

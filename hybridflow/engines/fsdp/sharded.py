@@ -5,7 +5,7 @@ Losses are shares of a global sum, so gradients are added up over data parallel 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from hybridflow.config import FSDP
 from hybridflow.engine3d.residency import Residency
+from hybridflow.engines.causal_model import CausalModel
 from hybridflow.engines.fsdp.dtensors import canonical_name, local_tensor
 from hybridflow.engines.fsdp.layout import tensor_parallel_dim
 from hybridflow.engines.fsdp.mesh import make_mesh
@@ -28,6 +29,15 @@ from hybridflow.engines.token_model import TokenModel
 _PER_HEAD = (".q_norm.weight", ".k_norm.weight")  # of all ranks, but each rank sees the gradient of its own heads
 
 
+Views = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""What this rank holds of a parameter (its name, the local tensor), as canonical tensors that share its memory."""
+
+
+def itself(name: str, local: Tensor) -> dict[str, Tensor]:
+    """Views of a parameter that is a canonical tensor."""
+    return {name: local}
+
+
 class Sharded:
     """Fulfils `engines.shards.Shards`.
 
@@ -35,10 +45,18 @@ class Sharded:
 
     `storage` are those parts by canonical name, in memory that stays the same; their contents are undefined. Adapters
     are in `adapters` instead. Parameters that need no gradient are frozen.
-    `compute` is the dtype that layers compute in, where parameters have another.
+    `compute` is the dtype that layers compute in, where parameters have another; `views` are the canonical tensors of
+    each parameter.
     """
 
-    def __init__(self, context: RankContext, strategy: FSDP, model: TokenModel, compute: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        strategy: FSDP,
+        model: TokenModel | CausalModel,
+        compute: torch.dtype | None,
+        views: Views = itself,
+    ) -> None:
         self.model: Any
         grid, copies = context.grid, strategy.replicate
         mesh = make_mesh(context, (copies, grid.d // copies, grid.t))
@@ -63,17 +81,21 @@ class Sharded:
         model.to_empty(device="cpu" if strategy.offload else context.device)
         model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        held = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
+        pieces = {name: views(name, local_tensor(parameter)) for name, parameter in self.parameters.items()}
+        held = {name: tensor for found in pieces.values() for name, tensor in found.items()}
         self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
         self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
         self.memory, self.separate = Residency(self.storage), False
-        self.gradients: ShardGradients = LocalGradients(self.parameters)
-        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self.gradients: ShardGradients = LocalGradients(self.parameters, views)
+        trained = {
+            piece for name, parameter in self.parameters.items() if parameter.requires_grad for piece in pieces[name]
+        }
         self.main: Mapping[str, Tensor] = {n: t for n, t in held.items() if t.numel() and n in trained}
         self._device, self._everyone = context.device, context.groups.everyone()
         at = context.coords
         first = at.d < grid.d // copies
-        self._counted = {n for n, p in self.parameters.items() if first and (at.t == 0 or _is_cut(p, tp))}
+        counted = (n for n, p in self.parameters.items() if first and (at.t == 0 or _is_cut(p, tp)))
+        self._counted = {piece for name in counted for piece in pieces[name]}
 
     def _modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -127,15 +149,16 @@ class Sharded:
 class LocalGradients:
     """Gradients of this rank's parts; they exist from the first backward pass to the step, in buffers of FSDP2."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Views) -> None:
+        self._parameters, self._views = parameters, views
         self._away: Residency | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By canonical name, of the parameters that have any; views."""
         found = {name: parameter.grad for name, parameter in self._parameters.items()}
-        return {name: local_tensor(grad) for name, grad in found.items() if grad is not None}
+        local = {name: self._views(name, local_tensor(grad)) for name, grad in found.items() if grad is not None}
+        return {name: tensor for views in local.values() for name, tensor in views.items()}
 
     def drop(self) -> None:
         for parameter in self._parameters.values():
@@ -166,7 +189,7 @@ def _is_cut(parameter: Tensor, axis: str) -> bool:
     return axis in names and isinstance(parameter.placements[names.index(axis)], Shard)
 
 
-def _parallel_styles(model: TokenModel) -> dict[str, ParallelStyle]:
+def _parallel_styles(model: nn.Module) -> dict[str, ParallelStyle]:
     """Column and row parallel pairs in every layer; embeddings and output are cut along the vocabulary.
 
     Logits stay cut: `vocab_parallel_log_probs` takes them so. A value head of one column is everybody's.

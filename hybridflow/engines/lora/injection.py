@@ -12,16 +12,16 @@ from torch import nn
 
 from hybridflow.config import LoRA
 from hybridflow.engines.lora.targets import ALL, modules, suffixes
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 
 
-def inject(decoder: nn.Module, spec: ModelSpec, lora: LoRA) -> None:
-    """Give `decoder`, the `model` of canonical names, its adapters: float32, on the meta device, undefined."""
+def inject(decoder: nn.Module, spec: Decoder, lora: LoRA) -> None:
+    """Give `decoder`, the `spec.decoder` of canonical names, its adapters: float32, on the meta device, undefined."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    within = [name.removeprefix("model.") for name in modules(spec, lora)]
+    within = [name.removeprefix(f"{spec.decoder}.") for name in modules(spec, lora)]
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=within)  # type: ignore[arg-type]
     inject_adapter_in_model(config, decoder, adapter_name=_NAME, low_cpu_mem_usage=True)
     for layer in _layers(decoder):
@@ -42,7 +42,7 @@ def without_adapters(decoder: nn.Module) -> Iterator[None]:
             layer.set_scale(_NAME, 1)
 
 
-def write_config(directory: Path, spec: ModelSpec, lora: LoRA, base: str) -> None:
+def write_config(directory: Path, spec: Decoder, lora: LoRA, base: str) -> None:
     """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""
     from peft import LoraConfig
 

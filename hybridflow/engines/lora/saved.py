@@ -18,7 +18,7 @@ from hybridflow.engines.checkpoint import Entry, MappedTensors, read_header
 from hybridflow.engines.checkpoint_writer import save_tensors
 from hybridflow.engines.lora.injection import write_config
 from hybridflow.errors import CheckpointError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
@@ -93,7 +93,7 @@ def save_adapters(
     layout: Layout,
     storage: Mapping[str, Tensor],
     *,
-    spec: ModelSpec,
+    spec: Decoder,
     lora: LoRA,
     base: str | os.PathLike[str],
     group: dist.ProcessGroup | None = None,

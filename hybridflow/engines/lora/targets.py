@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from hybridflow.config import LoRA
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 ALL = "all-linear"
 _HEAD = "score.weight"
 
 
-def modules(spec: ModelSpec, lora: LoRA) -> list[str]:
+def modules(spec: Decoder, lora: LoRA) -> list[str]:
     """Names of the linear layers that have adapters, in model order.
 
     Errors: ConfigError for a target that matches no linear layer of the decoder.
@@ -55,7 +55,7 @@ def is_adapter(tensor: str) -> bool:
     return tensor.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
-def adapter_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
+def adapter_tensors(spec: Decoder, lora: LoRA) -> dict[str, tuple[int, ...]]:
     """Canonical names and shapes of all adapters, in model order. Errors: those of `modules`."""
     whole, found = spec.tensors(), {}
     for module in modules(spec, lora):
@@ -65,7 +65,7 @@ def adapter_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def trained_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
+def trained_tensors(spec: Decoder, lora: LoRA) -> dict[str, tuple[int, ...]]:
     """What is trained: adapters, and a value head, which no pretraining has made. Errors: those of `modules`."""
     head = {_HEAD: spec.tensors()[_HEAD]} if spec.head == "value" else {}
     return adapter_tensors(spec, lora) | head

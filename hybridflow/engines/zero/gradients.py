@@ -54,7 +54,7 @@ class Gradients(GradientBuffers):
         self._hooks = [
             parameters.named[name].register_post_accumulate_grad_hook(partial(self._arrived, i, name))
             for i, unit in enumerate(self.units)
-            for name in unit.parameters
+            for name in unit.modules
         ]
 
     def _buffer(self, unit: int) -> Tensor:
@@ -64,7 +64,7 @@ class Gradients(GradientBuffers):
         """A backward pass follows; the one before it, if any, is over."""
         self.after_backward()
         if not self.whole:
-            self._missing = [set(unit.parameters) for unit in self.units]
+            self._missing = [set(unit.modules) for unit in self.units]
             self._next = len(self.units) - 1
 
     def after_backward(self) -> None:
@@ -81,7 +81,7 @@ class Gradients(GradientBuffers):
         assert self.whole or name in self._missing[unit], f"{name} has two gradients in one backward pass"
         if unit not in self._open:
             self._open[unit] = self._buffer(unit)
-        first, last = self.units[unit].places[name]
+        first, last = self.units[unit].modules[name]
         self._open[unit][first:last].add_(gradient.flatten())
         if self.whole:
             return

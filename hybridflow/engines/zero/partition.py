@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.flat_regions import flat_regions
+from hybridflow.model_spec import Part
 
 ALIGNMENT = 64
 """Elements: parameters and shares begin at multiples of it, as kernels and collectives on CUDA like it."""
@@ -29,17 +30,31 @@ _LAYER = re.compile(r"(?:.*?\.)?\d+\.")  # up to the first number of a name: `mo
 
 @dataclass(frozen=True)
 class Unit:
-    """Canonical names and shapes of the parameters that share a buffer, in its order, stepped in part `part`."""
+    """Canonical names and shapes of the tensors that share a buffer, in its order, stepped in part `part`.
+
+    `parts` are the model's parameters that consist of several of them, which therefore lie without a gap.
+    """
 
     part: int
     parameters: Tensors
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @cached_property
+    def modules(self) -> dict[str, Range]:
+        """Where each flattened parameter of the model begins and ends in the buffer."""
+        inside = {name for part in self.parts.values() for name in part.tensors}
+        found = {name: place for name, place in self.places.items() if name not in inside}
+        for name, part in self.parts.items():
+            found[name] = (self.places[part.tensors[0]][0], self.places[part.tensors[-1]][1])
+        return found
 
     @cached_property
     def places(self) -> dict[str, Range]:
-        """Where each flattened parameter begins and ends in the buffer."""
+        """Where each flattened tensor begins and ends in the buffer."""
         placed, end = {}, 0
+        joined = {name for part in self.parts.values() for name in part.tensors[1:]}
         for name, shape in self.parameters.items():
-            start = _aligned(end, ALIGNMENT)
+            start = end if name in joined else _aligned(end, ALIGNMENT)
             end = start + math.prod(shape)
             placed[name] = (start, end)
         return placed
@@ -59,7 +74,7 @@ class Unit:
         return found
 
 
-def units(tensors: Tensors) -> list[Unit]:
+def units(tensors: Tensors, parts: Mapping[str, Part] | None = None) -> list[Unit]:
     """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order.
 
     A layer is what has a number in its name up to which its parameters agree; whatever stands before the layers is one
@@ -75,10 +90,14 @@ def units(tensors: Tensors) -> list[Unit]:
         key = match[0] if match else ("behind" if seen else "before")
         grouped.setdefault(key, {})[name] = shape
     own_part = any(len(shape) > 1 for shape in grouped.get("behind", {}).values()) and "before" in grouped
-    parts = {"before": 0, "behind": int(own_part)}
-    first = max((parts[key] + 1 for key in grouped if key in parts), default=0)
-    parts |= {key: first + i for i, key in enumerate(key for key in grouped if key in layers)}
-    return [Unit(parts[key], named) for key, named in grouped.items()]
+    steps = {"before": 0, "behind": int(own_part)}
+    first = max((steps[key] + 1 for key in grouped if key in steps), default=0)
+    steps |= {key: first + i for i, key in enumerate(key for key in grouped if key in layers)}
+    found = []
+    for key, named in grouped.items():
+        own = {name: part for name, part in (parts or {}).items() if part.tensors[0] in named}
+        found.append(Unit(steps[key], named, own))
+    return found
 
 
 def step_groups(units: Sequence[Unit]) -> list[frozenset[str]]:
@@ -95,12 +114,12 @@ def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
     return Layout(tensors, ranks, lambda rank: regions, lambda rank: 0)
 
 
-def optimizer_layout(tensors: Tensors, ranks: int) -> Layout:
+def optimizer_layout(tensors: Tensors, ranks: int, parts: Mapping[str, Part] | None = None) -> Layout:
     """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
 
     State is stored flat, one tensor per parameter that a rank's share touches. Parameters have one or two dimensions.
     """
-    whole, cut = parameter_layout(tensors, ranks), units(tensors)
+    whole, cut = parameter_layout(tensors, ranks), units(tensors, parts)
 
     def regions(rank: int) -> list[Region]:
         owned: dict[str, Range] = {}
