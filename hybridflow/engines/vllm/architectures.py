@@ -17,6 +17,8 @@ _OWN = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# not the table of models that vLLM runs on transformers' modules: it changes those classes for the whole process, in
+# which they train
 _TABLE = "_TEXT_GENERATION_MODELS"
 
 
@@ -37,7 +39,8 @@ def architecture(spec: Decoder) -> str:
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(spec.family))
     if name not in (known := _known()) and known:
         raise ModelError(
-            f"vLLM has no {name}, so it cannot generate with this {spec.family} model. Use a model that vLLM supports."
+            f"vLLM has no model class {name} of its own, so it cannot generate with this {spec.family} model in the "
+            "process that trains it. Use a model that vLLM has."
         )
     return name
 
@@ -50,6 +53,6 @@ def _known() -> frozenset[str]:
     if path is None or not path.is_file():
         return frozenset()
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _TABLE and isinstance(node.value, ast.Dict):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == _TABLE:
             return frozenset(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
     return frozenset()
