@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -23,6 +23,9 @@ class _Run:
     stop: int
     along: int | None
 
+    def cut(self) -> list[_Run]:
+        return [_Run(i, i + 1, None) for i in range(self.start, self.stop)]
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -37,23 +40,24 @@ class Origin:
         """Where each block that nobody wrote begins."""
         return [start for start, _ in self._blocks() if self.tensor.at(start) < 0]
 
-    def regions(self, storage: str, names: Sequence[str], dims: Sequence[int]) -> list[Region]:
-        """Regions of the parameter `storage`; `names` and `dims` are those of the canonical tensors.
+    def regions(self, storage: str, tensors: Mapping[str, tuple[int, ...]]) -> list[Region]:
+        """Regions of the parameter `storage`, `tensors` being the canonical ones in the order of their numbers.
 
         In index space as a rule; where a box is turned or has other dimensions than the parameter, all of them are
         regions of the flattened parameter.
 
         Errors: ValueError for elements that are no copies of boxes.
         """
-        cells: list[tuple[Box, tuple[int, ...], tuple[int | None, ...]]] = []
+        names, cells = list(tensors), list[tuple[Box, tuple[int, ...], tuple[int | None, ...]]]()
         for start, stop in self._blocks():
             number = self.tensor.at(start)
             if number < 0:
                 continue
             if number >= len(names):
                 raise ValueError("values that were not written as they are")
-            for runs in self._cells(start, stop, dims[number]):
-                cells.append(self._cell(runs, names[number], dims[number], start))
+            name = names[number]
+            for runs in self._cells(start, stop, len(tensors[name])):
+                cells.append(self._cell(runs, name, tensors[name]))
                 if len(cells) > _MOST:
                     raise ValueError(f"more than {_MOST} boxes of other tensors")
         if all(_straight(box, along) for box, _, along in cells):
@@ -68,18 +72,24 @@ class Origin:
 
     def _cells(self, start: tuple[int, ...], stop: tuple[int, ...], dims: int) -> Iterator[tuple[_Run, ...]]:
         places = [place.block(start, stop) for place in self.places[:dims]]
-        yield from product(*(_runs(places, axis, a, b) for axis, (a, b) in enumerate(zip(start, stop, strict=True))))
+        axes = [_runs(places, axis, a, b) for axis, (a, b) in enumerate(zip(start, stop, strict=True))]
+        for runs in product(*axes):
+            later = [{other.along for other in runs[axis + 1 :]} - {None} for axis in range(len(runs))]
+            # two dimensions of the parameter that move the same index are cut along the first
+            yield from product(
+                *(run.cut() if run.along in used else (run,) for run, used in zip(runs, later, strict=True))
+            )
 
     def _cell(
-        self, runs: tuple[_Run, ...], name: str, dims: int, block: tuple[int, ...]
+        self, runs: tuple[_Run, ...], name: str, shape: tuple[int, ...]
     ) -> tuple[Box, tuple[int, ...], tuple[int | None, ...]]:
         offset, along = tuple(run.start for run in runs), tuple(run.along for run in runs)
-        moving = [d for d in along if d is not None]
-        if len(set(moving)) != len(moving):
-            raise ValueError(f"a diagonal of {name}")
-        first = [place.at(offset) for place in self.places[:dims]]
+        first = tuple(place.at(offset) for place in self.places[: len(shape)])
         size = {run.along: run.stop - run.start for run in runs if run.along is not None}
-        return Box(name, tuple(first), tuple(a + size.get(d, 1) for d, a in enumerate(first))), offset, along
+        last = tuple(a + size.get(d, 1) for d, a in enumerate(first))
+        if any(a < 0 or b > n for a, b, n in zip(first, last, shape, strict=True)):
+            raise ValueError("values that were not written as they are")
+        return Box(name, first, last), offset, along
 
     def _flat(self, box: Box, offset: tuple[int, ...], along: tuple[int | None, ...], storage: str) -> Region:
         steps = torch.empty(self.shape, device="meta").stride()

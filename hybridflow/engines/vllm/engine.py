@@ -28,7 +28,8 @@ from hybridflow.engines.vllm.drawing import draw, submit
 from hybridflow.engines.vllm.groups import ReplicaGroups, in_use
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.engines.vllm.probed_layout import probed_layout
-from hybridflow.engines.vllm.probing import Probe, flat_storages, flattened
+from hybridflow.engines.vllm.probing import Probe, flattened
+from hybridflow.engines.vllm.reading import flat_storages
 from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
 from hybridflow.engines.vllm.sampling import derived_seed, request_parameters
 from hybridflow.engines.vllm.stopping import StopStrings, stop_token_ids

@@ -1,16 +1,16 @@
 """Where vLLM keeps the weights of a model that `layout.py` does not know: its own loader shows it.
 
 While vLLM builds the model, its loader gets tensors whose values say which element they are (`digits.py`), several
-times over. What the parameters hold then is read back as boxes (`fields.py`, `boxes.py`), and all of it is checked once
-more after vLLM has processed its weights: a layout is what weights can be written through in place, so a model that
-vLLM computes with in another form than its loader's is refused.
+times over. What the parameters hold then is read back as boxes (`reading.py`), and all of it is checked once more after
+vLLM has processed its weights: weights are written in place, so a model whose weights vLLM keeps in another form than
+its loader wrote, or from which it computes further tensors, is refused.
 
 Memory: one canonical tensor and one piece of a parameter at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Region
-from hybridflow.engines.vllm.boxes import Origin
-from hybridflow.engines.vllm.digits import BASE, check_values, checked, digits, written
+from hybridflow.engines.vllm.digits import checked
 from hybridflow.engines.vllm.environment import replaced
-from hybridflow.engines.vllm.fields import Field
+from hybridflow.engines.vllm.reading import UnreadableError, check_regions, flat_storages, read_regions
 from hybridflow.errors import ModelError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-_CHECKED = 1 << 24  # elements compared at once
 _LOADING = (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, RuntimeError)
 
 
@@ -58,77 +56,34 @@ class Probe:
 
     @torch.no_grad()
     def _around(self, model: nn.Module, dtype: torch.dtype, device: torch.device, process: Callable[[], None]) -> None:
-        try:
+        def load(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            _load(model, tensors, self.family)
+
+        with self._noting():
+            parameters = {name: p.data for name, p in model.named_parameters() if p.numel()}
+            self.regions = tuple(read_regions(self.tensors, parameters, load, _vocabulary_rows(model), dtype))
+            load(checked(self.tensors, dtype, device))
             self.failure = None
-            self.regions = tuple(self._read(model, dtype, device))
-            self._load(model, checked(self.tensors, dtype, device))
-        except ModelError as error:
-            self.failure = str(error)
         before = _other_tensors(model)
         process()
-        try:
-            if self.failure is None:
-                self._check(model)
-                _check_derived(model, before, self.family)
-        except ModelError as error:
-            self.failure, self.regions = str(error), ()
+        if self.failure is None:
+            with self._noting():
+                check_regions(self.tensors, flattened(model, flat_storages(self.regions)), self.regions)
+                _check_derived(model, before)
         _unset(model)
 
-    def _read(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Region]:
-        """Errors: ModelError naming the parameter that is no copy of boxes."""
-        found: dict[str, dict[int | None, Field]] = {}
-        parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
-        for digit in digits(self.tensors):
-            for parameter in parameters.values():
-                parameter.zero_()
-            self._load(model, written(self.tensors, digit, dtype, device))
-            for name, parameter in parameters.items():
-                fields = found.setdefault(name, {})
-                field = _field(name, parameter, self.family)
-                known = fields.get(digit.dim)
-                fields[digit.dim] = field if known is None else known.plus(field, BASE**digit.power)
-        vocabulary = _vocabulary_rows(model)
-        names, dims = list(self.tensors), [len(shape) for shape in self.tensors.values()]
-        for name, parameter in parameters.items():
-            fields = {dim: field.minus(_ones(dim, self.tensors)) for dim, field in found.pop(name).items()}
-            tensor = fields.pop(None)
-            origin = Origin(tuple(parameter.shape), tensor, tuple(fields[dim] for dim in sorted(fields, key=str)))
-            for start in origin.unwritten():
-                if name not in vocabulary or start[0] < vocabulary[name]:
-                    raise _refused(self.family, name, f"its loader writes nothing at {start}")
-            try:
-                yield from origin.regions(name, names, dims)
-            except ValueError as error:
-                raise _refused(self.family, name, f"it holds {error}") from None
-
-    def _load(self, model: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """What makes the model unfit becomes the `failure`."""
         try:
-            model.load_weights(tensors)
-        except _LOADING as error:
-            raise ModelError(
-                f"vLLM's {type(model).__name__} does not take the tensors of a {self.family} checkpoint: "
-                f"{type(error).__name__}: {error}"
-            ) from None
-
-    def _check(self, model: nn.Module) -> None:
-        """Every element is what its region says. Errors: ModelError naming the first parameter that is not."""
-        numbers, storage = (
-            {name: i for i, name in enumerate(self.tensors)},
-            flattened(model, flat_storages(self.regions)),
-        )
-        for region in self.regions:
-            tensor = storage.get(region.storage)
-            if tensor is None:
-                raise _refused(self.family, region.storage, "it is gone when vLLM has processed its weights")
-            for part in region.box.split(_CHECKED):
-                wanted = check_values(numbers[part.tensor], part, tensor.dtype, tensor.device)
-                if not torch.equal(region.view(tensor, part), wanted):
-                    raise _refused(self.family, region.storage, f"vLLM changes the form of {part} for its kernels")
-
-
-def flat_storages(regions: Sequence[Region]) -> frozenset[str]:
-    """Parameters that `regions` address element by element."""
-    return frozenset(region.storage for region in regions if region.strides is not None)
+            yield
+        except ModelError as error:
+            self.failure = str(error)
+        except UnreadableError as error:
+            self.failure = (
+                f"weights of this {self.family} model cannot be written into vLLM's {error.name!r}: {error.why}. "
+                "Generate with another model."
+            )
 
 
 def flattened(model: nn.Module, flat: Collection[str]) -> dict[str, Tensor]:
@@ -139,18 +94,15 @@ def flattened(model: nn.Module, flat: Collection[str]) -> dict[str, Tensor]:
     }
 
 
-def _field(name: str, parameter: Tensor, family: str) -> Field:
-    if not parameter.is_contiguous():
-        raise _refused(family, name, "it is not contiguous")
+def _load(model: Any, tensors: Iterator[tuple[str, Tensor]], family: str) -> None:
+    """Errors: ModelError when vLLM's loader does not know what to do with them."""
     try:
-        return Field.of(parameter.data)
-    except ValueError as error:
-        raise _refused(family, name, f"it holds {error}") from None
-
-
-def _ones(dim: int | None, tensors: Mapping[str, tuple[int, ...]]) -> int:
-    """What was added to the digits of an index, as a number."""
-    return sum(BASE**digit.power for digit in digits(tensors) if digit.dim == dim)
+        model.load_weights(tensors)
+    except _LOADING as error:
+        raise ModelError(
+            f"vLLM's {type(model).__name__} does not take the tensors of a {family} checkpoint: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def _vocabulary_rows(model: nn.Module) -> dict[str, int]:
@@ -173,11 +125,11 @@ def _other_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor.dim() > 1}
 
 
-def _check_derived(model: nn.Module, before: Mapping[str, Tensor], family: str) -> None:
-    """Errors: ModelError for a tensor that vLLM has computed from the weights, which would not follow them."""
+def _check_derived(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Errors: UnreadableError for a tensor that vLLM has computed from the weights, which would not follow them."""
     for name, tensor in _other_tensors(model).items():
         if before.get(name) is not tensor:
-            raise _refused(family, name, "vLLM computes it from other weights when it loads them")
+            raise UnreadableError(name, "vLLM computes it from other weights when it loads them")
 
 
 def _unset(model: nn.Module) -> None:
@@ -186,9 +138,3 @@ def _unset(model: nn.Module) -> None:
 
     for parameter in model.parameters():
         initialize_single_dummy_weight(parameter.data)
-
-
-def _refused(family: str, name: str, why: str) -> ModelError:
-    return ModelError(
-        f"weights of this {family} model cannot be written into vLLM's {name!r}: {why}. Generate with another model."
-    )
