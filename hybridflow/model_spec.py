@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
     },
 }
-_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ModelSpec:
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported.{nearest(str(family), FAMILIES)}")
         get = {**_DEFAULTS[family], **given}
-        if missing := [name for name in _NEEDED if not isinstance(get.get(name), int)]:
+        if missing := [name for name in NEEDED if not isinstance(get.get(name), int)]:
             raise ModelError(f"the config of this {family} model lacks {', '.join(missing)}.")
         if (act := get.get("hidden_act", "silu")) != "silu":
             raise ModelError(f"hidden_act={act!r} is not supported: {family} models use 'silu'.")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import FSDP, TrainStrategy, ZeRO
-from hybridflow.errors import ModelError
-from hybridflow.model_spec import FAMILIES, Cost, Decoder, Head, ModelSpec, Part, read_config
+from hybridflow.errors import ModelError, nearest
+from hybridflow.model_spec import FAMILIES, NEEDED, Cost, Decoder, Head, ModelSpec, Part, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -139,11 +139,13 @@ def _read(text: str, head: Head) -> TransformersSpec:
 def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     """The transformers configuration of a `config.json`. Errors: ModelError for a model that is not supported."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     family = config.get("model_type")
     known = CONFIG_MAPPING[family] if isinstance(family, str) and family in CONFIG_MAPPING else None
     if known is None or known not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"model_type {family!r} is not supported: AutoModelForCausalLM of transformers has none.")
+        hint = nearest(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise ModelError(f"model_type {family!r} is not supported: AutoModelForCausalLM does not know it.{hint}")
     if config.get("quantization_config"):
         raise ModelError(f"this {family} checkpoint is quantized, which cannot be trained. Use the unquantized one.")
     made = known.from_dict(dict(config))
@@ -221,12 +223,13 @@ def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Dec
     try:
         return ModelSpec.from_hf_config(config, head)
     except ModelError as error:
-        family, alone = config.get("model_type"), strategy
-        if not isinstance(alone, FSDP | ZeRO) or (isinstance(alone, FSDP) and alone.tp > 1):
-            hf_config(config)
+        if config.get("model_type") in FAMILIES and any(name not in config for name in NEEDED):
+            raise
+        made = hf_config(config)
+        if not isinstance(strategy, FSDP | ZeRO) or (isinstance(strategy, FSDP) and strategy.tp > 1):
             raise ModelError(
-                f"{directory} is a {family} model that {type(alone).__name__}{_sizes(alone)} cannot cut: {error} "
-                f"These compute {', '.join(FAMILIES)}; FSDP() without tp and ZeRO() any decoder."
+                f"{type(strategy).__name__}{_sizes(strategy)} cannot cut the {made.model_type} model {directory}: "
+                f"{error} It computes {', '.join(FAMILIES)}. Use FSDP() without tp, or ZeRO(), which take any decoder."
             ) from None
     return TransformersSpec.of(config, head)
 

@@ -85,7 +85,7 @@ class CausalModel(nn.Module):
         return self
 
     def forward(self, ids_bS: Tensor, index_N: Tensor, positions_bS: Tensor, sequences: Sequences | None) -> Tensor:
-        """[N, C]: the head at `index_N`; as that of `TokenModel`."""
+        """[N, C] or [1, N, C]: the head at `index_N`; as that of `TokenModel`."""
         given: dict[str, Any] = {"input_ids": ids_bS, "use_cache": False}
         if "position_ids" in self._takes:
             given["position_ids"] = positions_bS
@@ -95,7 +95,7 @@ class CausalModel(nn.Module):
         if self._score:
             return self.score(self.decoder(**given)[0].flatten(0, 1)[index_N])
         if len(ids_bS) == 1 and "logits_to_keep" in self._takes:
-            return self._all[0](**given, logits_to_keep=index_N).logits[0]
+            return self._all[0](**given, logits_to_keep=index_N).logits
         return self._all[0](**given).logits.flatten(0, 1)[index_N]
 
 

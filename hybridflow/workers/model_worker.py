@@ -23,10 +23,11 @@ from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
-from hybridflow.model_spec import Cost, Head, ModelSpec
+from hybridflow.model_spec import Cost, Decoder, Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
+from hybridflow.transformers_spec import read_spec
 from hybridflow.workers.adapters import check_lora, check_written, with_saved_adapters
 from hybridflow.workers.worker import Worker
 
@@ -55,12 +56,13 @@ def find_checkpoint(model: str | os.PathLike[str]) -> Path:
 
 
 def build_engine(
-    context: Any, strategy: TrainStrategy, spec: ModelSpec, checkpoint: Path, optimizer: Optimizer | None
+    context: Any, strategy: TrainStrategy, spec: Decoder, checkpoint: Path, optimizer: Optimizer | None
 ) -> TrainEngine:
     """The engine that the type of `strategy` asks for. Errors: ConfigError for a strategy without a backend."""
     if isinstance(strategy, Megatron):
         from hybridflow.engines.megatron.engine import MegatronEngine
 
+        assert isinstance(spec, ModelSpec)
         return MegatronEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
     if isinstance(strategy, FSDP | ZeRO):
         from hybridflow.engines.fsdp.engine import FSDPEngine
@@ -69,11 +71,12 @@ def build_engine(
     raise _no_strategy(strategy)
 
 
-def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> Layout:
+def train_layout(strategy: TrainStrategy, spec: Decoder, grid: RankGrid) -> Layout:
     """Which rank of `grid` holds what of `spec` under this strategy. Errors: ConfigError, ModelError."""
     if isinstance(strategy, Megatron):
         from hybridflow.engines.megatron.layout import megatron_layout
 
+        assert isinstance(spec, ModelSpec)
         return megatron_layout(spec, grid, strategy.stage_layers)
     if isinstance(strategy, FSDP | ZeRO):
         return strategy_layout(strategy, spec, grid)
@@ -154,8 +157,9 @@ class ModelWorker(Worker):
             )
 
     @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
-        return ModelSpec.from_checkpoint(settings["model"], cls.head)
+    def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
+        """Errors: CheckpointError, ModelError for a model that the strategy does not take."""
+        return read_spec(settings["model"], cls.head, settings["train"])
 
     @classmethod
     def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
@@ -202,7 +206,7 @@ class ModelWorker(Worker):
                 f"the checkpoint directory {model} is on the driver's machine and not on {socket.gethostname()}. "
                 f"Put it where all nodes see it under the same path."
             )
-        self.spec = ModelSpec.from_checkpoint(self.checkpoint, self.head)
+        self.spec = read_spec(self.checkpoint, self.head, train)
         self.engine = build_engine(self.context, train, self.spec, self.checkpoint, optim)
         if offload:
             self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")

@@ -10,7 +10,7 @@ from engine_tasks import boxes, build, share
 from example_models import VOCABULARY, load_model, loss_of, make_batch, totals_of
 from rank_processes import World
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from hybridflow.batch import Batch
 from hybridflow.config import SGD
@@ -37,13 +37,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def config(name: str) -> PreTrainedConfig:
+    sizes = _SIZES if name in ("gpt2", "bloom") else _NEW
+    return AutoConfig.for_model(**(sizes | FAMILIES[name]))
+
+
 def make(name: str, head: str, path: Path) -> Path:
     """A random model as a Hugging Face directory; norms and biases are not the trivial ones."""
-    sizes = _SIZES if name in ("gpt2", "bloom") else _NEW
-    config = AutoConfig.for_model(**(sizes | FAMILIES[name]))
     torch.manual_seed(len(name))
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-    model = auto.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config(name), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.1))
@@ -104,6 +107,25 @@ def trained(world: World, names: list[str], strategy: Any, path: Path, head: str
     found["boxes"] = boxes(again, again.storage())
     again.close()
     return found
+
+
+def norms(world: World, name: str, strategy: Any, path: Path) -> list[float]:
+    """Of the first gradients."""
+    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm", strategy))
+    loss = loss_of("lm")
+    engine.forward_backward(share(make_batch(), engine.grid, world.rank), loss, loss.outputs)
+    return [engine.step()["grad_norm"]]
+
+
+def loaded(world: World, name: str, strategy: Any, path: Path) -> list:
+    """What this rank has read."""
+    engine = build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm", strategy))
+    return boxes(engine, engine.storage())
+
+
+def held(world: World, name: str, strategy: Any, path: Path) -> int:
+    """Bytes of this rank's parameters."""
+    return build(world, name, strategy, 2, path, "lm", None, read_spec(path, "lm", strategy)).memory().total_bytes
 
 
 def tensors(path: Path, names: Any) -> dict[str, Tensor]:

@@ -151,7 +151,7 @@ class FSDPEngine:
     def _compute(self, micro: MicroBatch) -> Tensor:
         """What the head gives at the positions of a micro-batch, [N or 1, columns]."""
         here = micro.to(self.device)
-        return self._shards.model(here.ids, here.index, here.positions, here.sequences)
+        return self._shards.model(here.ids, here.index, here.positions, here.sequences).flatten(0, -2)
 
     # Training
 
