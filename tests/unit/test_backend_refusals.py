@@ -1,0 +1,112 @@
+"""What a training backend cannot do with a model is said on the driver, before any process, file or memory is touched
+beyond the headers of the checkpoint: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridflow as hf
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, ModelError, PlacementError
+from tests import tiny_models
+
+ADAM = hf.Adam(lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model that every backend takes, and what is left of models that some or none of them take: their configs."""
+    directory = tmp_path_factory.mktemp("models")
+    found = {"llama": tiny_models.make_policy(directory / "llama", tokenizer=False, num_key_value_heads=2)}
+    configs: dict[str, dict[str, Any]] = {
+        "gpt2": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11},
+        "t5": {"model_type": "t5", "d_model": 8},
+        "unheard": {"model_type": "unheard"},
+    }
+    for name, config in configs.items():
+        found[name] = directory / name
+        found[name].mkdir()
+        (found[name] / "config.json").write_text(json.dumps(config))
+    return found
+
+
+def placed(devices: int, settings: dict[str, Any], worker: Any = hf.ActorWorker) -> None:
+    """What placing a worker on a pool of so many devices does before the pool is asked for anything."""
+    every = {
+        "optim": ADAM,
+        "generate": None,
+        "offload": (),
+        "overlap": False,
+        "transition": "hybridflow",
+        "of": "rewards",
+        **settings,
+    }
+    resolved = worker.resolve(every)
+    worker.check(worker.grid(devices, resolved), resolved, "cpu")
+
+
+@pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(tp=2), hf.ZeRO(stage=2), hf.Megatron(tp=2)], ids=str)
+def test_what_fits_is_taken(models, train):
+    placed(4, {"model": models["llama"], "train": train})
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "train", "error", "says"),
+    [
+        ("llama", 4, lambda: "fsdp", ConfigError, r"train='fsdp'.*give a strategy such as"),
+        (
+            "llama",
+            4,
+            lambda: hf.FSDP(tp=3),
+            PlacementError,
+            r"actor: FSDP\(tp=3\) needs .* = 3 devices, the pool has 4",
+        ),
+        ("llama", 4, lambda: hf.FSDP(dp=3), PlacementError, r"the pool has 4. Use FSDP\(tp=1, dp=4\)"),
+        ("llama", 6, lambda: hf.FSDP(replicate=4), PlacementError, r"dp=6 .* Use replicate in \[1, 2, 3, 6\]"),
+        ("llama", 3, lambda: hf.ZeRO(stage=3, dp=4), PlacementError, r"the pool has 3. Use ZeRO\(dp=3\)"),
+        ("llama", 4, lambda: hf.ZeRO(stage=0), ConfigError, r"ZeRO\(stage=0\): must be 1 .* 2 .* or 3"),
+        ("llama", 4, lambda: hf.ZeRO(stage=2, dtype="int8"), ConfigError, r"ZeRO\(dtype='int8'\) is unknown.*bfloat16"),
+        ("llama", 4, lambda: hf.FSDP(dtype="half"), ConfigError, r"FSDP\(dtype='half'\) is unknown.*float16"),
+        ("llama", 4, lambda: hf.FSDP(tp=4), ModelError, r"2 kv-heads, which do not divide by tp=4. Use FSDP\(tp=\) in"),
+        ("gpt2", 4, lambda: hf.Megatron(), ModelError, r"cannot cut the gpt2 model .*Use FSDP\(\) .*or ZeRO\(\)"),
+        ("gpt2", 4, lambda: hf.FSDP(tp=2), ModelError, r"FSDP\(tp=2\) cannot cut the gpt2 model .*without tp"),
+        (
+            "gpt2",
+            4,
+            lambda: hf.FSDP(),
+            CheckpointError,
+            "gpt2 needs .*safetensors files, it has none. Convert the model",
+        ),
+        ("t5", 4, lambda: hf.FSDP(), ModelError, "'t5' is not supported: AutoModelForCausalLM does not know it"),
+        ("unheard", 4, lambda: hf.ZeRO(stage=1), ModelError, "'unheard' is not supported"),
+        (
+            "llama",
+            4,
+            lambda: hf.FSDP(lora=hf.LoRA(targets=("c_attn",))),
+            ConfigError,
+            "'c_attn' matches no linear layer of this llama decoder, which has q_proj, .* in 2 layers",
+        ),
+        (
+            "llama",
+            4,
+            lambda: hf.FSDP(tp=2, lora=hf.LoRA()),
+            ConfigError,
+            r"FSDP\(tp=2, lora=...\): adapters are not cut by tensor parallelism. Use tp=1",
+        ),
+        ("llama", 4, lambda: hf.ZeRO(stage=1, lora=hf.LoRA()), ConfigError, "ZeRO has no setting 'lora'"),
+    ],
+)
+def test_what_cannot_work_is_refused(models, model, devices, train, error, says):
+    with pytest.raises(HybridFlowError, match=says) as found:
+        placed(devices, {"model": models[model], "train": train()})
+    assert type(found.value) is error
+
+
+def test_a_critic_says_who_it_is(models):
+    with pytest.raises(PlacementError, match=r"critic: ZeRO\(dp=3\) needs"):
+        placed(4, {"model": models["llama"], "train": hf.ZeRO(stage=1, dp=3), "offload": False}, hf.CriticWorker)
+    with pytest.raises(ConfigError, match=r"CriticWorker\(offload='cpu'\): the critic waits as a whole"):
+        placed(4, {"model": models["llama"], "train": hf.FSDP(), "offload": "cpu"}, hf.CriticWorker)
