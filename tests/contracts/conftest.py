@@ -1,4 +1,4 @@
-"""Four gloo processes for all files that train, as importing the backends in each takes longer than most tests, and
+"""Six gloo processes for all files, as importing the backends in each takes longer than most tests, and
 what transformers in one process says about the models of those files."""
 
 from __future__ import annotations
@@ -25,22 +25,10 @@ from train_contract import FEW_KV, OPTIMIZERS, UPDATED, UPDATES
 
 
 @pytest.fixture(scope="session")
-def started() -> Iterator[list[RankProcesses]]:
-    """The processes that run now, if any do."""
-    running: list[RankProcesses] = []
-    yield running
-    for processes in running:
-        processes.close()
-
-
-@pytest.fixture(scope="module")
-def processes(started: list[RankProcesses]) -> RankProcesses:
-    """Those of the file before, unless something failed in them: what one file breaks is not met by the next."""
-    if started and started[-1].failed:
-        started.pop().close()
-    if not started:
-        started.append(RankProcesses(4))
-    return started[-1]
+def processes() -> Iterator[RankProcesses]:
+    made = RankProcesses(6)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,8 @@ from hybridflow.engine3d.transfer import execute
 from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.loss_scale import LossScale
 from hybridflow.engines.shard_optimizer import ShardOptimizer
-from hybridflow.engines.zero.partition import optimizer_layout, step_groups, units
+from hybridflow.engines.step_groups import step_groups
+from hybridflow.engines.zero.partition import optimizer_layout
 from hybridflow.engines.zero.shards import ZeroShards
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.topology import RankGrid
@@ -48,12 +49,12 @@ class Trained:
         **settings: Any,
     ) -> None:
         self.head, self.tensors = head, spec_of(path, head).tensors()
-        self.context = world.context(name, RankGrid(d=ranks))
+        self.context = world.context(name, RankGrid(d=ranks), kept=True)
         self.model: Any = load_model(path, head).to(dtype)
         self.shards = ZeroShards(self.context, self.model, self.tensors, **settings)
         flat = [name for name, shape in self.tensors.items() if len(shape) == 1]
         scale = LossScale() if dtype == torch.float16 else None
-        self.optimizer = ShardOptimizer(optimizer, self.shards, flat, step_groups(units(self.tensors)), scale)
+        self.optimizer = ShardOptimizer(optimizer, self.shards, flat, step_groups(self.tensors), scale)
 
     def backward(self, seed: int = 0, counts: Sequence[int] | None = None, scale: float = 1.0) -> None:
         """The gradients of a mini-batch, of which some ranks and micro-batches have no rows."""
@@ -163,6 +164,7 @@ def _equal_state(one: dict[str, Boxes], other: dict[str, Boxes]) -> bool:
 def bytes_held(world: World, name: str, path: Path, dtype: str, optimizer: Any, stage: int) -> dict[str, int]:
     """Bytes of all tensors that an update leaves alive on this rank (`held`), those of them that are gradients, and the
     most that a backward pass adds to them."""
+    gc.unfreeze()
     trained = Trained(world, name, path, "lm", optimizer, dtype=getattr(torch, dtype), stage=stage)
     trained.update(0)
     held, gradients, during = _live_bytes(), trained.shards._gradients.memory.total_bytes, [0]

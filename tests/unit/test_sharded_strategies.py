@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridflow as hf
-from hybridflow.engines.fsdp.host_memory import bytes_kept, require_host_memory
+from hybridflow.engines.fsdp.host_memory import available, bytes_kept, require_host_memory
 from hybridflow.engines.fsdp.layout import fsdp_layout, strategy_layout
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.errors import ConfigError, PlacementError
@@ -113,3 +113,18 @@ def test_offloading_needs_host_memory():
 )
 def test_bytes_in_host_memory(strategy, optimizer, expected):
     assert bytes_kept(strategy, torch.bfloat16, optimizer, ranks=4) == expected
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path):
+    machine, group = tmp_path / "meminfo", tmp_path / "group"
+    assert available(machine, group) is None
+    machine.write_text("MemTotal: 900 kB\nMemAvailable:  800 kB\n")
+    assert available(machine, group) == 800 * 1024
+    group.mkdir()
+    for name, text in (("max", "max\n"), ("current", "300000\n"), ("stat", "anon 5\ninactive_file 50000\n")):
+        (group / f"memory.{name}").write_text(text)
+    assert available(machine, group) == 800 * 1024
+    (group / "memory.max").write_text("500000\n")
+    assert available(machine, group) == 500000 - 300000 + 50000
+    (group / "memory.max").write_text("200000\n")
+    assert available(machine, group) == 0

@@ -32,9 +32,9 @@ from hybridflow.engines.micro_batches import MicroBatch, Split, in_order
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.replicas import Replicas
 from hybridflow.engines.shard_optimizer import ShardOptimizer
+from hybridflow.engines.step_groups import step_groups
 from hybridflow.engines.token_outputs import Positions, TokenOutputs
 from hybridflow.engines.weights import initialise, load, load_local
-from hybridflow.engines.zero.partition import step_groups, units
 from hybridflow.errors import ConfigError
 from hybridflow.model_spec import Decoder
 from hybridflow.ragged import Ragged
@@ -49,8 +49,8 @@ class FSDPEngine:
     is cut, and with `UNSET` they are left undefined. A value model whose checkpoint has no `score.weight` starts with
     zeros there. No rank ever holds the whole model.
 
-    Errors: ModelError when the model does not divide by tp, CheckpointError for a bad checkpoint, ConfigError for
-    `offload` without the host memory for it.
+    Errors: ModelError when the model does not divide by tp, CheckpointError for a bad checkpoint, ConfigError (with
+    several ranks a WorkerError of that cause, on all of them) for `offload` without the host memory for it.
     """
 
     _shards: Any = None  # these are None before they are built and once they are closed
@@ -71,8 +71,9 @@ class FSDPEngine:
         self.device = context.device
         self._dtype = _dtype(strategy, context.device)
         self._layout = strategy_layout(strategy, spec, self.grid)
-        require_host_memory(context, strategy, self._layout, self._dtype, optimizer)
-        self._step_groups = step_groups(units(parameters(strategy, spec), spec.parts))
+        if strategy.offload:  # nobody allocates before all ranks of its node have looked at what is free
+            agree(context, partial(require_host_memory, context, strategy, self._layout, self._dtype, optimizer))
+        self._step_groups = step_groups(parameters(strategy, spec))
         self._replicas = Replicas(context)
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": to be completed before a step
         try:

@@ -85,8 +85,8 @@ class Sharded:
         held = {name: tensor for found in pieces.values() for name, tensor in found.items()}
         self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
         self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
-        self.memory, self.separate = Residency(self.storage), False
-        self.gradients: ShardGradients = LocalGradients(self.parameters, views)
+        self.memory, self.separate = Residency(self.storage, device=context.device), False
+        self.gradients: ShardGradients = LocalGradients(self.parameters, views, context.device)
         trained = {
             piece for name, parameter in self.parameters.items() if parameter.requires_grad for piece in pieces[name]
         }
@@ -143,14 +143,14 @@ class Sharded:
         """Free parameters and gradients, whoever still refers to them."""
         self.gradients.drop()
         self.memory.release()
-        Residency(self.adapters).release()
+        Residency(self.adapters, device=self._device).release()
 
 
 class LocalGradients:
     """Gradients of this rank's parts; they exist from the first backward pass to the step, in buffers of FSDP2."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Views) -> None:
-        self._parameters, self._views = parameters, views
+    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Views, device: torch.device) -> None:
+        self._parameters, self._views, self._device = parameters, views, device
         self._away: Residency | None = None
 
     @property
@@ -172,7 +172,7 @@ class LocalGradients:
         if self._away is None:
             if zero:
                 self.drop()
-            self._away = Residency(self.tensors)
+            self._away = Residency(self.tensors, device=self._device)
             self._away.offload()
 
     def reload(self, zero: bool) -> None:

@@ -12,6 +12,7 @@ Shapes: n elements of a unit's buffer, n/N of a rank's share of it.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import torch
@@ -46,13 +47,16 @@ class Gradients(GradientBuffers):
             kept = [torch.zeros(length, dtype=torch.float32, device=device) for length in lengths]
             self.own, self._open = kept, {}
         self._kept = kept
-        super().__init__(Residency({str(i): buffer for i, buffer in enumerate(kept)}), self.drop)
+        memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, device=self._device)
+        super().__init__(memory, self.drop)
         self.pieces = parameters.pieces(self.own)  # by name: what this rank owns of each parameter's gradient
         self._missing: list[set[str]] = [set() for _ in self.units]  # parameters without a gradient so far
         self._sent: list[tuple[int, Tensor, dist.Work, Tensor]] = []
         self._next = -1  # the unit that is sent next; all ranks send from the last to the first
+        # the collector does not see through hooks: they must not keep what keeps their parameters
+        arrived = weakref.WeakMethod(self._arrived)
         self._hooks = [
-            parameters.named[name].register_post_accumulate_grad_hook(partial(self._arrived, i, name))
+            parameters.named[name].register_post_accumulate_grad_hook(partial(_call, arrived, i, name))
             for i, unit in enumerate(self.units)
             for name in unit.modules
         ]
@@ -176,3 +180,8 @@ class Gradients(GradientBuffers):
             hook.remove()
         self._hooks, self._open = [], {}
         self.memory.release()
+
+
+def _call(arrived: weakref.WeakMethod, unit: int, name: str, parameter: Tensor) -> None:
+    if (method := arrived()) is not None:
+        method(unit, name, parameter)

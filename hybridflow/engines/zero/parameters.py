@@ -49,7 +49,7 @@ class FlatParameters:
         self.named = _install(
             model, {name: buffer[a:b] for unit, buffer in places for name, (a, b) in unit.modules.items()}
         )
-        self.memory = Residency(self.storage)
+        self.memory = Residency(self.storage, device=device)
         self.trained = any(parameter.requires_grad for parameter in self.named.values())
 
     def own_share(self, buffer: Tensor) -> Tensor:

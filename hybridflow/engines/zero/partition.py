@@ -10,32 +10,28 @@ gradients can leave for their owners while those of the units before it are stil
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.flat_regions import flat_regions
+from hybridflow.engines.step_groups import Tensors, ends_and_layers
 from hybridflow.model_spec import Part
 
 ALIGNMENT = 64
 """Elements: parameters and shares begin at multiples of it, as kernels and collectives on CUDA like it."""
 
-Tensors = Mapping[str, tuple[int, ...]]
 Range = tuple[int, int]
-
-_LAYER = re.compile(r"(?:.*?\.)?\d+\.")  # up to the first number of a name: `model.layers.3.`
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Canonical names and shapes of the tensors that share a buffer, in its order, stepped in part `part`.
+    """Canonical names and shapes of the tensors that share a buffer, in its order.
 
     `parts` are the model's parameters that consist of several of them, which therefore lie without a gap.
     """
 
-    part: int
     parameters: Tensors
     parts: Mapping[str, Part] = field(default_factory=dict)
 
@@ -75,37 +71,15 @@ class Unit:
 
 
 def units(tensors: Tensors, parts: Mapping[str, Part] | None = None) -> list[Unit]:
-    """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order.
-
-    A layer is what has a number in its name up to which its parameters agree; whatever stands before the layers is one
-    unit, whatever behind them another. An optimizer step takes the ends of the model first, which are larger than a
-    layer; a final norm alone is too small for a part of its own.
-    """
-    layers = {match[0] for name in tensors if (match := _LAYER.match(name))}
-    grouped: dict[str, dict[str, tuple[int, ...]]] = {}
-    seen = False
-    for name, shape in tensors.items():
-        match = _LAYER.match(name)
-        seen = seen or match is not None
-        key = match[0] if match else ("behind" if seen else "before")
-        grouped.setdefault(key, {})[name] = shape
-    own_part = any(len(shape) > 1 for shape in grouped.get("behind", {}).values()) and "before" in grouped
-    steps = {"before": 0, "behind": int(own_part)}
-    first = max((steps[key] + 1 for key in grouped if key in steps), default=0)
-    steps |= {key: first + i for i, key in enumerate(key for key in grouped if key in layers)}
+    """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order: what
+    stands before its layers, each of them, and what stands behind."""
+    before, layers, behind = ends_and_layers(tensors)
     found = []
-    for key, named in grouped.items():
+    for named in (before, *layers, behind):
         own = {name: part for name, part in (parts or {}).items() if part.tensors[0] in named}
-        found.append(Unit(steps[key], named, own))
+        if named:
+            found.append(Unit(named, own))
     return found
-
-
-def step_groups(units: Sequence[Unit]) -> list[frozenset[str]]:
-    """Canonical tensors of each part of an optimizer step."""
-    groups: list[set[str]] = [set() for _ in range(1 + max(unit.part for unit in units))]
-    for unit in units:
-        groups[unit.part].update(unit.parameters)
-    return [frozenset(group) for group in groups]
 
 
 def parameter_layout(tensors: Tensors, ranks: int) -> Layout:

@@ -111,5 +111,5 @@ class ZeroShards:
         self._gradients.close()
         self.memory.release()
         if self.separate:
-            Residency(self.main).release()
+            Residency(self.main, device=self.memory.device).release()
         self.main, self._own = {}, {}
