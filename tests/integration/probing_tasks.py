@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.config import VLLM, Sampling
+from hybridflow.engines.vllm import environment
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.errors import ModelError
@@ -38,6 +39,12 @@ def same_regions(world: World, name: str, directory: Path, p: int, t: int) -> bo
     found = engine.layout()
     assert found.tensors == known.tensors
     return all(set(found.regions(rank)) == set(known.regions(rank)) for rank in range(engine.grid.size))
+
+
+def packed(world: World, name: str, directory: Path, p: int, t: int) -> list[Any] | str:
+    """`generated` where vLLM's CPU build packs experts, as it does by itself."""
+    with environment.replaced(environment, "keeping_plain", lambda process: process):
+        return generated(world, name, directory, p, t)
 
 
 def generated(world: World, name: str, directory: Path, p: int, t: int) -> list[Any] | str:
