@@ -20,15 +20,23 @@ from example_models import (
     reference_scores,
     reference_token_scores,
 )
-from rank_processes import RankProcesses
+from rank_processes import RankProcesses, World
 from train_contract import FEW_KV, OPTIMIZERS, UPDATED, UPDATES
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[RankProcesses]:
+def everyone() -> Iterator[RankProcesses]:
     made = RankProcesses(6)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def processes(everyone: RankProcesses) -> Iterator[RankProcesses]:
+    """Those of all files; groups that a file's engines shared end with it, and their threads with them."""
+    yield everyone
+    if not everyone.failed:
+        everyone.run(everyone.size, World.forget)
 
 
 @pytest.fixture(scope="session")

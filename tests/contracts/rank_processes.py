@@ -47,7 +47,7 @@ class World:
         self.engines: list[Any] = []
         self._contexts: list[RankContext] = []
         self._kept: dict[range, KeptGroups] = {}
-        self._modules = 0
+        self._modules = self._forgotten = 0
 
     def context(
         self, name: str, grid: RankGrid, first: int = 0, role: str = "actor", kept: bool = False
@@ -63,7 +63,8 @@ class World:
         elif members in self._kept:
             groups = self._kept[members]
         else:
-            groups = self._kept[members] = KeptGroups(self.store, f"kept-{members}", members, rank, CPU, TIMEOUT)
+            name = f"kept-{self._forgotten}-{members}"
+            groups = self._kept[members] = KeptGroups(self.store, name, members, rank, CPU, TIMEOUT)
         self._contexts.append(RankContext(role, rank, grid, CPU, groups))
         return self._contexts[-1]
 
@@ -84,6 +85,14 @@ class World:
             self._modules = len(sys.modules)
         elif threads() > THREADS:
             gc.collect()
+
+    def forget(self) -> None:
+        """Close the groups that were kept."""
+        for groups in self._kept.values():
+            ProcessGroups.close(groups)
+        self._kept.clear()
+        self._forgotten += 1  # names of groups are not used again
+        gc.collect()
 
 
 def threads() -> int:
@@ -115,17 +124,17 @@ class RankProcesses:
     """
 
     def __init__(self, size: int) -> None:
-        self._size, self._names = size, itertools.count()
+        self.size, self._names = size, itertools.count()
         self._start()
 
     def _start(self) -> None:
         self.failed = False
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         spawn = mp.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(self._size)]
+        pipes = [spawn.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            spawn.Process(target=_serve, args=(rank, self._size, self._store.port, theirs), daemon=True)
+            spawn.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:

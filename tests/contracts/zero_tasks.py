@@ -164,19 +164,18 @@ def _equal_state(one: dict[str, Boxes], other: dict[str, Boxes]) -> bool:
 def bytes_held(world: World, name: str, path: Path, dtype: str, optimizer: Any, stage: int) -> dict[str, int]:
     """Bytes of all tensors that an update leaves alive on this rank (`held`), those of them that are gradients, and the
     most that a backward pass adds to them."""
-    gc.unfreeze()
     trained = Trained(world, name, path, "lm", optimizer, dtype=getattr(torch, dtype), stage=stage)
     trained.update(0)
     held, gradients, during = _live_bytes(), trained.shards._gradients.memory.total_bytes, [0]
-    parameters = list(trained.model.parameters())
+    parameters, known = list(trained.model.parameters()), []
     for parameter in parameters:  # hooks run in the order in which they were registered
-        parameter.register_post_accumulate_grad_hook(lambda _: during.append(_live_bytes(parameters)))
+        parameter.register_post_accumulate_grad_hook(lambda _: during.append(_live_bytes(parameters, known)))
     trained.shards.before_backward()
     scalar = trained.model(torch.zeros(1, 1, dtype=torch.int64)).logits.float().sum()
-    gc.freeze()  # what is there now is not looked at
+    known.extend(gc.get_objects())  # what is there now is not looked at
     scalar.backward()
     trained.shards.after_pass()
-    gc.unfreeze()
+    known.clear()
     del scalar
     after = _live_bytes()
     trained.close()
@@ -185,12 +184,15 @@ def bytes_held(world: World, name: str, path: Path, dtype: str, optimizer: Any, 
     return {"held": held - gone, "again": after - gone, "gradients": gradients, "added": max(during)}
 
 
-def _live_bytes(parameters: Sequence[Tensor] = ()) -> int:
-    """Of the storages of all tensors that the collector knows, and of the gradients of `parameters`."""
+def _live_bytes(parameters: Sequence[Tensor] = (), known: Sequence[Any] = ()) -> int:
+    """Of the storages of all tensors that the collector knows, without those `known`, and of the gradients of
+    `parameters`."""
     if not parameters:
         gc.collect()
+    before = {id(thing) for thing in known}
     # some things answer `isinstance` with warnings
-    found: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
+    every = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
+    found: list[Any] = [thing for thing in every if id(thing) not in before]
     storages = [tensor.untyped_storage() for tensor in [*found, *(p.grad for p in parameters)] if tensor is not None]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
