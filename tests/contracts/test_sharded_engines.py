@@ -96,7 +96,7 @@ def test_uneven_and_empty_local_batches(processes, models, expected, oracles, na
     job = (processes.name(), strategy, count(sizes), path, head, 0.7)
     outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
     for output, want in expected[key].items():
-        assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-4)
+        assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FEW)
