@@ -21,7 +21,7 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
-from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
+from hybridflow.engines.fsdp.layout import check_grid, check_tensor_parallel, strategy_layout
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
 from hybridflow.model_spec import Cost, Decoder, Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, Protocol, register
@@ -140,6 +140,7 @@ class ModelWorker(Worker):
         if isinstance(strategy, Megatron):
             spec.check_parallel(grid.p, grid.t, cls.role, strategy.stage_layers)
         else:
+            check_grid(strategy, grid, cls.role)
             check_tensor_parallel(spec, grid.t, cls.role)
         Checkpoint(settings["model"]).check(spec)
         check_lora(spec, settings)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import hybridflow as hf
+from hybridflow.engines.fsdp.layout import strategy_layout
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, ModelError, PlacementError
+from hybridflow.topology import RankGrid
 from tests import tiny_models
 
 ADAM = hf.Adam(lr=1e-3)
@@ -33,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def placed(devices: int, settings: dict[str, Any], worker: Any = hf.ActorWorker) -> None:
+def placed(devices: int, settings: dict[str, Any], worker: Any = hf.ActorWorker, grid: Any = None) -> None:
     """What placing a worker on a pool of so many devices does before the pool is asked for anything."""
     every = {
         "optim": ADAM,
@@ -45,7 +47,7 @@ def placed(devices: int, settings: dict[str, Any], worker: Any = hf.ActorWorker)
         **settings,
     }
     resolved = worker.resolve(every)
-    worker.check(worker.grid(devices, resolved), resolved, "cpu")
+    worker.check(grid or worker.grid(devices, resolved), resolved, "cpu")
 
 
 @pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(tp=2), hf.ZeRO(stage=2), hf.Megatron(tp=2)], ids=str)
@@ -103,6 +105,32 @@ def test_what_cannot_work_is_refused(models, model, devices, train, error, says)
     with pytest.raises(HybridFlowError, match=says) as found:
         placed(devices, {"model": models[model], "train": train()})
     assert type(found.value) is error
+
+
+@pytest.mark.parametrize(
+    ("grid", "train", "says"),
+    [
+        (RankGrid(p=2, d=2), hf.FSDP(), r"actor has a grid of its own, p=2, t=1, d=2.*FSDP.* ranks are p=1, t=1, d=4"),
+        (RankGrid(p=2, d=2), hf.ZeRO(stage=1), r"p=2, t=1, d=2.*ZeRO\(stage=1.*Leave grid= out, or use hf.Megatron"),
+        (RankGrid(t=2, d=2), hf.ZeRO(stage=1), r"p=1, t=2, d=2.*ZeRO\(stage=1"),
+        (RankGrid(t=2, d=2), hf.FSDP(), r"p=1, t=2, d=2.*p=1, t=1, d=4"),
+        (RankGrid(d=4), hf.FSDP(tp=2), r"p=1, t=1, d=4.*p=1, t=2, d=2"),
+        (RankGrid(d=4), hf.FSDP(dp=2), r"the pool has 4"),
+        (RankGrid(t=2, d=2), hf.FSDP(tp=2, replicate=4), r"replicate=4\).*dp=2"),
+    ],
+    ids=str,
+)
+def test_a_grid_of_ones_own_is_that_of_the_strategy(models, grid, train, says):
+    """The worker refuses it, and so does whoever lays the model out on it."""
+    with pytest.raises(PlacementError, match=says):
+        placed(4, {"model": models["llama"], "train": train}, grid=grid)
+    with pytest.raises(PlacementError):
+        strategy_layout(train, hf.ActorWorker.model_spec({"model": models["llama"], "train": train}), grid)
+
+
+def test_a_grid_of_ones_own_that_fits_is_taken(models):
+    grid = RankGrid(t=2, d=2, p_g=1, t_g=1)
+    placed(4, {"model": models["llama"], "train": hf.FSDP(tp=2, replicate=2)}, grid=grid)
 
 
 def test_a_critic_says_who_it_is(models):

@@ -78,9 +78,10 @@ def strategy_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, *, sta
 
     With LoRA that is the state of other tensors: of those that are trained.
 
-    Errors: ModelError when tensor parallel ranks cannot share the model; ConfigError for a target of LoRA that matches
-    nothing.
+    Errors: PlacementError for a grid of other sizes than the strategy's; ModelError when tensor parallel ranks cannot
+    share the model; ConfigError for a target of LoRA that matches nothing.
     """
+    check_grid(strategy, grid)
     check_tensor_parallel(spec, grid.t)
     if isinstance(strategy, ZeRO):
         if strategy.stage < 3:
@@ -92,6 +93,17 @@ def strategy_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, *, sta
         return fsdp_layout(spec, grid.d)
     held = trained_tensors(spec, strategy.lora) if strategy.lora and state else spec
     return fsdp_layout(held, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
+
+
+def check_grid(strategy: FSDP | ZeRO, grid: RankGrid, role: str = "the model") -> None:
+    """Errors: PlacementError when `grid`, which may be a caller's own, is not how the strategy cuts its ranks: both say
+    how a model is cut, and where they differ no rank would hold what its peers believe it does."""
+    fits = strategy.grid(grid.size)
+    if (grid.p, grid.t, grid.d) != (fits.p, fits.t, fits.d):
+        raise PlacementError(
+            f"{role} has a grid of its own, p={grid.p}, t={grid.t}, d={grid.d}, on which {strategy} cannot be laid "
+            f"out: its {grid.size} ranks are p={fits.p}, t={fits.t}, d={fits.d}. Leave grid= out, or use hf.Megatron()."
+        )
 
 
 def check_tensor_parallel(spec: Decoder, tp: int, role: str = "the model") -> None:
