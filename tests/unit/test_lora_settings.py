@@ -86,6 +86,11 @@ def test_saved_adapters_say_what_they_are(tmp_path):
         {"use_rslora": True},
         {"bias": "all"},
         {"rank_pattern": {"q_proj": 3}},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq"},
+        {"init_lora_weights": "corda"},
         {"modules_to_save": ["embed_tokens"]},
         {"target_modules": ".*_proj"},
         {"target_modules": None},
@@ -96,6 +101,12 @@ def test_adapters_that_would_compute_something_else_are_refused(tmp_path, more):
     (tmp_path / "adapter_config.json").write_text(json.dumps(SAVED | more))
     with pytest.raises(CheckpointError, match=next(iter(more))):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("begin", [True, False, None, "gaussian"])
+def test_how_adapters_of_the_same_model_began_is_all_the_same(tmp_path, begin):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SAVED | {"init_lora_weights": begin}))
+    assert read_config(tmp_path)[1].rank == 4
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"r": 3}'])

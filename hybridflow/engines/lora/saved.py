@@ -25,6 +25,7 @@ _PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper a
 _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other values change what it computes
     "peft_type": ("LORA",),
     "bias": ("none",),
+    "init_lora_weights": (True, None, False, "gaussian"),  # PiSSA's, OLoRA's and others' adapters are of another model
     "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
     **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias", "use_qalora"), (None, False)),
     **dict.fromkeys(
