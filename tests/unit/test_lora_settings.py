@@ -94,12 +94,24 @@ def test_saved_adapters_say_what_they_are(tmp_path):
         {"modules_to_save": ["embed_tokens"]},
         {"target_modules": ".*_proj"},
         {"target_modules": None},
+        {"target_modules": ["q_proj", 3]},
+        {"target_modules": 3},
+        {"target_modules": {"q_proj": 1}},
+        {"base_model_name_or_path": 3},
+        {"modules_to_save": ["score", 3]},
         {"base_model_name_or_path": None},
     ],
 )
 def test_adapters_that_would_compute_something_else_are_refused(tmp_path, more):
     (tmp_path / "adapter_config.json").write_text(json.dumps(SAVED | more))
     with pytest.raises(CheckpointError, match=next(iter(more))):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("r", "16"), ("r", 0), ("lora_alpha", None), ("lora_dropout", 1)])
+def test_adapters_of_impossible_sizes_are_refused(tmp_path, name, value):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SAVED | {name: value}))
+    with pytest.raises(CheckpointError, match=rf"adapter_config\.json .*{value!r}"):
         read_config(tmp_path)
 
 
