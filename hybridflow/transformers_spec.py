@@ -6,8 +6,10 @@ several of them in one parameter (experts, since version 5) or under another nam
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +34,8 @@ class TransformersSpec:
     """Sizes and tensors of a decoder, `config` being its `config.json`; made by `TransformersSpec.of`.
 
     `parts` as in `Decoder`. `decoder` is the name of the model without its head, `layer_list` that of its layers
-    (`model.layers`). `linear` are the weights of linear layers, `zeros` what begins as zero although no bias.
+    (`model.layers`). `linear` are the weights of layers that can have adapters, `zeros` what begins as zero although
+    no bias.
     """
 
     config: Mapping[str, Any]
@@ -90,7 +93,6 @@ class TransformersSpec:
 @lru_cache(maxsize=16)
 def _read(text: str, head: Head) -> TransformersSpec:
     import torch
-    from torch import nn
 
     given = json.loads(text)
     with torch.device("meta"):
@@ -110,7 +112,7 @@ def _read(text: str, head: Head) -> TransformersSpec:
     if head == "value":
         pieces = {name: found for name, found in pieces.items() if name.startswith(f"{decoder}.")}
         pieces[SCORE] = {SCORE: (1, hidden)}
-    linear = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [f"{name}.weight" for name in _linear(model)]
     heads = getattr(config, "num_attention_heads", 0) or 1
     return TransformersSpec(
         config=given,
@@ -253,6 +255,34 @@ def _cost(model: PreTrainedModel, layer_list: str, columns: int, hidden: int, he
     kinds = set(getattr(config, "layer_types", None) or ())
     window = config.sliding_window if kinds == {"sliding_attention"} else None
     return Cost(2.0 * matrices, 2.0 * layers * width, window)
+
+
+def _linear(model: PreTrainedModel) -> list[str]:
+    """Names of the layers that are called as nn.Linear is: something can be added to what they give.
+
+    Left out are subclasses that give something else (routers), and the layers of state space models whose weights a
+    fused kernel reads itself.
+    """
+    import torch
+    from torch import nn
+
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if type(module).forward is not nn.Linear.forward:
+            try:
+                given = module(torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta"))
+            except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):
+                continue
+            if not isinstance(given, torch.Tensor) or tuple(given.shape) != (1, module.out_features):
+                continue
+        above, _, own = name.rpartition(".")
+        parent = model.get_submodule(above)
+        mixes = any(isinstance(child, nn.Conv1d) for child in parent.children())
+        if not mixes or not re.search(rf"self\.{own}\.weight\b", inspect.getsource(type(parent))):
+            found.append(name)
+    return found
 
 
 def _zeros(model: PreTrainedModel) -> frozenset[str]:
