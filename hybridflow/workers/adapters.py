@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import FSDP, LoRA
+from hybridflow.engines.lora.injection import check_injection
 from hybridflow.engines.lora.saved import check_adapters, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
@@ -65,11 +66,13 @@ def _check_equal(spec: Decoder, asked: LoRA, saved: LoRA) -> None:
 
 
 def check_lora(spec: Decoder, settings: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for targets that match nothing, CheckpointError for adapters of other layers or shapes."""
+    """Errors: ConfigError for targets that match nothing or that peft cannot add adapters to, CheckpointError for saved
+    adapters of other layers or shapes."""
     lora = lora_of(settings)
     if lora is None:
         return
     tensors = trained_tensors(spec, lora)
+    check_injection(spec, lora)
     if lora.start is not None:
         check_adapters(lora.start, tensors)
 

@@ -14,7 +14,7 @@ from hybridflow.engines.fsdp.layout import strategy_layout
 from hybridflow.engines.fsdp.parts import views
 from hybridflow.engines.fsdp.sharded import Sharded, Views
 from hybridflow.engines.lora.adapters import Adapters
-from hybridflow.engines.lora.targets import adapter_tensors, trained_tensors
+from hybridflow.engines.lora.targets import adapter_names, adapter_tensors, trained_tensors
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shards import Shards
 from hybridflow.engines.token_model import TokenModel
@@ -32,9 +32,10 @@ def cut(context: RankContext, strategy: FSDP | ZeRO, spec: Decoder, dtype: torch
     model: Any = make(spec, kept, recompute=strategy.recompute and trains, lora=lora)  # type: ignore[arg-type]
     model.requires_grad_(trains)
     if lora is not None:
-        trained = trained_tensors(spec, lora)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trains and canonical_name(name) in trained)
+        trained, renamed = trained_tensors(spec, lora), adapter_names(spec, lora)
+        for full, parameter in model.named_parameters():
+            name = canonical_name(full)
+            parameter.requires_grad_(trains and renamed.get(name, name) in trained)
     if isinstance(strategy, ZeRO) and strategy.stage < 3:
         shards = ZeroShards(context, model, spec.tensors(), spec.parts, stage=strategy.stage, offload=strategy.offload)
         model.make_buffers(context.device)
@@ -51,9 +52,11 @@ def _views(strategy: FSDP | ZeRO, spec: Decoder, context: RankContext) -> Views:
     parts, tensors = spec.parts, spec.tensors()
     regions = strategy_layout(strategy, spec, context.grid).regions(context.rank) if parts else ()
     boxes = {region.box.tensor: region.box for region in regions}
+    lora = strategy.lora if isinstance(strategy, FSDP) else None
+    renamed = adapter_names(spec, lora) if lora else {}
 
     def of(name: str, local: Tensor) -> dict[str, Tensor]:
-        return views(local, boxes, tensors, parts[name]) if name in parts else {name: local}
+        return views(local, boxes, tensors, parts[name]) if name in parts else {renamed.get(name, name): local}
 
     return of
 
