@@ -145,7 +145,7 @@ def reallocate(
             raise ConfigError(f"reallocate({group.name}, {to}, pool={pool}): give one pool.")
         pool = to
     elif isinstance(to, type | WorkerGroup) or not isinstance(to, TrainStrategy):
-        raise ConfigError(f"reallocate({group.name}, to={to!r}): give a strategy such as hf.Megatron(tp=2), or a pool.")
+        raise ConfigError(f"reallocate({group.name}, to={to!r}): give a strategy such as hf.FSDP(), or a pool.")
     elif "train" not in settings:
         raise ConfigError(f"reallocate({group.name}, to={to!r}): {group.worker_class.__name__} does not train.")
     else:

@@ -84,7 +84,9 @@ def train_layout(strategy: TrainStrategy, spec: Decoder, grid: RankGrid) -> Layo
 
 
 def _no_strategy(strategy: TrainStrategy) -> ConfigError:
-    return ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...), hf.FSDP() or hf.ZeRO(...).")
+    return ConfigError(
+        f"train={strategy!r} is no training strategy. Use hf.Megatron(...), hf.FSDP(...) or hf.ZeRO(...)."
+    )
 
 
 def batch_temperature(batch: Batch) -> float | None:
@@ -125,8 +127,12 @@ class ModelWorker(Worker):
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
         strategy = settings["train"]
-        if not isinstance(strategy, TrainStrategy):
-            raise ConfigError(f"{cls.__name__}(train={strategy!r}): give a strategy such as hf.Megatron(tp=2).")
+        if isinstance(strategy, type) or not isinstance(strategy, TrainStrategy):
+            given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+            raise ConfigError(
+                f"{cls.__name__}(train={given}): give a strategy such as hf.Megatron(tp=2), hf.FSDP() or "
+                f"hf.ZeRO(stage=2)."
+            )
         try:
             return strategy.grid(devices)
         except PlacementError as error:

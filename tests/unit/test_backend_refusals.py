@@ -62,6 +62,13 @@ def test_what_fits_is_taken(models, train):
         (
             "llama",
             4,
+            lambda: hf.FSDP,
+            ConfigError,
+            r"ActorWorker\(train=FSDP\): .* hf.Megatron\(tp=2\), hf.FSDP\(\) or hf.ZeRO",
+        ),
+        (
+            "llama",
+            4,
             lambda: hf.FSDP(tp=3),
             PlacementError,
             r"actor: FSDP\(tp=3\) needs .* = 3 devices, the pool has 4",
