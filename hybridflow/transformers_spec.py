@@ -139,7 +139,11 @@ def _read(text: str, head: Head) -> TransformersSpec:
 
 
 def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """The transformers configuration of a `config.json`. Errors: ModelError for a model that is not supported."""
+    """The transformers configuration of a `config.json`.
+
+    Errors: ModelError for a model that is not supported, and for sizes that transformers refuses.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -150,7 +154,11 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         raise ModelError(f"model_type {family!r} is not supported: AutoModelForCausalLM does not know it.{hint}")
     if config.get("quantization_config"):
         raise ModelError(f"this {family} checkpoint is quantized, which cannot be trained. Use the unquantized one.")
-    made = known.from_dict(dict(config))
+    try:
+        made = known.from_dict(dict(config))
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        said = " ".join(str(error).split())
+        raise ModelError(f"transformers does not take this {family} config.json: {said}.") from None
     if made.get_text_config() is not made:
         raise ModelError(f"model_type {family!r} has more than a text decoder. Save its language model alone.")
     return made

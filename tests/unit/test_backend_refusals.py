@@ -27,6 +27,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gpt2": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11},
         "t5": {"model_type": "t5", "d_model": 8},
         "unheard": {"model_type": "unheard"},
+        "text": {"model_type": "gemma2", "hidden_size": "abc"},
+        "no heads": {"model_type": "gemma2", "num_attention_heads": 0},
     }
     for name, config in configs.items():
         found[name] = directory / name
@@ -90,6 +92,8 @@ def test_what_fits_is_taken(models, train):
             "gpt2 needs .*safetensors files, it has none. Convert the model",
         ),
         ("t5", 4, lambda: hf.FSDP(), ModelError, "'t5' is not supported: AutoModelForCausalLM does not know it"),
+        ("text", 4, lambda: hf.FSDP(), ModelError, r"gemma2 config.json: .*'hidden_size' expected int, got str"),
+        ("no heads", 4, lambda: hf.ZeRO(stage=1), ModelError, "does not take this gemma2 config.json: .* by zero"),
         ("unheard", 4, lambda: hf.ZeRO(stage=1), ModelError, "'unheard' is not supported"),
         (
             "llama",
