@@ -37,9 +37,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "rwkv": {"model_type": "rwkv", "attention_hidden_size": 32},  # a row of one token has no gradient of its decay
+}
+
+
 def config(name: str) -> PreTrainedConfig:
     sizes = _SIZES if name in ("gpt2", "bloom") else _NEW
-    return AutoConfig.for_model(**(sizes | FAMILIES[name]))
+    return AutoConfig.for_model(**(sizes | (FAMILIES | OTHERS)[name]))
 
 
 def make(name: str, head: str, path: Path) -> Path:
@@ -115,6 +120,17 @@ def norms(world: World, name: str, strategy: Any, path: Path) -> list[float]:
     loss = loss_of("lm")
     engine.forward_backward(share(make_batch(), engine.grid, world.rank), loss, loss.outputs)
     return [engine.step()["grad_norm"]]
+
+
+def norms_of_one(world: World, name: str, strategy: Any, path: Path) -> list[float]:
+    """Of the gradients of one rank's rows; the others have none."""
+    engine = build(world, name, strategy, 2, path, "lm", SGD(lr=LR, clip_grad=0.0), read_spec(path, "lm", strategy))
+    loss, found = loss_of("lm"), []
+    for seed in range(UPDATES):
+        batch = make_batch(seed=seed)
+        engine.forward_backward(batch if world.rank == 0 else batch[:0], loss, loss.outputs)
+        found.append(engine.step()["grad_norm"])
+    return found
 
 
 def loaded(world: World, name: str, strategy: Any, path: Path) -> list:

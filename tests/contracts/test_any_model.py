@@ -85,6 +85,18 @@ def test_ways_to_save_memory_and_16_bits(processes, directories, oracle):
         assert part == pytest.approx(oracle["mixtral", "lm"]["norms"][:1], rel=0.05)
 
 
+def test_ranks_may_have_gradients_of_other_parameters(processes, tmp_path):
+    path = make("rwkv", "lm", tmp_path / "rwkv")
+    want = expected(path, "lm")["norms"]
+    for strategy, near in (
+        (FSDP(), 1e-5),
+        (FSDP(micro_tokens=40), 1e-5),
+        (FSDP(micro_tokens=40, dtype="bfloat16"), 0.1),
+    ):
+        for found in processes.run(2, tasks.norms_of_one, processes.name(), strategy, path):
+            assert found == pytest.approx(want, rel=near)
+
+
 def test_experts_are_cut_as_everything_else(processes, directories):
     spec = read_spec(directories["mixtral", "lm"], "lm", FSDP())
     name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"

@@ -5,13 +5,14 @@ Losses are shares of a global sum, so gradients are added up over data parallel 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
@@ -78,6 +79,8 @@ class Sharded:
         for module in self._modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # other ranks may have a gradient where this one has none: experts that met no token, a replica of no rows
+            module.set_reduce_scatter_unused_params(True)
         model.to_empty(device="cpu" if strategy.offload else context.device)
         model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
@@ -107,6 +110,10 @@ class Sharded:
     def before_backward(self, last: bool) -> None:
         """Say whether the next micro-batch is the `last` of its mini-batch: gradients then meet those of others."""
         self.root.set_requires_gradient_sync(last or self._often)
+        if last and not self._often:
+            for module in self._modules():
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    _complete(group.fsdp_params)
 
     def reduce(self) -> None:
         """Complete the gradients before a step: FSDP2 has added them up over data parallel ranks, and left are those
@@ -179,6 +186,20 @@ class LocalGradients:
         if self._away is not None:
             self._away.acquire()
             self._away = None
+
+
+def _complete(parameters: Sequence[FSDPParam]) -> None:
+    """Of parameters that FSDP2 reduces together, all have an accumulated gradient or none has.
+
+    It accumulates in the dtype in which it reduces, and refuses to reduce these with what is in the compute dtype: what
+    the last micro-batch alone finds a gradient for, or zeros of its own for what has none.
+    """
+    if all(parameter.unsharded_accumulated_grad is None for parameter in parameters):
+        return
+    for parameter in parameters:
+        if parameter.unsharded_accumulated_grad is None and parameter.sharded_param.requires_grad:
+            whole = parameter._unsharded_param  # without memory between passes
+            parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
 
 
 def _is_cut(parameter: Tensor, axis: str) -> bool:
