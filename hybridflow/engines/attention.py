@@ -29,11 +29,12 @@ def packed_attention(
     `window`: each position sees itself and the `window - 1` before it. `scale` defaults to 1 / sqrt(D). With `softcap`
     logits x are softcap * tanh(x / softcap), as Gemma 2 has them. On CUDA in 16 bits one call of the flash kernel for
     sequences of varying length; else one call of scaled dot-product attention for each run of neighbours of equal
-    length (flash has no float32 and no soft cap, and torch's kernels for it no CPU path).
+    length (flash has no float32, no soft cap and no values of another size than D, which give [S, N, their size] here,
+    and torch's kernels for it no CPU path).
     """
     if window is not None and window >= sequences.longest:
         window = None
-    if softcap is None and _has_flash(q_SND.device, q_SND.dtype, q_SND.shape[-1]):
+    if softcap is None and _has_flash(q_SND.device, q_SND.dtype, q_SND.shape[-1], v_SKD.shape[-1]):
         longest, offsets = sequences.longest, sequences.offsets
         return varlen_attn(  # type: ignore[return-value]  (log-sum-exp too, when it is asked for)
             q_SND,
@@ -104,8 +105,8 @@ def _window_mask(length: int, window: int | None, device: torch.device, always: 
 
 
 @lru_cache(maxsize=16)
-def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the flash kernel takes these; it is for Ampere and later."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether the flash kernel takes these; it is for Ampere and later, and for values as wide as keys."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim != value_dim:
         return False
     return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
