@@ -28,12 +28,19 @@ def max_length(spec: Decoder, strategy: VLLM) -> int:
 
 
 def head_dim(spec: Decoder) -> int:
-    """Dimensions of an attention head."""
+    """Dimensions of an attention head. Errors: ModelError for a model without attention."""
     if has_own_layout(spec):
         return spec.head_dim
     assert isinstance(spec, TransformersSpec)
     config = hf_config(spec.config)
-    return getattr(config, "head_dim", None) or spec.hidden // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        raise ModelError(
+            f"this {spec.family} model has no attention heads, whose size vLLM on CPU depends on. Generate with a "
+            f"model that has attention."
+        )
+    # not spec.hidden, which is what the output layer reads: OPT's layers may be wider
+    return getattr(config, "head_dim", None) or (getattr(config, "hidden_size", None) or spec.hidden) // heads
 
 
 def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
