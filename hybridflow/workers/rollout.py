@@ -14,6 +14,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.lora.saved import is_adapter_directory
 from hybridflow.engines.vllm.architectures import has_own_layout
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.engines.vllm.probed_layout import unbuilt_layout
@@ -38,7 +39,14 @@ class RolloutWorker(Worker):
 
     @classmethod
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**settings, "model": str(find_checkpoint(settings["model"]))}
+        found = find_checkpoint(settings["model"])
+        if is_adapter_directory(found):
+            raise ConfigError(
+                f"{cls.__name__}(model={found}): these are LoRA adapters, which it does not generate with. Give it the "
+                f"model that they belong to and hf.sync_weights(actor, rollout), or what actor.save(path, merged=True) "
+                f"wrote."
+            )
+        return {**settings, "model": str(found)}
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:

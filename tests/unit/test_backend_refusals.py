@@ -144,6 +144,12 @@ def test_a_grid_of_ones_own_that_fits_is_taken(models):
     placed(4, {"model": models["llama"], "train": hf.FSDP(tp=2, replicate=2)}, grid=grid)
 
 
+def test_a_rollout_of_adapters_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"RolloutWorker\(model=.*LoRA adapters.*hf.sync_weights.*merged=True"):
+        hf.RolloutWorker.resolve({"model": tmp_path})
+
+
 def test_a_critic_says_who_it_is(models):
     with pytest.raises(PlacementError, match=r"critic: ZeRO\(dp=3\) needs"):
         placed(4, {"model": models["llama"], "train": hf.ZeRO(stage=1, dp=3), "offload": False}, hf.CriticWorker)
