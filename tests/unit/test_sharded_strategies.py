@@ -58,6 +58,11 @@ def test_zero_keeps_parameters_whole_until_stage_3():
     [
         (lambda: hf.FSDP(tp=0), ConfigError, r"FSDP\(tp=0\): must be a whole number of at least 1"),
         (lambda: hf.FSDP(replicas=2), ConfigError, "FSDP has no setting 'replicas'"),
+        (lambda: hf.FSDP(pp=2), ConfigError, r"no setting 'pp'\..*hf\.Megatron\(pp=...\) has pipeline stages"),
+        (lambda: hf.FSDP(stage=2), ConfigError, r"no setting 'stage'\..*hf\.ZeRO\(stage=...\)"),
+        (lambda: hf.ZeRO(stage=2, tp=2), ConfigError, r"no setting 'tp'\..*hf\.FSDP\(tp=...\)"),
+        (lambda: hf.ZeRO(stage=2, lora=None), ConfigError, r"no setting 'lora'\. hf\.FSDP\(lora=...\)"),
+        (lambda: hf.ZeRO(stages=2), ConfigError, "no setting 'stages'. Did you mean 'stage'"),
         (lambda: hf.FSDP(offload="all"), ConfigError, r"FSDP\(offload='all'\): give True or False"),
         (lambda: hf.FSDP(dtype="bf16"), ConfigError, r"FSDP\(dtype='bf16'\) is unknown"),
         (lambda: hf.FSDP(dp=4, replicate=3), PlacementError, r"replicate=3\).*dp=4.*Use replicate in \[1, 2, 4\]"),
