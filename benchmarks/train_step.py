@@ -29,17 +29,21 @@ from benchmarks.packing import loss, make_batch, one_rank, synchronise
 from hybridflow.engines.contract import UNSET
 from hybridflow.engines.process_groups import RankContext
 
-# TFLOP/s with dense bfloat16 operands, by what a device's name has in it; the first that fits
+# TFLOP/s with dense bfloat16 operands (data sheets give twice that, with sparsity), by words of a device's name; the
+# first that fits
 PEAKS = {
     "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "H100": 989.0,
+    "H20": 148.0,
     "A100": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
-    "RTX 4090": 165.0,
+    "RTX 4090$": 165.0,  # the 4090 D and those of laptops are slower
 }
 
 
@@ -67,7 +71,7 @@ OPTIMIZERS = {"adam": hf.Adam(lr=1e-6), "sgd": hf.SGD(lr=1e-6)}
 
 def peak_flops(name: str, dtype: str) -> float | None:
     """FLOP/s that a device of this name can do on operands of `dtype`; None when that is not known."""
-    found = (peak for known, peak in PEAKS.items() if re.search(rf"\b{known}", name) and dtype != "float32")
+    found = (peak for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", name) and dtype != "float32")
     return next((peak * 1e12 for peak in found), None)
 
 
