@@ -94,7 +94,8 @@ def test_an_actor_changes_its_backend_while_it_trains(pool, policy):
 def test_a_checkpoint_of_one_backend_loads_in_another(pool, policy, tmp_path):
     """Each backend computes what the one before it wrote, trains it, and writes for the next one."""
     rows, path, expected = make_rows(8), policy, None
-    for number, train in enumerate([hf.FSDP(), hf.Megatron(pp=2, tp=2), hf.ZeRO(stage=1), hf.FSDP(tp=2)]):
+    backends = [hf.FSDP(), hf.Megatron(pp=2, tp=2), hf.ZeRO(stage=1), hf.FSDP(tp=2), hf.ZeRO(stage=3)]
+    for number, train in enumerate(backends):
         actor = hf.ActorWorker.on(pool, name=f"writes-{number}", model=path, train=train, optim=ADAM)
         try:
             stored = hf.BatchRef.from_batch(rows, actor.session)
