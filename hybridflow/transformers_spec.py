@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.causality import check_causal
 from hybridflow.config import FSDP, TrainStrategy, ZeRO
 from hybridflow.errors import ModelError, nearest
 from hybridflow.model_spec import FAMILIES, NEEDED, Cost, Decoder, Head, ModelSpec, Part, read_config
@@ -98,7 +99,10 @@ def _read(text: str, head: Head) -> TransformersSpec:
     with torch.device("meta"):
         model = make_model(given)
     config, family = model.config, str(given.get("model_type"))
+    check_causal(model, family)
     decoder, layer_list = model.base_model_prefix, decoder_layers(model)
+    if not hasattr(model, decoder):  # the prefix is that of a larger model which this one is a part of
+        decoder = layer_list.partition(".")[0]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     output = model.get_output_embeddings()
     if output is None or not hasattr(model, decoder) or not layer_list.startswith(f"{decoder}."):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,8 @@ def test_ways_to_save_memory_and_16_bits(processes, directories, oracle):
 def test_ranks_may_have_gradients_of_other_parameters(processes, tmp_path):
     path = make("rwkv", "lm", tmp_path / "rwkv")
     want = expected(path, "lm")["norms"]
-    for strategy, near in (
-        (FSDP(), 1e-5),
-        (FSDP(micro_tokens=40), 1e-5),
-        (FSDP(micro_tokens=40, dtype="bfloat16"), 0.1),
-    ):
+    few = FSDP(micro_tokens=40)
+    for strategy, near in ((FSDP(), 1e-5), (few, 1e-5), (replace(few, dtype="bfloat16"), 0.1)):
         for found in processes.run(2, tasks.norms_of_one, processes.name(), strategy, path):
             assert found == pytest.approx(want, rel=near)
 
@@ -136,6 +134,9 @@ def test_norms_around_one_begin_as_the_model_itself_begins():
         ({"model_type": "gema2"}, FSDP(), "'gema2' is not supported.* Did you mean 'gemma2'"),
         ({"model_type": "llama"}, FSDP(), "lacks hidden_size"),
         ({"model_type": "gemma2", "quantization_config": {"quant_method": "fp8"}}, FSDP(), "is quantized"),
+        ({"model_type": "bert"}, FSDP(), "bert model sees later tokens.*is_decoder"),
+        ({"model_type": "roberta"}, FSDP(), "roberta model sees later tokens.*is_decoder"),
+        ({"model_type": "xlnet"}, FSDP(), "xlnet model sees later tokens.*Use a causal model"),
         ({"model_type": "gemma3"}, FSDP(), "more than a text decoder"),
         (
             {"model_type": "deepseek_v3", "num_hidden_layers": 4},
@@ -148,6 +149,11 @@ def test_models_that_cannot_be_cut_are_refused_before_anything_is_made(tmp_path,
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
         read_spec(tmp_path, "lm", strategy)
+
+
+@pytest.mark.parametrize("settings", [{"model_type": "gpt_neox"}, {"model_type": "bert", "is_decoder": True}])
+def test_what_a_config_says_of_decoders_matters_less_than_what_it_computes(settings):
+    assert TransformersSpec.of(settings).family == settings["model_type"]
 
 
 def test_a_checkpoint_of_other_tensors_is_refused(directories):
