@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 import hybridflow as hf
 from hybridflow.engines.fsdp.layout import strategy_layout
@@ -34,6 +35,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = directory / name
         found[name].mkdir()
         (found[name] / "config.json").write_text(json.dumps(config))
+    for name in ("gpt2", "mamba"):
+        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11}
+        found[f"whole {name}"] = directory / f"whole-{name}"
+        made = transformers.AutoConfig.for_model(name, **sizes)
+        transformers.AutoModelForCausalLM.from_config(made).save_pretrained(found[f"whole {name}"])
     return found
 
 
@@ -57,6 +63,18 @@ def test_what_fits_is_taken(models, train):
     placed(4, {"model": models["llama"], "train": train})
 
 
+def test_peft_is_asked_on_the_driver(models, monkeypatch):
+    train = hf.FSDP(lora=hf.LoRA())
+    placed(4, {"model": models["whole mamba"], "train": train})
+
+    def refused(*given: Any, **named: Any) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr("peft.inject_adapter_in_model", refused)
+    with pytest.raises(ConfigError, match=r"of a mamba decoder means in_proj: peft does not add .*: not this one"):
+        placed(4, {"model": models["whole mamba"], "train": train})
+
+
 @pytest.mark.parametrize(
     ("model", "devices", "train", "error", "says"),
     [
@@ -77,7 +95,7 @@ def test_what_fits_is_taken(models, train):
         ),
         ("llama", 4, lambda: hf.FSDP(dp=3), PlacementError, r"the pool has 4. Use FSDP\(tp=1, dp=4\)"),
         ("llama", 6, lambda: hf.FSDP(replicate=4), PlacementError, r"dp=6 .* Use replicate in \[1, 2, 3, 6\]"),
-        ("llama", 3, lambda: hf.ZeRO(stage=3, dp=4), PlacementError, r"the pool has 3. Use ZeRO\(dp=3\)"),
+        ("llama", 3, lambda: hf.ZeRO(stage=3, dp=4), PlacementError, r"the pool has 3. Use ZeRO\(stage=3, dp=3\)"),
         ("llama", 4, lambda: hf.ZeRO(stage=0), ConfigError, r"ZeRO\(stage=0\): must be 1 .* 2 .* or 3"),
         ("llama", 4, lambda: hf.ZeRO(stage=2, dtype="int8"), ConfigError, r"ZeRO\(dtype='int8'\) is unknown.*bfloat16"),
         ("llama", 4, lambda: hf.FSDP(dtype="half"), ConfigError, r"FSDP\(dtype='half'\) is unknown.*float16"),
@@ -101,6 +119,23 @@ def test_what_fits_is_taken(models, train):
             lambda: hf.FSDP(lora=hf.LoRA(targets=("c_attn",))),
             ConfigError,
             "'c_attn' matches no linear layer of this llama decoder, which has q_proj, .* in 2 layers",
+        ),
+        *(
+            (
+                "whole gpt2",
+                4,
+                lambda targets=targets: hf.FSDP(lora=hf.LoRA(targets=targets)),
+                ConfigError,
+                "this gpt2 decoder has no linear layers that adapters could be added to. Train it without lora=",
+            )
+            for targets in ("all-linear", "c_attn")
+        ),
+        (
+            "whole mamba",
+            4,
+            lambda: hf.FSDP(lora=hf.LoRA(targets=("out_proj",))),  # its fused kernel reads the weights themselves
+            ConfigError,
+            "'out_proj' matches no linear layer of this mamba decoder, which has in_proj in 1 layers",
         ),
         (
             "llama",
@@ -151,7 +186,7 @@ def test_a_rollout_of_adapters_is_refused(tmp_path):
 
 
 def test_a_critic_says_who_it_is(models):
-    with pytest.raises(PlacementError, match=r"critic: ZeRO\(dp=3\) needs"):
+    with pytest.raises(PlacementError, match=r"critic: ZeRO\(stage=1, dp=3\) needs"):
         placed(4, {"model": models["llama"], "train": hf.ZeRO(stage=1, dp=3), "offload": False}, hf.CriticWorker)
     with pytest.raises(ConfigError, match=r"CriticWorker\(offload='cpu'\): the critic waits as a whole"):
         placed(4, {"model": models["llama"], "train": hf.FSDP(), "offload": "cpu"}, hf.CriticWorker)

@@ -73,10 +73,12 @@ def test_zero_keeps_parameters_whole_until_stage_3():
             r"FSDP\(tp=3\) needs p\*t\*d = 1\*3\*1 = 3 devices, the pool has 4",
         ),
         (lambda: hf.FSDP(dp=3).grid(4), PlacementError, r"Use FSDP\(tp=1, dp=4\)"),
+        (lambda: hf.FSDP(dp=2, replicate=2).grid(4), PlacementError, r"Use FSDP\(tp=1, replicate=2, dp=4\)"),
+        (lambda: hf.FSDP(dp=2, replicate=2).grid(5), PlacementError, r"FSDP\(tp=1, replicate=2\) on 4 devices"),
         (
             lambda: hf.ZeRO(dp=3, stage=1).grid(4),
             PlacementError,
-            r"ZeRO\(dp=3\) needs .* Use ZeRO\(dp=4\)",
+            r"ZeRO\(stage=1, dp=3\) needs .* Use ZeRO\(stage=1, dp=4\)",
         ),
         (lambda: hf.ZeRO(stage=4), ConfigError, r"ZeRO\(stage=4\): must be 1 \(optimizer state\), 2 .* or 3"),
         (lambda: hf.ZeRO(stage=True), ConfigError, "stage=True"),
