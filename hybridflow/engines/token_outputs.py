@@ -59,7 +59,7 @@ class TokenOutputs:
         """Each asked output [N] float32 of a micro-batch from the output layer's [N or more, V or more]."""
         rows = rows[: micro.selected]
         if self.spec.head == "value":
-            return {"values": rows[:, 0]}
+            return {"values": rows[:, 0].float()}
         first, last = self.vocabulary
         log_probs, entropy = vocab_parallel_log_probs(
             rows[:, : last - first], micro.targets, first, self.group, temperature, "entropy" in names

@@ -53,7 +53,8 @@ def load_local(saved: Mapping[str, Tensor], storage: Mapping[str, Tensor]) -> No
     if here != there:
         name = next(n for n in {**here, **there} if here.get(n) != there.get(n))
         raise CheckpointError(
-            f"the saved state has {name} {there.get(name)}, this rank {here.get(name)}. Load it with equal p and t."
+            f"the saved state has {name} {there.get(name)}, this rank {here.get(name)}. Load it with the strategy and "
+            f"on as many devices as it was saved with."
         )
     for name, tensor in storage.items():
         tensor.copy_(saved[name])
