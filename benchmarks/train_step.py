@@ -29,7 +29,7 @@ from benchmarks.packing import loss, make_batch, one_rank, synchronise
 from hybridflow.engines.contract import UNSET
 from hybridflow.engines.process_groups import RankContext
 
-# TFLOP/s with dense bfloat16 operands (data sheets give twice that, with sparsity), by words of a device's name; the
+# TFLOP/s with dense bfloat16 operands (data sheets often give those with sparsity), by words of a device's name; the
 # first that fits
 PEAKS = {
     "B200": 2250.0,
