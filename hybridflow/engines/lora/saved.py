@@ -17,6 +17,7 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint import Entry, MappedTensors, read_header
 from hybridflow.engines.checkpoint_writer import save_tensors
 from hybridflow.engines.lora.injection import write_config
+from hybridflow.engines.lora.targets import ALL
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.model_spec import Decoder
 
@@ -59,12 +60,12 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
         if name in config and value not in known:
             raise CheckpointError(f"{path} has {name}={config[name]!r}, which is not supported: use {known[0]!r}.")
     listed = isinstance(targets, list) and bool(targets) and all(isinstance(target, str) for target in targets)
-    if not base or not isinstance(base, str) or not (listed or targets == "all-linear"):
+    if not base or not isinstance(base, str) or not (listed or targets == ALL):
         raise CheckpointError(
             f"{path} has base_model_name_or_path={base!r} and target_modules={targets!r}: needed are the model's "
             f"directory or name, and a list of linear layers."
         )
-    found = tuple(sorted(targets)) if listed else (targets,)
+    found = tuple(sorted(targets)) if isinstance(targets, list) else (ALL,)
     try:
         return base, LoRA(rank=rank, alpha=alpha, targets=found, dropout=dropout, start=str(directory))
     except ConfigError as error:
