@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ MODELS = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
 }
+SHARDED: dict[str, Callable[..., Any]] = {
+    "fsdp": hf.FSDP,
+    **{f"zero{stage}": partial(hf.ZeRO, stage=stage) for stage in (1, 2, 3)},
+}
+BACKENDS = ["megatron", "fsdp", "zero1", "zero2"]  # ZeRO-3 is FSDP
 WAYS = ("packed", "padded", "sorted")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -95,7 +101,8 @@ def make_engine(backend: str, context: RankContext, spec: hf.ModelSpec, micro_to
         return MegatronEngine(context, hf.Megatron(micro_tokens=micro_tokens), spec, None, hf.SGD(lr=0.0))
     from hybridflow.engines.fsdp.engine import FSDPEngine
 
-    return FSDPEngine(context, hf.FSDP(micro_tokens=micro_tokens), spec, None, hf.SGD(lr=0.0))
+    strategy = SHARDED[backend](micro_tokens=micro_tokens)
+    return FSDPEngine(context, strategy, spec, None, hf.SGD(lr=0.0))
 
 
 def one_rank(name: str, device: torch.device, store: dist.Store) -> RankContext:
@@ -158,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024 if cuda else 128)
     parser.add_argument("--micro-tokens", type=int, default=32768 if cuda else 4096)
     parser.add_argument("--model", choices=MODELS, default="0.5B" if cuda else "tiny")
-    parser.add_argument("--backends", nargs="+", choices=("megatron", "fsdp"), default=["megatron", "fsdp"])
+    parser.add_argument("--backends", nargs="+", choices=("megatron", *SHARDED), default=BACKENDS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()

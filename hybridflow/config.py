@@ -7,9 +7,10 @@ backend is chosen by its type (`Megatron(...)`, `VLLM(...)`), never by a string.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.settings import as_tuple, at_least, one_of, require, settings, true_or_false, whole
@@ -19,16 +20,20 @@ DType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-def _data_parallel(owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int) -> int:
-    """Data parallel size of a strategy that cuts its model into `sizes`. Errors: PlacementError when they do not fit
-    on `devices` devices."""
+def _data_parallel(
+    owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int, replicate: int = 1, **others: int
+) -> int:
+    """Data parallel size, a multiple of `replicate`, of a strategy that cuts its model into `sizes`; `others` are
+    settings that belong to it. Errors: PlacementError when they do not fit on `devices` devices."""
     model = math.prod(sizes.values())
     found = dp if dp is not None else max(1, devices // model)
     if model * found == devices:
         return found
-    name, given = type(owner).__name__, [f"{size}={value}" for size, value in sizes.items()]
-    if devices < model or devices % model:
-        fit = f"Use {name}({', '.join(given)}) on {model * max(1, round(devices / model))} devices"
+    shown = {**sizes, **({"replicate": replicate} if replicate > 1 else {}), **others}
+    name, given = type(owner).__name__, [f"{setting}={value}" for setting, value in shown.items()]
+    least = model * replicate
+    if devices < least or devices % least:
+        fit = f"Use {name}({', '.join(given)}) on {least * max(1, round(devices / least))} devices"
     else:
         fit = f"Use {name}({', '.join([*given, f'dp={devices // model}'])})"
     asked = ", ".join(given if dp is None else [*given, f"dp={dp}"])
@@ -133,6 +138,7 @@ class Megatron:
 
     def __post_init__(self) -> None:
         whole(self, 1, "tp", "pp", "dp", "micro_tokens")
+        true_or_false(self, "sequence_parallel", "packed", "recompute")
         if (given := self.stage_layers) is not None:
             require(
                 isinstance(given, list | tuple)
@@ -169,7 +175,12 @@ class LoRA:
     def __post_init__(self) -> None:
         whole(self, 1, "rank")
         at_least(self, 0, "alpha", "dropout")
+        require(self.alpha > 0, f"LoRA(alpha={self.alpha}): must be above 0, adapters would add nothing.")
         require(self.dropout < 1, f"LoRA(dropout={self.dropout}): must be in [0, 1).")
+        if self.start is not None:
+            good = isinstance(self.start, str | os.PathLike) and str(self.start)
+            require(bool(good), f"LoRA(start={self.start!r}): give a directory of saved adapters, or None.")
+            object.__setattr__(self, "start", os.fspath(self.start))
         as_tuple(self, "targets")
         require(
             bool(self.targets) and all(isinstance(target, str) and target for target in self.targets),
@@ -193,6 +204,11 @@ class FSDP:
     With `lora` only adapters (and a value head) are trained and kept in float32, the model is frozen and in `dtype`.
     """
 
+    _instead: ClassVar[Mapping[str, str]] = {
+        "pp": "Its ranks share every layer (dp, tp); hf.Megatron(pp=...) has pipeline stages.",
+        "sequence_parallel": "hf.Megatron(sequence_parallel=True) has it.",
+        "stage": "FSDP() is stage 3; hf.ZeRO(stage=...) has the others.",
+    }
     dp: int | None = None
     replicate: int = 1
     tp: int = 1
@@ -221,7 +237,7 @@ class FSDP:
         )
 
     def grid(self, devices: int) -> RankGrid:
-        dp = _data_parallel(self, {"tp": self.tp}, self.dp, devices)
+        dp = _data_parallel(self, {"tp": self.tp}, self.dp, devices, self.replicate)
         self._check_replicate(dp)
         return RankGrid(t=self.tp, d=dp)
 
@@ -243,6 +259,13 @@ class ZeRO:
     With stages 1 and 2 parameters have the dtype that computes, and in 16 bits float32 main parameters beside them.
     """
 
+    _instead: ClassVar[Mapping[str, str]] = {
+        "tp": "Its ranks share every tensor (dp); hf.FSDP(tp=...) cuts layers too, as hf.Megatron(tp=...) does.",
+        "pp": "Its ranks share every tensor (dp); hf.Megatron(pp=...) has pipeline stages.",
+        "replicate": "hf.FSDP(replicate=...) makes copies, each cut over some ranks.",
+        "reduce_often": "Stages 2 and 3 always do; hf.FSDP(reduce_often=...) has the choice.",
+        "lora": "hf.FSDP(lora=...) trains adapters.",
+    }
     stage: int
     dp: int | None = None
     dtype: DType | None = None
@@ -262,7 +285,7 @@ class ZeRO:
             one_of(self, "dtype", DType)
 
     def grid(self, devices: int) -> RankGrid:
-        return RankGrid(d=_data_parallel(self, {}, self.dp, devices))
+        return RankGrid(d=_data_parallel(self, {}, self.dp, devices, stage=self.stage))
 
 
 @settings

@@ -27,6 +27,8 @@ from hybridflow.workers.worker import Worker, planned
 
 _STATE_OF: dict[type, Callable[[Any], KLState | LagrangeState]] = {AdaptiveKL: KLState, Lagrange: LagrangeState}
 """What an argument that learns becomes on the helper process, which keeps it between iterations."""
+_USE = ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
+_LABELS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "_token_id")  # how names end
 
 
 def init(
@@ -150,7 +152,7 @@ def reallocate(
             raise ConfigError(f"reallocate({group.name}, {to}, pool={pool}): give one pool.")
         pool = to
     elif isinstance(to, type | WorkerGroup) or not isinstance(to, TrainStrategy):
-        raise ConfigError(f"reallocate({group.name}, to={to!r}): give a strategy such as hf.Megatron(tp=2), or a pool.")
+        raise ConfigError(f"reallocate({group.name}, to={to!r}): give a strategy such as hf.FSDP(), or a pool.")
     elif "train" not in settings:
         raise ConfigError(f"reallocate({group.name}, to={to!r}): {group.worker_class.__name__} does not train.")
     else:
@@ -171,7 +173,7 @@ def reallocate(
     for now_or_then in (group.settings, settings):
         group.worker_class.check_written(now_or_then)
     new = planned(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
-    here, there = reallocation.weights_layout(group.placed), reallocation.weights_layout(new)
+    here, there = (reallocation.weights_layout(placed, built=False) for placed in (group.placed, new))
     reallocation.check_same_model(here, there, group.name, f"{group.name} as it would be")
     reallocation.reallocate(group, new)
     return group
@@ -221,13 +223,22 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
     ]
     if len(specs) < 2:
         return
-    for name in ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window"):
-        here, there = (getattr(spec, name) for spec in specs)
+    uses = [_use(spec) for spec in specs]
+    for name in {**uses[0], **uses[1]}:
+        here, there = (use.get(name) for use in uses)
         if here != there:
             raise LayoutError(
                 f"{source.name} and {destination.name} are different models: {name} is {here} in {source.name} and "
                 f"{there} in {destination.name}. Weights move between groups of one model only."
             )
+
+
+def _use(spec: Any) -> dict[str, Any]:
+    """What says how a model computes with its tensors: of a TransformersSpec its whole config, but for labels."""
+    config: dict[str, Any] | None = getattr(spec, "config", None)
+    if config is None:
+        return {name: getattr(spec, name) for name in _USE}
+    return {name: value for name, value in config.items() if not name.endswith(_LABELS)}
 
 
 def _identity(rule: AdaptiveKL | Lagrange) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hybridflow.errors import CheckpointError, ModelError, nearest
 
@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
     },
 }
-_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,58 @@ class Cost:
         n = tokens.double()
         inside = n if self.window is None else n.clamp(max=self.window)
         return self.linear * n + self.quadratic * inside * (2 * n - inside)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of transformers' model, of `shape`, that holds other canonical tensors one behind the other."""
+
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+
+
+class Decoder(Protocol):
+    """What is known of a decoder with a head before it exists: a ModelSpec, or a TransformersSpec of other families.
+
+    `parts`: by name the parameters of transformers' model that are no canonical tensor of the same name. `decoder` is
+    the name of the model without its head; `layer_tensors` with two dimensions belong to linear layers; `zeros` are
+    the vectors, besides biases, that begin as zero.
+    """
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def head(self) -> Head: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def cost(self) -> Cost: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def parts(self) -> Mapping[str, Part]: ...
+    @property
+    def decoder(self) -> str: ...
+    @property
+    def zeros(self) -> frozenset[str]: ...
+
+    def tensors(self) -> dict[str, tuple[int, ...]]: ...
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]: ...
+
+    def check_parallel(
+        self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +139,7 @@ class ModelSpec:
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported.{nearest(str(family), FAMILIES)}")
         get = {**_DEFAULTS[family], **given}
-        if missing := [name for name in _NEEDED if not isinstance(get.get(name), int)]:
+        if missing := [name for name in NEEDED if not isinstance(get.get(name), int)]:
             raise ModelError(f"the config of this {family} model lacks {', '.join(missing)}.")
         if (act := get.get("hidden_act", "silu")) != "silu":
             raise ModelError(f"hidden_act={act!r} is not supported: {family} models use 'silu'.")
@@ -129,18 +181,7 @@ class ModelSpec:
     @classmethod
     def from_checkpoint(cls, directory: str | Path, head: Head = "lm") -> ModelSpec:
         """From a Hugging Face directory. Errors: CheckpointError without a readable `config.json`."""
-        path = Path(directory) / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} is not a Hugging Face checkpoint directory: {path} does not exist."
-            ) from None
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path} holds a {type(config).__name__}, not the settings of a model.")
-        return cls.from_hf_config(config, head)
+        return cls.from_hf_config(read_config(directory), head)
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context"):
@@ -225,6 +266,19 @@ class ModelSpec:
         return out
 
     @property
+    def parts(self) -> Mapping[str, Part]:
+        """Empty: every parameter of transformers' model is a canonical tensor."""
+        return {}
+
+    @property
+    def decoder(self) -> str:
+        return "model"
+
+    @property
+    def zeros(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors().values())
 
@@ -243,6 +297,22 @@ class ModelSpec:
         head = self.hidden * (self.vocab if self.head == "lm" else 1)
         matrices = self.layers * (attention + 3 * self.hidden * self.intermediate) + head
         return Cost(2.0 * matrices, 2.0 * self.layers * width, self.sliding_window)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face directory. Errors: CheckpointError when it is not there or no mapping."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} is not a Hugging Face checkpoint directory: {path} does not exist."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, not the settings of a model.")
+    return config
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from typing import Any, TypeVar, dataclass_transform, get_args
@@ -34,7 +34,9 @@ def _check_names(cls: type, values: Mapping[str, Any]) -> None:
     known = {field.name: field for field in fields(cls)}
     for name in values:
         if name not in known:
-            raise ConfigError(f"{cls.__name__} has no setting {name!r}.{nearest(name, known)}")
+            instead = getattr(cls, "_instead", {}).get(name)  # of what others have and this one does in its own way
+            hint = f" {instead}" if instead else nearest(name, known)
+            raise ConfigError(f"{cls.__name__} has no setting {name!r}.{hint}")
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{cls.__name__} needs {name}=, which has no default.")
@@ -68,6 +70,7 @@ def whole(owner: Any, minimum: int, *names: str) -> None:
 def as_tuple(owner: object, name: str) -> None:
     """A list (as YAML gives it) becomes a tuple, so that the value can be hashed; a single text becomes one entry."""
     value = getattr(owner, name)
+    require(isinstance(value, Iterable), f"{type(owner).__name__}({name}={value!r}): give a list.")
     object.__setattr__(owner, name, (value,) if isinstance(value, str) else tuple(value))
 
 

@@ -85,9 +85,14 @@ def _note(error: BaseException, outcome: str) -> None:
         error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])
 
 
-def weights_layout(placed: Placed) -> Layout:
-    """The layout of a group's weights. Errors: ConfigError when its class has none."""
-    return placed.worker_class.weights_layout(placed.settings, placed.grid)  # type: ignore[attr-defined]
+def weights_layout(placed: Placed, built: bool = True) -> Layout:
+    """The layout of a group's weights; of a group that is not `built` yet, it may be good for its tensors only.
+
+    Errors: ConfigError when its class has none; WorkerError of a rank that is asked for its layout.
+    """
+    worker_class: Any = placed.worker_class
+    layout = worker_class.weights_layout(placed.settings, placed.grid)
+    return placed.ask(found_layout)[0] if built and worker_class.finds_layout(placed.settings) else layout
 
 
 def check_same_model(source: Layout, destination: Layout, name: str, other: str) -> None:
@@ -146,6 +151,10 @@ def step_back(worker: Any) -> None:
             if (engine := worker.optimizing_engine()) is not None:
                 engine.reload(get_args(Held))
     worker.open_generation()
+
+
+def found_layout(worker: Any) -> Layout:
+    return worker.found_layout()
 
 
 def open_generation(worker: Any) -> None:

@@ -49,10 +49,15 @@ class Memory(Protocol):
 class Residency:
     """The memory of `tensors`. Names that share one storage (fused or tied weights, flat buffers) free it together.
 
-    `kept` names are never released: their storage belongs to somebody else as well.
+    `kept` names are never released: their storage belongs to somebody else as well. So does what is elsewhere than on
+    `device`, if that is given: a model on CUDA whose parameters or optimizer wait in host memory, pinned or not, for
+    their turn keeps them there, and it goes when nobody refers to it.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], kept: Collection[str] = ()) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], kept: Collection[str] = (), device: torch.device | None = None
+    ) -> None:
+        self.device = device
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._names: dict[int, set[str]] = {}  # of each storage, by its address as an object
         self._sizes: dict[int, int] = {}
@@ -62,7 +67,8 @@ class Residency:
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in kept_storages or not storage.resizable():
+            elsewhere = device is not None and storage.device.type != device.type
+            if key in kept_storages or elsewhere or not storage.resizable():
                 continue
             self._storages[name] = storage
             self._names.setdefault(key, set()).add(name)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan import plan
 from hybridflow.errors import CheckpointError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,24 +121,24 @@ class Checkpoint:
         return {name if name in _OUTPUTS else f"model.{name}": entry for name, entry in self.entries.items()}
 
     def find(self, tensor: str) -> Entry | None:
-        """The entry of a canonical tensor, or None."""
-        return self.tensors.get(tensor)
+        """The entry of a canonical tensor, or None; base models saved alone leave out their own name."""
+        _, _, rest = tensor.partition(".")
+        left_out = rest if "." in rest else tensor
+        return self.tensors.get(tensor) or self.entries.get(tensor) or self.entries.get(left_out)
 
     def layout(self, ranks: int = 1) -> Layout:
         """Every canonical tensor of the files, whole on each of `ranks` ranks that see the file system."""
-        shapes = {name: entry.shape for name, entry in self.tensors.items()}
-        regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in shapes.items()]
-        return Layout(shapes, ranks, lambda rank: regions, lambda rank: 0)
+        return _whole({name: entry.shape for name, entry in self.tensors.items()}, ranks)
 
     def storage(self) -> Mapping[str, Tensor]:
         """The tensors by the names of `layout()`, in the dtype and on the pages of their files."""
         return MappedTensors(self.tensors)
 
-    def missing(self, spec: ModelSpec) -> tuple[str, ...]:
+    def missing(self, spec: Decoder) -> tuple[str, ...]:
         """Canonical tensors of `spec` that the files do not have: of a checked checkpoint at most the value head."""
         return tuple(name for name in spec.tensors() if self.find(name) is None)
 
-    def check(self, spec: ModelSpec) -> None:
+    def check(self, spec: Decoder) -> None:
         """Errors: CheckpointError when files are missing or truncated, or tensors are missing or misshapen."""
         absent = [name for name in self.missing(spec) if name not in HEADS]
         if absent:
@@ -165,24 +165,31 @@ class Checkpoint:
         Errors: CheckpointError for any other tensor that is absent, or that has another shape than in the layout.
         """
         regions = layout.regions(rank)
-        left = tuple(t for t in dict.fromkeys(r.box.tensor for r in regions) if t in HEADS and t not in self.tensors)
+        entries = {name: self.find(name) for name in dict.fromkeys(region.box.tensor for region in regions)}
+        left = tuple(name for name, entry in entries.items() if entry is None and name in HEADS)
         wanted = [region for region in regions if region.box.tensor not in left]
-        for region in wanted:
-            entry, asked = self.find(region.box.tensor), tuple(layout.tensors[region.box.tensor])
+        files: dict[str, Entry] = {}
+        for name in (name for name in entries if name not in left):
+            entry, asked = entries[name], tuple(layout.tensors[name])
             if entry is None or entry.shape != asked:
                 found = f"of shape {entry.shape}" if entry else "no such tensor"
                 raise CheckpointError(
-                    f"rank {rank} reads {region.box.tensor} {asked}; {self.directory} has {found}. "
+                    f"rank {rank} reads {name} {asked}; {self.directory} has {found}. "
                     "Use the checkpoint that the model spec was read from."
                 )
-        shapes = {region.box.tensor: layout.tensors[region.box.tensor] for region in wanted}
-        files = self.storage()
-        for move in plan(self.layout(), Layout(shapes, 1, lambda _: wanted)).local(0):
-            held = files[move.origin.storage]
+            files[name] = entry
+        shapes, mapped = {name: tuple(layout.tensors[name]) for name in files}, MappedTensors(files)
+        for move in plan(_whole(shapes, 1), Layout(shapes, 1, lambda _: wanted)).local(0):
+            held = mapped[move.origin.storage]
             for part in move.box.split(READ_ELEMENTS):
                 for region in move.into:
                     region.view(storage[region.storage].detach(), part).copy_(move.origin.view(held, part))
         return left
+
+
+def _whole(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Layout:
+    regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in shapes.items()]
+    return Layout(shapes, ranks, lambda rank: regions, lambda rank: 0)
 
 
 class MappedTensors(Mapping[str, "Tensor"]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,7 +190,7 @@ def _adapted(config: dict, dtype: torch.dtype, classifies: bool) -> dict:
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if classifies:
         names = config.get("architectures") or []
-        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config["architectures"] = [re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", n) for n in names]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from operator import add
 
 from hybridflow.engine3d.layout import Box, Region
 
@@ -14,21 +15,21 @@ from hybridflow.engine3d.layout import Box, Region
 def flat_regions(region: Region, start: int, stop: int) -> Iterator[Region]:
     """What elements `start:stop` of the flattened storage hold of `region`, stored flat from `start` on.
 
-    The region's box spans whole rows of its storage, and has one dimension or two.
+    The region's box spans whole rows of its storage.
     """
     box, shape = region.box, region.box.shape
-    width = math.prod(shape[1:])
-    first = region.offset[0] * width  # of the region in the flattened storage
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    first = region.offset[0] * strides[0]  # of the region in the flattened storage
     at, end = max(start, first), min(stop, first + box.numel)
     while at < end:
-        row, column = divmod(at - first, width)
-        if column or end - at < width:  # part of one row
-            rows, columns = 1, min(width - column, end - at)
-        else:
-            rows, columns = (end - at) // width, width
-        low, high = (box.start[0] + row, *box.start[1:]), (box.start[0] + row + rows, *box.stop[1:])
-        if len(shape) == 2:
-            low, high = (low[0], box.start[1] + column), (high[0], box.start[1] + column + columns)
-        strides = (width, 1) if len(shape) == 2 else (1,)
-        yield Region(Box(box.tensor, low, high), region.storage, (at - start,), strides)
-        at += rows * columns
+        place, rest = [], at - first
+        for stride in strides:
+            place.append(rest // stride)
+            rest %= stride
+        # the outermost dimension along which whole blocks follow
+        axis = next(i for i, stride in enumerate(strides) if not any(place[i + 1 :]) and end - at >= stride)
+        count = min(shape[axis] - place[axis], (end - at) // strides[axis])
+        extent = (*(1 for _ in range(axis)), count, *shape[axis + 1 :])
+        low = tuple(map(add, box.start, place))
+        yield Region(Box(box.tensor, low, tuple(map(add, low, extent))), region.storage, (at - start,), strides)
+        at += count * strides[axis]

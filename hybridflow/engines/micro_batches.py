@@ -67,7 +67,8 @@ class Split:
     """How rows become micro-batches: at most `budget` tokens each, S a multiple of `multiple`, at least `count`
     micro-batches where there are as many rows (a pipeline with one would stand still). Token ids are below `vocab`.
 
-    Packed micro-batches are alike in `cost` (by default in tokens); padded ones have rows of similar length.
+    Packed micro-batches are alike in `cost` (by default in tokens); padded ones have rows of similar length. With
+    `single` every row is a micro-batch: for models that would see other rows of a packed one.
     """
 
     budget: int
@@ -76,9 +77,12 @@ class Split:
     vocab: int | None = None
     packed: bool = True
     cost: Cost | None = None
+    single: bool = False
 
     def rows(self, lengths: Tensor) -> list[Tensor]:
         """Row indices of each micro-batch; in order when all fit into one."""
+        if self.single:
+            return list(torch.arange(len(lengths)).split(1)) if len(lengths) else []
         if self.packed:
             budget = max(1, self.budget // self.multiple) * self.multiple
             return pack(lengths, budget, self.count, self.cost and self.cost(lengths.double()))
@@ -138,7 +142,7 @@ class Split:
     def _laid_out(self, prompt: Ragged, response: Ragged) -> tuple[Tensor, Tensor, Sequences | None]:
         """ids [b, S] int64 (zero where padded), where each row begins in the flattened ids [R], and the sequences."""
         lengths = prompt.lengths + response.lengths
-        if self.packed:
+        if self.packed and not self.single:
             shape, starts, sequences = self._packed(lengths)
         else:
             shape = max(1, len(lengths)), self._padded(int(lengths.max()) if len(lengths) else 1)

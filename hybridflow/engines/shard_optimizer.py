@@ -192,7 +192,8 @@ class ShardOptimizer:
         if self._offloaded is None:
             held = self.storage() if self.torch.state else {"main": self.shards.main}
             own = {kind: tensors for kind, tensors in held.items() if self.shards.separate or kind != "main"}
-            self._offloaded = Residency({f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()})
+            tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
+            self._offloaded = Residency(tensors, device=self.shards.memory.device)
             self._offloaded.offload()
 
     def reload(self) -> None:
@@ -209,8 +210,9 @@ class ShardOptimizer:
         if self._offloaded is not None:
             self._offloaded.release()
         self.zero_grad()
-        tensors = [value for state in self.torch.state.values() for value in state.values()]
-        Residency({str(i): tensor for i, tensor in enumerate(tensors) if isinstance(tensor, Tensor)}).release()
+        held = [value for state in self.torch.state.values() for value in state.values()]
+        tensors = {str(i): tensor for i, tensor in enumerate(held) if isinstance(tensor, Tensor)}
+        Residency(tensors, device=self.shards.memory.device).release()
         self.torch.state.clear()
         self.torch.param_groups.clear()
 

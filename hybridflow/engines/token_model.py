@@ -23,9 +23,11 @@ class TokenModel(nn.Module):
     """The decoder as `model` and its head as `lm_head` (the embedding itself where it is tied) or `score`.
 
     Parameters have their canonical (Hugging Face) names. Made on the meta device: nothing is allocated before
-    the model is cut. With `recompute` activations of a decoder layer are computed again in the backward pass. With
-    `lora` the decoder has adapters, float32 whatever `dtype` is.
+    the model is cut. It is `packable`: takes packed rows. With `recompute` activations of a decoder layer are computed
+    again in the backward pass. With `lora` the decoder has adapters, float32 whatever `dtype` is.
     """
+
+    packable = True
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, *, recompute: bool = False, lora: LoRA | None = None
@@ -47,6 +49,10 @@ class TokenModel(nn.Module):
         self._tied = spec.tied and spec.head == "lm"
         setattr(self, self._head, head)
         self.tie()
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.model
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -18,7 +18,7 @@ from hybridflow.engines.contract import Output
 from hybridflow.engines.log_probs import vocab_parallel_log_probs
 from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.errors import BatchError, ModelError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 Positions = Literal["before", "own", "last"]
 """Where a row is read: before each response token (what predicts it), at each of them, or at its last token only."""
@@ -29,7 +29,7 @@ class TokenOutputs:
     `group` the ranks that share the vocabulary."""
 
     def __init__(
-        self, role: str, spec: ModelSpec, split: Split, vocabulary: tuple[int, int], group: dist.ProcessGroup
+        self, role: str, spec: Decoder, split: Split, vocabulary: tuple[int, int], group: dist.ProcessGroup
     ) -> None:
         self.role, self.spec, self.split, self.vocabulary, self.group = role, spec, split, vocabulary, group
 
@@ -59,7 +59,7 @@ class TokenOutputs:
         """Each asked output [N] float32 of a micro-batch from the output layer's [N or more, V or more]."""
         rows = rows[: micro.selected]
         if self.spec.head == "value":
-            return {"values": rows[:, 0]}
+            return {"values": rows[:, 0].float()}
         first, last = self.vocabulary
         log_probs, entropy = vocab_parallel_log_probs(
             rows[:, : last - first], micro.targets, first, self.group, temperature, "entropy" in names

@@ -18,8 +18,8 @@ from hybridflow.engines.packing import Sequences
 from hybridflow.errors import ModelError
 
 PACKED_ATTENTION = "hybridflow_packed"
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""What some models' attention has besides, and ours has not: soft caps, sinks, biases."""
+_UNKNOWN = ("s_aux", "position_bias")
+"""What some models' attention has besides, and ours has not: sinks, biases."""
 
 
 def register_packed_attention() -> str:
@@ -37,6 +37,7 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     sequences: Sequences | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
@@ -52,6 +53,6 @@ def attention_forward(
             f"does not compute. Use a model of plain causal attention."
         )
     if sequences is None:
-        return causal_attention(query, key, value, sliding_window, scaling).transpose(1, 2), None
+        return causal_attention(query, key, value, sliding_window, scaling, softcap).transpose(1, 2), None
     q_SND, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q_SND, k_SKD, v_SKD, sequences, sliding_window, scaling)[None], None
+    return packed_attention(q_SND, k_SKD, v_SKD, sequences, sliding_window, scaling, softcap)[None], None

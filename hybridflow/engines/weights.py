@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -12,19 +12,19 @@ from torch import Tensor
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.errors import CheckpointError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 STANDARD_DEVIATION = 0.02
 
 
-def load(directory: str | Path, spec: ModelSpec, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
+def load(directory: str | Path, spec: Decoder, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
     """Read this rank's boxes of the safetensors; padding of the vocabulary becomes zero."""
     _clear(storage)
     Checkpoint(directory).read_into(layout, rank, storage)
 
 
-def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
-    """Normal weights with deviation 0.02, norms 1, biases and value heads 0; equal however the model is split.
+def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: Collection[str] = frozenset()) -> None:
+    """Normal weights with deviation 0.02, norms 1, biases, value heads and `zeros` 0; equal however the model is split.
 
     Every tensor is drawn whole on the CPU from a seed of its name, one at a time, and this rank keeps its boxes.
     """
@@ -35,7 +35,7 @@ def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None
     for name, regions in by_tensor.items():
         shape = layout.tensors[name]
         if len(shape) == 1:
-            whole = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            whole = torch.zeros(shape) if name.endswith("bias") or name in zeros else torch.ones(shape)
         elif name == "score.weight":
             whole = torch.zeros(shape)
         else:
@@ -53,7 +53,8 @@ def load_local(saved: Mapping[str, Tensor], storage: Mapping[str, Tensor]) -> No
     if here != there:
         name = next(n for n in {**here, **there} if here.get(n) != there.get(n))
         raise CheckpointError(
-            f"the saved state has {name} {there.get(name)}, this rank {here.get(name)}. Load it with equal p and t."
+            f"the saved state has {name} {there.get(name)}, this rank {here.get(name)}. Load it with the strategy and "
+            f"on as many devices as it was saved with."
         )
     for name, tensor in storage.items():
         tensor.copy_(saved[name])

@@ -214,5 +214,5 @@ def undominated(values: Floats) -> NDArray[np.intp]:
         first = first[~np.tril(beats, -1).any(axis=1)]
         kept += first.tolist()
         if len(order):
-            order = order[(values[order][:, None] < values[first][None]).any(axis=-1).all(axis=1)]
+            order = order[(values[order][:, None] < values[first][None]).any(axis=-1).all(axis=-1)]
     return np.array(sorted(kept), dtype=np.intp)

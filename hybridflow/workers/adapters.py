@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import FSDP, LoRA
+from hybridflow.engines.lora.injection import check_injection
 from hybridflow.engines.lora.saved import check_adapters, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
+from hybridflow.transformers_spec import read_spec
 
 
 def lora_of(settings: Mapping[str, Any]) -> LoRA | None:
@@ -43,13 +45,13 @@ def with_saved_adapters(settings: Mapping[str, Any], find: Callable[[str], Path]
     if not isinstance(strategy, FSDP):
         raise ConfigError(f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP().")
     if lora is not None:
-        _check_equal(ModelSpec.from_checkpoint(found["model"]), lora, start)
+        _check_equal(read_spec(found["model"], "lm", strategy), lora, start)
         start = replace(lora, start=start.start)
     found["train"] = replace(strategy, lora=start)
     return found
 
 
-def _check_equal(spec: ModelSpec, asked: LoRA, saved: LoRA) -> None:
+def _check_equal(spec: Decoder, asked: LoRA, saved: LoRA) -> None:
     for name in ("rank", "alpha", "targets"):
         here, there = getattr(asked, name), getattr(saved, name)
         if name == "targets":
@@ -63,12 +65,14 @@ def _check_equal(spec: ModelSpec, asked: LoRA, saved: LoRA) -> None:
             )
 
 
-def check_lora(spec: ModelSpec, settings: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for targets that match nothing, CheckpointError for adapters of other layers or shapes."""
+def check_lora(spec: Decoder, settings: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for targets that match nothing or that peft cannot add adapters to, CheckpointError for saved
+    adapters of other layers or shapes."""
     lora = lora_of(settings)
     if lora is None:
         return
     tensors = trained_tensors(spec, lora)
+    check_injection(spec, lora)
     if lora.start is not None:
         check_adapters(lora.start, tensors)
 

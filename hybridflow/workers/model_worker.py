@@ -21,12 +21,13 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint import Checkpoint
 from hybridflow.engines.checkpoint_writer import save_checkpoint
 from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
-from hybridflow.engines.fsdp.layout import check_tensor_parallel, strategy_layout
+from hybridflow.engines.fsdp.layout import check_grid, check_tensor_parallel, strategy_layout
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
-from hybridflow.model_spec import Cost, Head, ModelSpec
+from hybridflow.model_spec import Cost, Decoder, Head, ModelSpec
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
+from hybridflow.transformers_spec import read_spec
 from hybridflow.workers.adapters import check_lora, check_written, lora_of, with_saved_adapters
 from hybridflow.workers.worker import Worker
 
@@ -55,12 +56,13 @@ def find_checkpoint(model: str | os.PathLike[str]) -> Path:
 
 
 def build_engine(
-    context: Any, strategy: TrainStrategy, spec: ModelSpec, checkpoint: Path, optimizer: Optimizer | None
+    context: Any, strategy: TrainStrategy, spec: Decoder, checkpoint: Path, optimizer: Optimizer | None
 ) -> TrainEngine:
     """The engine that the type of `strategy` asks for. Errors: ConfigError for a strategy without a backend."""
     if isinstance(strategy, Megatron):
         from hybridflow.engines.megatron.engine import MegatronEngine
 
+        assert isinstance(spec, ModelSpec)
         return MegatronEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
     if isinstance(strategy, FSDP | ZeRO):
         from hybridflow.engines.fsdp.engine import FSDPEngine
@@ -69,11 +71,12 @@ def build_engine(
     raise _no_strategy(strategy)
 
 
-def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> Layout:
+def train_layout(strategy: TrainStrategy, spec: Decoder, grid: RankGrid) -> Layout:
     """Which rank of `grid` holds what of `spec` under this strategy. Errors: ConfigError, ModelError."""
     if isinstance(strategy, Megatron):
         from hybridflow.engines.megatron.layout import megatron_layout
 
+        assert isinstance(spec, ModelSpec)
         return megatron_layout(spec, grid, strategy.stage_layers)
     if isinstance(strategy, FSDP | ZeRO):
         return strategy_layout(strategy, spec, grid)
@@ -81,7 +84,9 @@ def train_layout(strategy: TrainStrategy, spec: ModelSpec, grid: RankGrid) -> La
 
 
 def _no_strategy(strategy: TrainStrategy) -> ConfigError:
-    return ConfigError(f"train={strategy!r} is no training strategy. Use hf.Megatron(...), hf.FSDP() or hf.ZeRO(...).")
+    return ConfigError(
+        f"train={strategy!r} is no training strategy. Use hf.Megatron(...), hf.FSDP(...) or hf.ZeRO(...)."
+    )
 
 
 def batch_temperature(batch: Batch) -> float | None:
@@ -122,8 +127,12 @@ class ModelWorker(Worker):
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
         strategy = settings["train"]
-        if not isinstance(strategy, TrainStrategy):
-            raise ConfigError(f"{cls.__name__}(train={strategy!r}): give a strategy such as hf.Megatron(tp=2).")
+        if isinstance(strategy, type) or not isinstance(strategy, TrainStrategy):
+            given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+            raise ConfigError(
+                f"{cls.__name__}(train={given}): give a strategy such as hf.Megatron(tp=2), hf.FSDP() or "
+                f"hf.ZeRO(stage=2)."
+            )
         try:
             return strategy.grid(devices)
         except PlacementError as error:
@@ -137,6 +146,7 @@ class ModelWorker(Worker):
         if isinstance(strategy, Megatron):
             spec.check_parallel(grid.p, grid.t, cls.role, strategy.stage_layers)
         else:
+            check_grid(strategy, grid, cls.role)
             check_tensor_parallel(spec, grid.t, cls.role)
         Checkpoint(settings["model"]).check(spec)
         check_lora(spec, settings)
@@ -154,8 +164,9 @@ class ModelWorker(Worker):
             )
 
     @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
-        return ModelSpec.from_checkpoint(settings["model"], cls.head)
+    def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
+        """Errors: CheckpointError, ModelError for a model that the strategy does not take."""
+        return read_spec(settings["model"], cls.head, settings["train"])
 
     @classmethod
     def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
@@ -210,7 +221,7 @@ class ModelWorker(Worker):
                 f"the checkpoint directory {model} is on the driver's machine and not on {socket.gethostname()}. "
                 f"Put it where all nodes see it under the same path."
             )
-        self.spec = ModelSpec.from_checkpoint(self.checkpoint, self.head)
+        self.spec = read_spec(self.checkpoint, self.head, train)
         self.engine = build_engine(self.context, train, self.spec, self.checkpoint, optim)
         if offload:
             self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")

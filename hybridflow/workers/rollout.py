@@ -12,15 +12,19 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.cluster.placed import Placed
-from hybridflow.config import VLLM
+from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.lora.saved import is_adapter_directory
+from hybridflow.engines.vllm.architectures import has_own_layout
 from hybridflow.engines.vllm.layout import vllm_layout
+from hybridflow.engines.vllm.probed_layout import unbuilt_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import CheckpointError, ConfigError, PlacementError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.topology import RankGrid
+from hybridflow.transformers_spec import read_spec
 from hybridflow.workers.generation import Generation, check_alone, generates
 from hybridflow.workers.model_worker import find_checkpoint
 from hybridflow.workers.worker import Worker
@@ -38,7 +42,14 @@ class RolloutWorker(Worker):
 
     @classmethod
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**settings, "model": str(find_checkpoint(settings["model"]))}
+        found = find_checkpoint(settings["model"])
+        if is_adapter_directory(found):
+            raise ConfigError(
+                f"{cls.__name__}(model={found}): these are LoRA adapters, which it does not generate with. Give it the "
+                f"model that they belong to and hf.sync_weights(actor, rollout), or what actor.save(path, merged=True) "
+                f"wrote."
+            )
+        return {**settings, "model": str(found)}
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
@@ -64,12 +75,22 @@ class RolloutWorker(Worker):
         check_alone(cls.__name__, neighbours)
 
     @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
-        return ModelSpec.from_checkpoint(settings["model"])
+    def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
+        return _spec(settings["model"])
 
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
-        return vllm_layout(cls.model_spec(settings), grid.generation())
+        spec = cls.model_spec(settings)
+        if has_own_layout(spec):
+            return vllm_layout(spec, grid.generation())
+        return unbuilt_layout(spec.tensors(), grid.generation())
+
+    @classmethod
+    def finds_layout(cls, settings: Mapping[str, Any]) -> bool:
+        return not has_own_layout(cls.model_spec(settings))
+
+    def found_layout(self) -> Layout:
+        return self.engine.layout()
 
     def __init__(
         self,
@@ -83,8 +104,7 @@ class RolloutWorker(Worker):
         checkpoint, context = Path(model), self.context
         if not checkpoint.is_dir():
             raise CheckpointError(f"the checkpoint directory {model} is on the driver's machine and not on this node.")
-        spec = ModelSpec.from_checkpoint(checkpoint)
-        self.engine = VLLMEngine(context, generate, context.grid.generation(), spec, checkpoint)
+        self.engine = VLLMEngine(context, generate, context.grid.generation(), _spec(checkpoint), checkpoint)
         self.generation, self._rests = Generation(self.engine, generate, checkpoint), offload
         if not context.unset:
             Checkpoint(checkpoint).read_into(self.engine.layout(), context.rank, self.engine.storage())
@@ -132,3 +152,8 @@ class RolloutWorker(Worker):
     def close(self) -> None:
         if (engine := getattr(self, "engine", None)) is not None:
             engine.close()
+
+
+def _spec(checkpoint: str | os.PathLike[str]) -> Decoder:
+    """Of any decoder, as a strategy that takes any would read it: nothing is trained here."""
+    return read_spec(Path(checkpoint), "lm", FSDP())

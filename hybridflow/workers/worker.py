@@ -89,6 +89,15 @@ class Worker:
         raise ConfigError(f"{cls.__name__} has no weights that could be moved.")
 
     @classmethod
+    def finds_layout(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether `weights_layout` knows the tensors only, and a rank that is built where they lie: `found_layout`."""
+        return False
+
+    def found_layout(self) -> Layout:
+        """What `weights_layout` would be if it could be known from settings alone."""
+        raise ConfigError(f"the settings of {type(self).__name__} say where its weights lie.")
+
+    @classmethod
     def check_written(cls, settings: Mapping[str, Any]) -> None:
         """Errors: ConfigError where weights may be read but not written from outside."""
 

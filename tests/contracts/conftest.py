@@ -1,4 +1,4 @@
-"""Four gloo processes for all files that train, as importing the backends in each takes longer than most tests, and
+"""Six gloo processes for all files, as importing the backends in each takes longer than most tests, and
 what transformers in one process says about the models of those files."""
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ from example_models import (
     reference_scores,
     reference_token_scores,
 )
-from rank_processes import RankProcesses
+from rank_processes import RankProcesses, World
 from train_contract import FEW_KV, OPTIMIZERS, UPDATED, UPDATES
 
 
 @pytest.fixture(scope="session")
-def started() -> Iterator[list[RankProcesses]]:
-    """The processes that run now, if any do."""
-    running: list[RankProcesses] = []
-    yield running
-    for processes in running:
-        processes.close()
+def everyone() -> Iterator[RankProcesses]:
+    made = RankProcesses(6)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
-def processes(started: list[RankProcesses]) -> RankProcesses:
-    """Those of the file before, unless something failed in them: what one file breaks is not met by the next."""
-    if started and started[-1].failed:
-        started.pop().close()
-    if not started:
-        started.append(RankProcesses(4))
-    return started[-1]
+def processes(everyone: RankProcesses) -> Iterator[RankProcesses]:
+    """Those of all files; groups that a file's engines shared end with it, and their threads with them."""
+    yield everyone
+    if not everyone.failed:
+        everyone.run(everyone.size, World.forget)
 
 
 @pytest.fixture(scope="session")

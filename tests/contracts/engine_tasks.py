@@ -39,12 +39,14 @@ def build(
     head: str = "lm",
     optimizer: config.Optimizer | None = None,
     spec: Any = None,
+    kept: bool = True,
 ) -> Any:
-    """The engine of `strategy` on the first `size` processes."""
+    """The engine of `strategy` on the first `size` processes, with the groups that are kept there or with its own."""
     module, engine = ENGINES[type(strategy)]
-    context = world.context(name, strategy.grid(size), role="critic" if head == "value" else "actor")
+    context = world.context(name, strategy.grid(size), role="critic" if head == "value" else "actor", kept=kept)
     spec = spec or spec_of(path, head)  # type: ignore[arg-type]
-    return getattr(importlib.import_module(module), engine)(context, strategy, spec, path, optimizer)
+    world.engines.append(getattr(importlib.import_module(module), engine)(context, strategy, spec, path, optimizer))
+    return world.engines[-1]
 
 
 def share(batch: Batch, grid: RankGrid, rank: int, counts: Sequence[int] | None = None) -> Batch:
@@ -81,6 +83,24 @@ def outputs(
             out = out and {**out, "token_scores": token_scores}
         found.append(out)
         engine.context.groups.close()
+        engine.close()
+    return found
+
+
+def passes(world: World, jobs: Sequence[tuple[str, Any, int, Path, str]]) -> list[dict[str, Any]]:
+    """Every output of every job's model, then one pass with gradients: they, their norm, and its metrics."""
+    found = []
+    for name, strategy, size, path, head in jobs:
+        engine, loss = build(world, name, strategy, size, path, head, config.SGD(lr=0.0, clip_grad=0)), loss_of(head)
+        rows = share(make_batch(), engine.grid, world.rank)
+        outputs = engine.forward(rows, ("values",) if head == "value" else ("entropy", "log_probs"), 0.7)
+        scores = engine.score(rows) if head == "value" else None
+        outputs = outputs and {**outputs, **({} if scores is None else {"scores": scores})}
+        metrics = engine.forward_backward(rows, loss, loss.outputs)
+        gradients = torch.cat([value.flatten() for *_, value in boxes(engine, engine.gradients())])
+        norm = engine.step()["grad_norm"]
+        found.append({"outputs": outputs, "metrics": metrics, "gradients": gradients, "norm": norm})
+        engine.close()
     return found
 
 
@@ -116,7 +136,7 @@ def side_by_side(world: World, names: Sequence[str], jobs: Sequence[tuple], size
 
     engines = [build(world, n, s, size, path, head, o) for n, (s, path, head, o) in zip(names, jobs, strict=True)]
     found: list[dict[str, Any]] = [{"norms": []} for _ in engines]
-    for step in range(2):
+    for step in range(3):
         for engine, out, (_, _, head, _) in zip(engines, found, jobs, strict=True):
             loss = loss_of(head)
             engine.forward_backward(share(make_batch(seed=step), engine.grid, world.rank), loss, loss.outputs)
@@ -271,12 +291,12 @@ def closed(world: World, name: str, strategy: Any, size: int, path: Path, optimi
     engine.offload(away)
     left = [weakref.ref(part) for part in (engine._gpt, engine._schedule, engine._optimizer, engine._buckets) if part]
     held.clear()
-    gc.freeze()
+    gc.disable()
     try:
         engine.close()
         assert not any(ref() for ref in left)
     finally:
-        gc.unfreeze()
+        gc.enable()
     engine.close()
     engine.context.groups.close()
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

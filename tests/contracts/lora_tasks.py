@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint_writer import save_checkpoint
+from hybridflow.transformers_spec import read_spec
 
 
 def boxes(engine: Any, layout: Layout, tensors: Any) -> list[tuple[str, tuple, tuple, Tensor]]:
@@ -29,7 +30,8 @@ def updates(
 ) -> dict[str, Any]:
     """Updates of adapters: gradients of the first, norms, adapters and merged weights after them, bytes, and both kinds
     of saved directories."""
-    engine = tasks.build(world, name, strategy, size, path, head, optimizer)
+    spec = read_spec(path, head, strategy)  # type: ignore[arg-type]
+    engine = tasks.build(world, name, strategy, size, path, head, optimizer, spec)
     adapters, loss = engine.adapters, loss_of(head)
     found: dict[str, Any] = {"norms": []}
     names = {region.storage for region in engine.layout().regions(engine.context.rank)} - {"score.weight"}

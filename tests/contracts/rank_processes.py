@@ -8,6 +8,7 @@ import itertools
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,28 +26,78 @@ TIMEOUT = 120.0
 THREADS = 40
 
 
+class KeptGroups(ProcessGroups):
+    """Groups of whoever computes on these ranks: one engine after the other, or several that take turns.
+
+    Making groups takes as long as most updates of a tiny model, and DTensor learns about its operations mesh by mesh.
+    """
+
+    def close(self) -> None:
+        """The next engine needs them."""
+
+
 class World:
-    """What a function running in one of the processes is given: its world rank and a way to form groups."""
+    """What a function running in one of the processes is given: its world rank and a way to form groups.
+
+    `engines` are closed when the function is done, as workers close theirs: what it forgot does not meet the next one.
+    """
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         self.rank, self.store = rank, store
+        self.engines: list[Any] = []
         self._contexts: list[RankContext] = []
+        self._kept: dict[range, KeptGroups] = {}
+        self._modules = self._forgotten = 0
 
-    def context(self, name: str, grid: RankGrid, first: int = 0, role: str = "actor") -> RankContext:
-        """This process as a rank of a model group on world ranks `first : first + grid.size`."""
-        rank = self.rank - first
-        members = range(first, first + grid.size)
-        groups = ProcessGroups(self.store, name, members, rank, CPU, TIMEOUT)
+    def context(
+        self, name: str, grid: RankGrid, first: int = 0, role: str = "actor", kept: bool = False
+    ) -> RankContext:
+        """This process as a rank of a model group on world ranks `first : first + grid.size`.
+
+        With `kept` its process groups are those of all such model groups on these ranks, instead of its own.
+        """
+        rank, members = self.rank - first, range(first, first + grid.size)
+        groups: ProcessGroups
+        if not kept:
+            groups = ProcessGroups(self.store, name, members, rank, CPU, TIMEOUT)
+        elif members in self._kept:
+            groups = self._kept[members]
+        else:
+            name = f"kept-{self._forgotten}-{members}"
+            groups = self._kept[members] = KeptGroups(self.store, name, members, rank, CPU, TIMEOUT)
         self._contexts.append(RankContext(role, rank, grid, CPU, groups))
         return self._contexts[-1]
 
     def close(self) -> None:
-        """Close the groups of all contexts: every gloo group has threads, and a file has hundreds of groups."""
+        """Close all engines, and the groups of all contexts: a gloo group has threads, and a file hundreds of groups.
+
+        What was imported lives for ever: a collector that looked at it again and again would take half of the time.
+        """
+        for engine in self.engines:
+            engine.close()
         for context in self._contexts:
             context.groups.close()
+        self.engines.clear()
         self._contexts.clear()
-        if len(os.listdir("/proc/self/task")) > THREADS:
+        if len(sys.modules) > self._modules or not gc.get_freeze_count():
             gc.collect()
+            gc.freeze()
+            self._modules = len(sys.modules)
+        elif threads() > THREADS:
+            gc.collect()
+
+    def forget(self) -> None:
+        """Close the groups that were kept."""
+        for groups in self._kept.values():
+            ProcessGroups.close(groups)
+        self._kept.clear()
+        self._forgotten += 1  # names of groups are not used again
+        gc.collect()
+
+
+def threads() -> int:
+    """Of this process."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
@@ -62,24 +113,28 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             answer = (False, traceback.format_exc())
         world.close()
         pipe.send_bytes(pickle.dumps(answer))
-    dist.destroy_process_group()
+    os._exit(0)  # nothing is left to be said, and taking an interpreter with these modules apart takes seconds
 
 
 class RankProcesses:
     """`size` processes; `run` calls a function in the first `ranks` of them and returns their results.
 
-    `failed`: some call raised or did not answer, so a rank may still wait for a peer.
+    `failed`: some call raised or did not answer, so a rank may still wait for a peer. The next call is given new
+    processes: it does not meet what that one broke.
     """
 
     def __init__(self, size: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._names = itertools.count()
+        self.size, self._names = size, itertools.count()
+        self._start()
+
+    def _start(self) -> None:
         self.failed = False
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         spawn = mp.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(size)]
+        pipes = [spawn.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            spawn.Process(target=_serve, args=(rank, size, self._store.port, theirs), daemon=True)
+            spawn.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -91,12 +146,15 @@ class RankProcesses:
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(world, *args)` in the first `ranks` processes. Raises with the traceback of the first failure."""
+        if self.failed:
+            self.close()
+            self._start()
         message = pickle.dumps((function, args))
-        before, self.failed = self.failed, True
+        self.failed = True
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(message)
         answers = self._answers(self._pipes[:ranks])
-        self.failed = before
+        self.failed = False
         return answers
 
     def _answers(self, pipes: Sequence[Connection]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from engine_tasks import build, share
 from example_models import loss_of, make_batch
-from rank_processes import World
+from rank_processes import World, threads
 from state_tasks import move, update
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -91,6 +91,22 @@ def closed(world: World, name: str, strategy: Any, size: int, path: Path, optimi
     engine.close()
     engine.context.groups.close()
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def threads_left(world: World, name: str, strategies: Sequence[Any], path: Path, optimizer: Any) -> list[int]:
+    """Threads more than before each engine was built on groups of its own, trained, and forgotten without `close`."""
+    found = []
+    for i, strategy in enumerate(strategies):
+        gc.collect()
+        before = threads()
+        engine = build(world, f"{name}-{i}", strategy, 4, path, "lm", optimizer, kept=False)
+        update(engine, world, 0)
+        engine.context.groups.close()
+        world.engines.clear()
+        del engine
+        gc.collect()
+        found.append(threads() - before)
+    return found
 
 
 def counters_follow(

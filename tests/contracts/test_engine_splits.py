@@ -27,13 +27,10 @@ SMALL = {
 WHOLE, SOME, ONE_ROW = 100_000, 48, 1  # tokens of a micro-batch
 ROWS = list(range(12))
 SPLITS = {
-    "1 rank, some rows at a time": (SOME, [ROWS]),
     "1 rank, row by row": (ONE_ROW, [ROWS]),
     "1 rank, other order": (SOME, [ROWS[::-1]]),
-    "2 ranks": (WHOLE, [ROWS[:6], ROWS[6:]]),
     "2 ranks, uneven": (SOME, [ROWS[:1], ROWS[1:]]),
     "2 ranks, balanced": (SOME, 2),
-    "4 ranks": (SOME, [ROWS[i : i + 3] for i in range(0, 12, 3)]),
     "4 ranks, balanced": (WHOLE, 4),
     "4 ranks, one without rows": (ONE_ROW, [ROWS[:5], [], ROWS[5:6], ROWS[6:]]),
 }

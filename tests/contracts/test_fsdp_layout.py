@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from fsdp_models import wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import RankProcesses, World
+from rank_processes import World
 from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Layout
@@ -154,13 +154,6 @@ def regions_of(layout: Layout) -> list:
 
 def sets_of(layout: Layout) -> list[set]:
     return [set(layout.regions(rank)) for rank in range(layout.ranks)]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankProcesses]:
-    made = RankProcesses(WORLD)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -99,11 +99,10 @@ def lora(start: Path | None, **more: Any) -> LoRA:
     return LoRA(**({"rank": RANK, "alpha": ALPHA, "targets": TARGETS, "start": start and str(start)} | more))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "kind"), [("fsdp-4", "sgd"), *((name, "adam") for name in CASES)])
 def test_updates_are_those_of_peft(processes, models, starts, expected, tmp_path, name, kind):
     more, size = CASES[name]
-    for key in KEYS:
+    for key in KEYS if name == "fsdp-4" else KEYS[:1]:
         (_, head), path, oracle = key, models[key], expected[*key, kind]
         strategy, save = FSDP(lora=lora(starts[key]), **more, **SMALL), tmp_path / head
         save.mkdir()

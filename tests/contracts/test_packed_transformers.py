@@ -119,7 +119,7 @@ def test_padded_rows_need_no_mask():
 
 def test_attention_that_is_not_ours_is_refused():
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gemma2", **SIZES)
+    config = AutoConfig.for_model("gpt_oss", **SIZES, num_local_experts=2, num_experts_per_tok=1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=register_packed_attention())
-    with pytest.raises(ModelError, match="Gemma2Attention attends with softcap, which packed attention"):
+    with pytest.raises(ModelError, match="GptOssAttention attends with s_aux, which packed attention"):
         model(torch.tensor([[3, 4, 5]]), use_cache=False)

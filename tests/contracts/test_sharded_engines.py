@@ -41,13 +41,19 @@ WAYS: dict[str, Case] = {  # of one engine to save memory, on top of the cases
 FEW = ["fsdp-4", "fsdp-2-tp-2", "hsdp-2x2", "zero-1", "zero-2"]
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
 MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
-both = pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+NAMED = ["fsdp-4", "fsdp-2-tp-2", "hsdp-2x2", "zero-1", "zero-2", "zero-3"]
+"""What is held to plain PyTorch under both optimizers; other cases under Adam, which has more state."""
+PAIRS = [("float32", ADAM), ("bfloat16", MOMENTUM)]
+pairs = pytest.mark.parametrize(("dtype", "optimizer"), PAIRS, ids=["float32-adam", "bfloat16-sgd"])
+"""Either optimizer, with main parameters apart and without: what differs is covered once."""
 
 
-def fitting(models: Any, sizes: Sizes) -> Any:
-    """Models whose kv-heads divide by t, of sizes that no rank count divides where t = 1."""
+def fitting(models: Any, name: str, sizes: Sizes) -> Any:
+    """Models whose kv-heads divide by t, of sizes that no rank count divides where t = 1. Every family is cut once
+    without tensor parallelism and once with it; what cuts them in other ways sees the same tensors."""
     kv_heads = {"qwen2-two-kv": 2, "qwen3-one-kv": 1, "thirds": 3}
-    return {key: path for key, path in models.items() if kv_heads.get(key[0], 4) % sizes[1] == 0}
+    names = {key[0] for key in models} if name in ("fsdp-4", "fsdp-2-tp-2") else {"qwen3-tied", "llama", "thirds"}
+    return {key: path for key, path in models.items() if key[0] in names and kv_heads.get(key[0], 4) % sizes[1] == 0}
 
 
 def run_updates(processes: Any, case: Case, path: Any, head: str, optimizer: Any, *more: Any) -> list[dict[str, Any]]:
@@ -59,11 +65,12 @@ def run_updates(processes: Any, case: Case, path: Any, head: str, optimizer: Any
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_those_of_transformers(processes, models, expected, name):
     strategy, sizes = CASES[name]
-    assert_outputs(processes, strategy, sizes, fitting(models, sizes), expected)
+    assert_outputs(processes, strategy, sizes, fitting(models, name, sizes), expected)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name in CASES for kind in OPTIMIZERS if name in NAMED or kind == "adam"]
+)
 def test_updates_are_those_of_plain_pytorch(processes, models, oracles, name, kind):
     for key in UPDATED:
         found = run_updates(processes, CASES[name], models[key], key[1], OPTIMIZERS[kind][0])
@@ -72,9 +79,9 @@ def test_updates_are_those_of_plain_pytorch(processes, models, oracles, name, ki
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_save_memory_change_nothing(processes, models, oracles, way):
-    for key in UPDATED:
-        found = run_updates(processes, WAYS[way], models[key], key[1], OPTIMIZERS["adam"][0])
-        assert_updates(found, oracles[*key, "adam"], models[key], key[1])
+    key = UPDATED[0]
+    found = run_updates(processes, WAYS[way], models[key], key[1], OPTIMIZERS["adam"][0])
+    assert_updates(found, oracles[*key, "adam"], models[key], key[1])
 
 
 @pytest.mark.parametrize(
@@ -82,15 +89,14 @@ def test_ways_to_save_memory_change_nothing(processes, models, oracles, way):
     [("fsdp-4", (4, 0, 2, 1)), ("fsdp-2-tp-2", (0, 7)), ("zero-2", (7, 0, 0, 0)), ("zero-1", (0, 3, 4, 0))],
 )
 def test_uneven_and_empty_local_batches(processes, models, expected, oracles, name, counts):
-    strategy, sizes = CASES[name]
-    for key in UPDATED:
-        path, head = models[key], key[1]
-        found = run_updates(processes, CASES[name], path, head, OPTIMIZERS["adam"][0], counts)
-        assert_updates(found, oracles[*key, "adam"], path, head)
-        job = (processes.name(), strategy, count(sizes), path, head, 0.7)
-        outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
-        for output, want in expected[key].items():
-            assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-4)
+    (strategy, sizes), key = CASES[name], UPDATED[name == "fsdp-4"]
+    path, head = models[key], key[1]
+    found = run_updates(processes, CASES[name], path, head, OPTIMIZERS["adam"][0], counts)
+    assert_updates(found, oracles[*key, "adam"], path, head)
+    job = (processes.name(), strategy, count(sizes), path, head, 0.7)
+    outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
+    for output, want in expected[key].items():
+        assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -102,9 +108,8 @@ def test_several_passes_before_a_step_add_up(processes, models, name):
     assert relative(halves, once) < 1e-5
 
 
-@both
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_resuming_from_a_state_changes_nothing(processes, models, optimizer, dtype):
+@pytest.mark.parametrize(("dtype", "optimizer"), [*PAIRS, ("float16", ADAM)], ids=str)
+def test_resuming_from_a_state_changes_nothing(processes, models, dtype, optimizer):
     strategy = FSDP(dtype=dtype, **SMALL)
     found = processes.run(2, tasks.resumed, processes.name(), strategy, 2, models["llama", "lm"], optimizer)
     for part in found:
@@ -117,20 +122,6 @@ def test_updates_start_from_weights_that_were_written_from_outside(processes, mo
     strategy = FSDP(tp=2, dtype=dtype, **SMALL)
     args = (processes.name(), strategy, 4, models["llama-tied", "lm"], Adam(lr=1e-3))
     assert all(processes.run(4, tasks.written_from_outside, *args))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", FEW)
-def test_16_bit_updates_follow_float32_parameters(processes, models, oracles, name, dtype):
-    """Activations and gradients are rounded to 8 (or 11) bits, parameters are not: they stay near the float32 run,
-    whose steps are 100 times what bfloat16 parameters would round away."""
-    key, (strategy, sizes) = UPDATED[0], CASES[name]
-    case = (type(strategy)(**{**vars(strategy), "dtype": dtype}), sizes)
-    found = run_updates(processes, case, models[key], key[1], OPTIMIZERS["adam"][0])
-    parameters = whole([part["parameters"] for part in found], spec_of(models[key]).tensors())
-    oracle = oracles[*key, "adam"]
-    assert relative(parameters, oracle["parameters"]) < 0.02
-    assert found[0]["norms"][0]["grad_norm"] == pytest.approx(oracle["updates"][0][0], rel=0.05)
 
 
 def test_weights_without_a_checkpoint_do_not_depend_on_the_split(processes, models):
@@ -161,8 +152,7 @@ def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothin
     assert all(same for _, _, same in found)
 
 
-@both
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pairs
 @pytest.mark.parametrize("name", FEW)
 def test_a_step_in_parts_is_the_step_in_one_go(processes, models, name, dtype, optimizer):
     (strategy, sizes), path = CASES[name], models["qwen3-tied", "lm"]
@@ -177,8 +167,7 @@ def test_a_skipped_step_yields_every_part_and_changes_nothing(processes, models,
     assert all(processes.run(4, state_tasks.skipped_in_parts, *args))
 
 
-@both
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pairs
 @pytest.mark.parametrize("name", FEW)
 def test_memory_of_layers_is_released_and_comes_back(processes, models, name, dtype, optimizer):
     strategy, sizes = CASES[name]
@@ -187,14 +176,13 @@ def test_memory_of_layers_is_released_and_comes_back(processes, models, name, dt
     processes.run(4, state_tasks.released_and_restored, *args)
 
 
-@both
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pairs
 def test_what_is_offloaded_comes_back_as_it_was(processes, models, dtype, optimizer):
     args = (processes.name(), FSDP(dtype=dtype, **SMALL), 2, models["qwen3-tied", "lm"], optimizer)
     processes.run(2, state_tasks.offloaded, *args)
 
 
 def test_an_engine_without_weights_is_filled_from_outside(processes, models):
-    for name in ("fsdp-4", "fsdp-2-tp-2", "zero-1", "zero-2"):
+    for name in ("fsdp-2-tp-2", "zero-2"):
         args = (processes.name(), CASES[name][0], 4, models["qwen3-tied", "lm"], ADAM)
         processes.run(4, state_tasks.filled_from_outside, *args)

@@ -99,8 +99,9 @@ CIRCLE = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [(ADAM, "float32"), (MOMENTUM, "bfloat16")], ids=["adam-float32", "sgd-bfloat16"]
+)
 def test_training_goes_on_in_another_backend(processes, path, optimizer, dtype):
     """Main parameters and moments are bit-equal after each move; losses are those of the run that never moved.
 
@@ -137,11 +138,23 @@ def test_step_counts_and_loss_scales_move_too(processes, path, strategies):
     assert after["loss_scale"]["scale"] == before["loss_scale"]["scale"]
 
 
-@pytest.mark.parametrize("away", [(), ("parameters", "optimizer", "gradients")], ids=["here", "away"])
-@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM, None], ids=["adam", "sgd", "none"])
+@pytest.mark.parametrize(
+    ("optimizer", "away"),
+    [(ADAM, ()), (MOMENTUM, ("parameters", "optimizer", "gradients")), (None, ("parameters",))],
+    ids=["adam-here", "sgd-away", "none-away"],
+)
 @pytest.mark.parametrize("strategy", [FSDP(tp=2), ZeRO(stage=1), ZeRO(stage=2, dtype="bfloat16")], ids=str)
 def test_close_gives_all_memory_back(processes, path, strategy, optimizer, away):
     assert processes.run(4, tasks.closed, processes.name(), strategy, 4, path, optimizer, away) == [0] * 4
+
+
+def test_closed_groups_end_with_their_threads(processes, path):
+    """Each gloo group has threads of its own, and a process may train many models one after the other. The first one
+    also starts what autograd keeps."""
+    strategies = [FSDP(**SMALL), FSDP(tp=2), FSDP(replicate=2), ZeRO(stage=1), ZeRO(stage=2), Megatron(pp=2)]
+    args = (processes.name(), strategies, path, ADAM)
+    for left in processes.run(4, tasks.threads_left, *args):
+        assert left[1:] == [0] * (len(strategies) - 1)
 
 
 @pytest.mark.parametrize(

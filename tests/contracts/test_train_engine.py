@@ -37,8 +37,14 @@ from train_contract import (
 from hybridflow.config import SGD, Adam, Megatron
 
 SMALL = sorted(s for s in itertools.product(range(1, 5), repeat=3) if s[0] * s[1] * s[2] <= 4)
-UPDATE = [(1, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
+UPDATE = [
+    *[((1, 2, 2), kind) for kind in OPTIMIZERS],
+    *[((2, 2, 1), kind) for kind in OPTIMIZERS],
+    *[((1, 1, 1), "sgd"), ((2, 1, 2), "adam"), ((1, 1, 4), "adam")],
+]
 UNEVEN = [((3, 1, 1), None), ((2, 1, 2), (1, 3)), ((2, 2, 1), (3, 1))]  # layers of the stages, of four
+
+KINDS = [("adam", "float32"), ("sgd", "bfloat16"), ("adam", "float16")]  # what 16 bits add is alike for both optimizers
 
 
 def megatron(sizes: Sizes, **settings: Any) -> Megatron:
@@ -50,7 +56,10 @@ def megatron(sizes: Sizes, **settings: Any) -> Megatron:
 def assert_megatron_outputs(
     processes: RankProcesses, models: dict[Key, Path], expected: dict[Key, Any], sizes: Sizes, **settings: Any
 ) -> None:
-    fitting = {k: path for k, path in models.items() if (k[0] == "thirds") == (3 in sizes and sizes[0] != 3)}
+    """Every family on one rank and with both numbers of tensor parallel ranks; elsewhere those with a peculiarity."""
+    thirds, every = 3 in sizes and sizes[0] != 3, not settings and sizes in ((1, 1, 1), (1, 2, 1), (1, 4, 1))
+    names = {key[0] for key in models} - {"thirds"} if every else {"qwen3-tied", "qwen2", "qwen3-one-kv"}
+    fitting = {k: path for k, path in models.items() if k[0] in ({"thirds"} if thirds else names)}
     assert_outputs(processes, megatron(sizes, **settings), sizes, fitting, expected)
 
 
@@ -59,7 +68,7 @@ def test_outputs_are_those_of_transformers(processes, models, expected, sizes):
     assert_megatron_outputs(processes, models, expected, sizes)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=str)
 def test_outputs_with_sequence_parallelism(processes, models, expected, sizes):
     assert_megatron_outputs(processes, models, expected, sizes, sequence_parallel=True)
 
@@ -69,8 +78,7 @@ def test_outputs_with_uneven_stages(processes, models, expected, sizes, stage_la
     assert_megatron_outputs(processes, models, expected, sizes, stage_layers=stage_layers)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("sizes", UPDATE, ids=str)
+@pytest.mark.parametrize(("sizes", "kind"), UPDATE, ids=str)
 def test_updates_are_those_of_plain_pytorch(processes, models, oracles, sizes, kind):
     for name, head in UPDATED:
         path = models[name, head]
@@ -79,8 +87,9 @@ def test_updates_are_those_of_plain_pytorch(processes, models, oracles, sizes, k
         assert_updates(found, oracles[name, head, kind], path, head)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(("sizes", "settings"), [((1, 4, 1), {}), ((1, 2, 2), {"sequence_parallel": True})], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "settings", "kind"), [((1, 4, 1), {}, "adam"), ((1, 2, 2), {"sequence_parallel": True}, "sgd")], ids=str
+)
 def test_updates_with_ranks_that_share_a_kv_head(processes, models, oracles, sizes, settings, kind):
     strategy = megatron(sizes, **settings)
     args = (processes.name(), strategy, count(sizes), models[FEW_KV], "lm", OPTIMIZERS[kind][0])
@@ -97,28 +106,27 @@ def test_updates_with_uneven_stages(processes, models, oracles, sizes, stage_lay
 
 @pytest.mark.parametrize("setting", ["sequence_parallel", "recompute"])
 def test_updates_with_sequence_parallelism_and_with_recomputation(processes, models, oracles, setting):
-    sizes = (2, 2, 1)
-    for name, head in UPDATED:
-        strategy = megatron(sizes, **{setting: True})
-        args = (processes.name(), strategy, count(sizes), models[name, head], head, OPTIMIZERS["adam"][0])
-        found = processes.run(count(sizes), tasks.updates, *args)
-        assert_updates(found, oracles[name, head, "adam"], models[name, head], head)
+    sizes, (name, head) = (2, 2, 1), UPDATED[0]
+    strategy = megatron(sizes, **{setting: True})
+    args = (processes.name(), strategy, count(sizes), models[name, head], head, OPTIMIZERS["adam"][0])
+    found = processes.run(count(sizes), tasks.updates, *args)
+    assert_updates(found, oracles[name, head, "adam"], models[name, head], head)
 
 
 @pytest.mark.parametrize(("sizes", "counts"), [((1, 1, 4), (4, 0, 2, 1)), ((2, 1, 2), (7, 0)), ((1, 2, 2), (0, 7))])
 def test_uneven_and_empty_local_batches(processes, models, expected, oracles, sizes, counts):
-    for name, head in UPDATED:
-        path = models[name, head]
-        args = (processes.name(), megatron(sizes), count(sizes), path, head, OPTIMIZERS["adam"][0], counts)
-        assert_updates(processes.run(count(sizes), tasks.updates, *args), oracles[name, head, "adam"], path, head)
-        job = (processes.name(), megatron(sizes), count(sizes), path, head, 0.7)
-        outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
-        for output, want in expected[name, head].items():
-            assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-4)
+    name, head = UPDATED[sizes == (1, 1, 4)]
+    path = models[name, head]
+    args = (processes.name(), megatron(sizes), count(sizes), path, head, OPTIMIZERS["adam"][0], counts)
+    assert_updates(processes.run(count(sizes), tasks.updates, *args), oracles[name, head, "adam"], path, head)
+    job = (processes.name(), megatron(sizes), count(sizes), path, head, 0.7)
+    outputs = joined([p[0] for p in processes.run(count(sizes), tasks.outputs, [job], counts)], sizes)
+    for output, want in expected[name, head].items():
+        assert torch.allclose(values_of(outputs[output]), values_of(want), atol=1e-5)
 
 
 def test_tied_embeddings_stay_bitwise_equal(processes, models):
-    for kind, sizes in itertools.product(OPTIMIZERS, [(2, 2, 1), (2, 1, 2)]):
+    for kind, sizes in zip(OPTIMIZERS, [(2, 2, 1), (2, 1, 2)], strict=True):
         args = (processes.name(), megatron(sizes), 4, models["llama-tied", "lm"], "lm", OPTIMIZERS[kind][0])
         found = processes.run(4, tasks.updates, *args)
         copies = {}
@@ -144,7 +152,8 @@ def test_two_models_with_different_sizes_train_side_by_side(processes, models, o
         parameters = whole([part[i]["parameters"] for part in found], spec_of(models[name, head], head).tensors())
         for tensor, want in oracle["parameters"].items():
             assert float((parameters[tensor] - want).abs().max()) < 1e-5, tensor
-        assert found[0][i]["norms"][1]["grad_norm"] == pytest.approx(oracle["updates"][1][0], rel=1e-5)
+        norms = [norm["grad_norm"] for norm in found[0][i]["norms"]]
+        assert norms == pytest.approx([norm for norm, _, _ in oracle["updates"]], rel=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=str)
@@ -156,8 +165,7 @@ def test_several_passes_before_a_step_add_up(processes, models, sizes):
     assert relative(halves, once) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_resuming_from_a_state_changes_nothing(processes, models, kind, dtype):
     strategy = megatron((1, 1, 2), dtype=dtype)
     found = processes.run(2, tasks.resumed, processes.name(), strategy, 2, models["llama", "lm"], OPTIMIZERS[kind][0])
@@ -166,23 +174,12 @@ def test_resuming_from_a_state_changes_nothing(processes, models, kind, dtype):
             assert straight[3].equal(resumed[3]), straight[0]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_updates_start_from_weights_that_were_written_from_outside(processes, models, dtype, kind):
     optimizer = Adam(lr=1e-3) if kind == "adam" else SGD(lr=0.01)
     strategy = megatron((2, 1, 2), dtype=dtype)
     args = (processes.name(), strategy, 4, models["llama-tied", "lm"], optimizer)
     assert all(processes.run(4, tasks.written_from_outside, *args))
-
-
-def test_16_bit_updates_follow_float32_main_parameters(processes, models, oracles):
-    """bf16 parameters alone would lose steps below 2^-9 of their size; the parameters stay near the float32 run."""
-    name, head = UPDATED[0]
-    args = (processes.name(), megatron((1, 2, 2), dtype="bfloat16"), 4, models[name, head], head, OPTIMIZERS["adam"][0])
-    found = processes.run(4, tasks.updates, *args)
-    parameters = whole([part["parameters"] for part in found], spec_of(models[name, head]).tensors())
-    assert relative(parameters, oracles[name, head, "adam"]["parameters"]) < 0.02
-    assert found[0]["norms"][0]["grad_norm"] == pytest.approx(oracles[name, head, "adam"]["updates"][0][0], rel=0.05)
 
 
 def test_weights_without_a_checkpoint_do_not_depend_on_the_split(processes, models):
@@ -229,9 +226,16 @@ def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothin
     assert all(same for _, _, same in found)
 
 
-@pytest.mark.parametrize("away", [(), ("parameters", "optimizer", "gradients")], ids=["here", "away"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adam"][0], OPTIMIZERS["sgd"][0], None], ids=["adam", "sgd", "none"])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "away"),
+    [
+        (OPTIMIZERS["adam"][0], "float16", ()),
+        (OPTIMIZERS["adam"][0], "float32", ("parameters", "optimizer", "gradients")),
+        (OPTIMIZERS["sgd"][0], "float16", ("parameters", "optimizer", "gradients")),
+        (None, "float32", ()),
+    ],
+    ids=["adam-float16-here", "adam-float32-away", "sgd-float16-away", "none-float32-here"],
+)
 def test_close_gives_all_memory_back(processes, models, optimizer, dtype, away):
     args = (processes.name(), megatron((1, 1, 2), dtype=dtype), 2, models["llama-tied", "lm"], optimizer, away)
     assert processes.run(2, tasks.closed, *args) == [0, 0]

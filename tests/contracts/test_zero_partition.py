@@ -21,8 +21,8 @@ from torch import Tensor
 from train_contract import whole
 
 from hybridflow.config import SGD, Adam
-from hybridflow.engines.megatron.units import step_groups as megatron_step_groups
-from hybridflow.engines.zero.partition import ALIGNMENT, optimizer_layout, parameter_layout, step_groups, units
+from hybridflow.engines.step_groups import step_groups
+from hybridflow.engines.zero.partition import ALIGNMENT, optimizer_layout, parameter_layout, units
 from hybridflow.model_spec import ModelSpec
 
 STAGES = [1, 2]
@@ -123,12 +123,14 @@ def test_ranks_own_every_element_once_and_equally_much(case):
 
 @settings(max_examples=60, deadline=None)
 @given(cut_models())
-def test_units_are_the_model_and_steps_go_through_it_as_other_backends_do(case):
+def test_units_are_the_model_and_parts_of_a_step_are_units(case):
     spec, _ = case
     tensors = spec.tensors()
     named = [name for unit in units(tensors) for name in unit.parameters]
     assert named == list(tensors)
-    assert step_groups(units(tensors)) == megatron_step_groups(spec, 1)
+    parts = step_groups(tensors)
+    assert sorted(name for part in parts for name in part) == sorted(tensors)
+    assert all(any(unit.parameters.keys() <= part for part in parts) for unit in units(tensors))
 
 
 def test_a_layout_of_parameters_holds_everything_everywhere():
@@ -196,9 +198,16 @@ def test_layers_in_any_order_and_layers_that_a_rank_does_not_use(processes, stag
         assert not kept, f"{kept} still have gradients of their own"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "kind", "dtype"),
+    [
+        (1, "adam", torch.float32),
+        (1, "sgd", torch.bfloat16),
+        (2, "adam", torch.bfloat16),
+        (2, "sgd", torch.float32),
+    ],
+    ids=str,
+)
 def test_steps_in_parts_are_whole_steps(processes, models, stage, kind, dtype):
     args = (models[MODELS[1]], OPTIMIZERS[kind][0], {"stage": stage, "dtype": dtype})
     assert all(processes.run(4, tasks.in_parts, processes.name(), *args))
@@ -220,8 +229,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "bfloat16")])
 def test_bytes_per_rank_are_those_of_the_papers_table(processes, even, stage, dtype):
     """Table 1 with N = 4: stage 1 keeps parameters and gradients and K/N of the optimizer's bytes, stage 2 also 1/N of
     the gradients. Gradients are float32; K is Adam's 8 bytes, and 12 with main parameters apart."""
@@ -261,16 +269,6 @@ def test_16_bit_parameters_follow_float32_main_parameters(processes, models, sta
         assert part["written"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16_updates_stay_near_those_of_float32(processes, models, oracles, stage):
-    model, optimizer = MODELS[1], OPTIMIZERS["adam"][0]
-    settings = {"stage": stage, "dtype": torch.bfloat16}
-    found = processes.run(4, tasks.updates, processes.name(), models[model], "lm", optimizer, settings)[0]
-    oracle = oracles[(*model, "adam")]
-    assert relative(found["parameters"], oracle["state"]["main"]) < 0.02
-    assert found["results"][0]["grad_norm"] == pytest.approx(oracle["norms"][0], rel=0.05)
-
-
 def test_float16_gradients_are_scaled(processes, models, oracles):
     model, optimizer = MODELS[1], OPTIMIZERS["adam"][0]
     settings = {"stage": 2, "dtype": torch.float16}
@@ -280,16 +278,17 @@ def test_float16_gradients_are_scaled(processes, models, oracles):
     assert found["scale"]["scale"]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "kind"), [(1, "adam"), (2, "sgd")])
 def test_state_in_host_memory_changes_nothing(processes, models, stage, kind):
     args = (models[MODELS[0]], OPTIMIZERS[kind][0], stage)
     assert all(processes.run(4, tasks.offloaded, processes.name(), *args))
 
 
-@pytest.mark.parametrize("away", [False, True])
-@pytest.mark.parametrize("more", [{}, {"dtype": torch.bfloat16}, {"offload": True}], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "more", "away"),
+    [(1, {}, True), (1, {"offload": True}, False), (2, {"dtype": torch.bfloat16}, False), (2, {"offload": True}, True)],
+    ids=str,
+)
 def test_close_gives_all_memory_back(processes, models, stage, more, away):
     args = (models[MODELS[1]], {"stage": stage, **more}, away)
     assert processes.run(4, tasks.left_after_close, processes.name(), *args) == [0] * 4
@@ -308,8 +307,7 @@ def test_models_without_memory_and_models_that_do_not_train(processes, models):
 # State
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "kind"), [(1, "sgd"), (2, "adam")])
 def test_state_moves_between_numbers_of_ranks(processes, models, stage, kind):
     path = models[MODELS[1]]
     found = processes.run(4, tasks.moved, processes.name(), path, OPTIMIZERS[kind][0], stage)

@@ -92,7 +92,7 @@ def assert_outputs(
             if isinstance(want, Ragged):
                 assert got.offsets.equal(want.offsets)
             difference = float((values_of(got) - values_of(want)).abs().max())
-            assert difference < 1e-4, f"{key} {name}: {difference}"
+            assert difference < 1e-5, f"{key} {name}: {difference}"
 
 
 def assert_updates(found: list[dict[str, Any]], oracle: dict[str, Any], path: Path, head: str) -> None:

@@ -23,7 +23,8 @@ from hybridflow.engine3d.transfer import execute
 from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.loss_scale import LossScale
 from hybridflow.engines.shard_optimizer import ShardOptimizer
-from hybridflow.engines.zero.partition import optimizer_layout, step_groups, units
+from hybridflow.engines.step_groups import step_groups
+from hybridflow.engines.zero.partition import optimizer_layout
 from hybridflow.engines.zero.shards import ZeroShards
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.topology import RankGrid
@@ -48,12 +49,12 @@ class Trained:
         **settings: Any,
     ) -> None:
         self.head, self.tensors = head, spec_of(path, head).tensors()
-        self.context = world.context(name, RankGrid(d=ranks))
+        self.context = world.context(name, RankGrid(d=ranks), kept=True)
         self.model: Any = load_model(path, head).to(dtype)
         self.shards = ZeroShards(self.context, self.model, self.tensors, **settings)
         flat = [name for name, shape in self.tensors.items() if len(shape) == 1]
         scale = LossScale() if dtype == torch.float16 else None
-        self.optimizer = ShardOptimizer(optimizer, self.shards, flat, step_groups(units(self.tensors)), scale)
+        self.optimizer = ShardOptimizer(optimizer, self.shards, flat, step_groups(self.tensors), scale)
 
     def backward(self, seed: int = 0, counts: Sequence[int] | None = None, scale: float = 1.0) -> None:
         """The gradients of a mini-batch, of which some ranks and micro-batches have no rows."""
@@ -166,15 +167,15 @@ def bytes_held(world: World, name: str, path: Path, dtype: str, optimizer: Any, 
     trained = Trained(world, name, path, "lm", optimizer, dtype=getattr(torch, dtype), stage=stage)
     trained.update(0)
     held, gradients, during = _live_bytes(), trained.shards._gradients.memory.total_bytes, [0]
-    parameters = list(trained.model.parameters())
+    parameters, known = list(trained.model.parameters()), []
     for parameter in parameters:  # hooks run in the order in which they were registered
-        parameter.register_post_accumulate_grad_hook(lambda _: during.append(_live_bytes(parameters)))
+        parameter.register_post_accumulate_grad_hook(lambda _: during.append(_live_bytes(parameters, known)))
     trained.shards.before_backward()
     scalar = trained.model(torch.zeros(1, 1, dtype=torch.int64)).logits.float().sum()
-    gc.freeze()  # what is there now is not looked at
+    known.extend(gc.get_objects())  # what is there now is not looked at
     scalar.backward()
     trained.shards.after_pass()
-    gc.unfreeze()
+    known.clear()
     del scalar
     after = _live_bytes()
     trained.close()
@@ -183,12 +184,15 @@ def bytes_held(world: World, name: str, path: Path, dtype: str, optimizer: Any, 
     return {"held": held - gone, "again": after - gone, "gradients": gradients, "added": max(during)}
 
 
-def _live_bytes(parameters: Sequence[Tensor] = ()) -> int:
-    """Of the storages of all tensors that the collector knows, and of the gradients of `parameters`."""
+def _live_bytes(parameters: Sequence[Tensor] = (), known: Sequence[Any] = ()) -> int:
+    """Of the storages of all tensors that the collector knows, without those `known`, and of the gradients of
+    `parameters`."""
     if not parameters:
         gc.collect()
+    before = {id(thing) for thing in known}
     # some things answer `isinstance` with warnings
-    found: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
+    every = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
+    found: list[Any] = [thing for thing in every if id(thing) not in before]
     storages = [tensor.untyped_storage() for tensor in [*found, *(p.grad for p in parameters)] if tensor is not None]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 

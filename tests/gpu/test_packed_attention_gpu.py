@@ -25,11 +25,13 @@ def by_definition(q, k, v, lengths, window):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-def test_packed_attention_is_its_definition(dtype, window, heads):
+@pytest.mark.parametrize(("heads", "width"), [((4, 4), 64), ((8, 2), 64), ((4, 4), 32)])
+def test_packed_attention_is_its_definition(dtype, window, heads, width):
+    """`width` is that of the values; latent attention has them narrower than queries and keys."""
     lengths, device = [7, 1, 130, 130, 64], torch.device("cuda", 0)
     torch.manual_seed(0)
-    made = [torch.randn(sum(lengths), n, 64, device=device) for n in (heads[0], heads[1], heads[1], heads[0])]
+    sizes = [(heads[0], 64), (heads[1], 64), (heads[1], width), (heads[0], width)]
+    made = [torch.randn(sum(lengths), *size, device=device) for size in sizes]
     rounded = [x.to(dtype) for x in made]
     ours, theirs = ([x.to(kind).requires_grad_() for x in rounded[:3]] for kind in (dtype, torch.float32))
     found = packed_attention(*ours, Sequences.of(lengths).to(device), window)

@@ -20,7 +20,6 @@ from tests.tiny_models import make_prompts, make_rows
 LORA = hf.LoRA(rank=4, alpha=8, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 # training, t_g of generation and what waits in host memory: cut as training is, and not; copied and shared weights
 PLACEMENTS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
-    "fsdp": (hf.FSDP(lora=LORA), 1, ()),
     "fsdp-parked": (hf.FSDP(lora=LORA), 2, ("generation", "optimizer")),
     "hsdp": (hf.FSDP(replicate=2, lora=LORA), 4, ("generation",)),
     "shared": (hf.FSDP(replicate=4, lora=LORA), 1, ("generation",)),  # every rank trains and generates the whole model

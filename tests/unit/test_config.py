@@ -36,6 +36,7 @@ def test_a_wrong_name_gets_the_nearest_setting():
         (lambda: Adam(lr=1, warmup_steps=1.5), "warmup_steps=1.5"),
         (lambda: SGD(lr=1, momentum=-0.1), "momentum"),
         (lambda: Megatron(tp=0), "tp=0"),
+        (lambda: Megatron(packed="no"), r"Megatron\(packed='no'\): give True or False"),
         (lambda: Megatron(pp=True), "pp=True"),
         (lambda: Megatron(micro_tokens=0), "micro_tokens=0"),
         (lambda: Megatron(pp=2, stage_layers=(3,)), r"stage_layers=\(3,\).* each of the pp=2 stages"),

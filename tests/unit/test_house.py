@@ -23,7 +23,7 @@ LAYERS = (
     ("topology",),
     ("ragged", "rows", "columns"),
     ("config", "settings"),
-    ("model_spec",),
+    ("model_spec", "causality", "transformers_spec"),
     ("batch", "batch_records", "batch_display"),
     ("placement",),
     ("protocols",),

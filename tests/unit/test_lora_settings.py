@@ -47,7 +47,11 @@ def test_targets_that_match_nothing_are_named(target):
         ({"dropout": 1.0}, "dropout"),
         ({"targets": ()}, "targets"),
         ({"targets": (3,)}, "targets"),
+        ({"targets": 5}, r"LoRA\(targets=5\): give a list"),
         ({"alpha": -1}, "alpha"),
+        ({"alpha": 0}, r"alpha=0\): must be above 0"),
+        ({"start": 3}, r"start=3\): give a directory"),
+        ({"start": ""}, r"start=''\): give a directory"),
         ({"ranks": 3}, "Did you mean 'rank'"),
     ],
 )
@@ -86,9 +90,19 @@ def test_saved_adapters_say_what_they_are(tmp_path):
         {"use_rslora": True},
         {"bias": "all"},
         {"rank_pattern": {"q_proj": 3}},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq"},
+        {"init_lora_weights": "corda"},
         {"modules_to_save": ["embed_tokens"]},
         {"target_modules": ".*_proj"},
         {"target_modules": None},
+        {"target_modules": ["q_proj", 3]},
+        {"target_modules": 3},
+        {"target_modules": {"q_proj": 1}},
+        {"base_model_name_or_path": 3},
+        {"modules_to_save": ["score", 3]},
         {"base_model_name_or_path": None},
     ],
 )
@@ -96,6 +110,19 @@ def test_adapters_that_would_compute_something_else_are_refused(tmp_path, more):
     (tmp_path / "adapter_config.json").write_text(json.dumps(SAVED | more))
     with pytest.raises(CheckpointError, match=next(iter(more))):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("r", "16"), ("r", 0), ("lora_alpha", None), ("lora_dropout", 1)])
+def test_adapters_of_impossible_sizes_are_refused(tmp_path, name, value):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SAVED | {name: value}))
+    with pytest.raises(CheckpointError, match=rf"adapter_config\.json .*{value!r}"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("begin", [True, False, None, "gaussian"])
+def test_how_adapters_of_the_same_model_began_is_all_the_same(tmp_path, begin):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SAVED | {"init_lora_weights": begin}))
+    assert read_config(tmp_path)[1].rank == 4
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"r": 3}'])

@@ -132,3 +132,20 @@ def test_what_one_name_offloaded_survives_the_release_of_the_others():
     memory.release(["k"])
     memory.acquire(["q"])
     assert tensors["q"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_waits_elsewhere_stays_there():
+    """Parameters of a model on CUDA that FSDP2 keeps in host memory are nothing that device memory could be had from,
+    and their storage is not resized: it is pinned, and belongs to whoever copies from it."""
+    waiting, here = torch.ones(4), torch.ones(3, device="meta")
+    memory = Residency({"waiting": waiting, "here": here}, device=torch.device("meta"))
+    assert memory.total_bytes == 12
+    memory.release()
+    assert waiting.untyped_storage().nbytes() == 16
+    assert memory.resident("waiting")
+    assert not memory.resident("here")
+    memory = Residency({"waiting": waiting}, device=torch.device("cuda"))
+    memory.offload()
+    assert memory.total_bytes == memory.resident_bytes == 0
+    assert memory.acquire() == set()
+    assert waiting.eq(1).all()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridflow as hf
-from hybridflow.engines.fsdp.host_memory import bytes_kept, require_host_memory
+from hybridflow.engines.fsdp.host_memory import available, bytes_kept, require_host_memory
 from hybridflow.engines.fsdp.layout import fsdp_layout, strategy_layout
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.errors import ConfigError, PlacementError
@@ -58,6 +58,11 @@ def test_zero_keeps_parameters_whole_until_stage_3():
     [
         (lambda: hf.FSDP(tp=0), ConfigError, r"FSDP\(tp=0\): must be a whole number of at least 1"),
         (lambda: hf.FSDP(replicas=2), ConfigError, "FSDP has no setting 'replicas'"),
+        (lambda: hf.FSDP(pp=2), ConfigError, r"no setting 'pp'\..*hf\.Megatron\(pp=...\) has pipeline stages"),
+        (lambda: hf.FSDP(stage=2), ConfigError, r"no setting 'stage'\..*hf\.ZeRO\(stage=...\)"),
+        (lambda: hf.ZeRO(stage=2, tp=2), ConfigError, r"no setting 'tp'\..*hf\.FSDP\(tp=...\)"),
+        (lambda: hf.ZeRO(stage=2, lora=None), ConfigError, r"no setting 'lora'\. hf\.FSDP\(lora=...\)"),
+        (lambda: hf.ZeRO(stages=2), ConfigError, "no setting 'stages'. Did you mean 'stage'"),
         (lambda: hf.FSDP(offload="all"), ConfigError, r"FSDP\(offload='all'\): give True or False"),
         (lambda: hf.FSDP(dtype="bf16"), ConfigError, r"FSDP\(dtype='bf16'\) is unknown"),
         (lambda: hf.FSDP(dp=4, replicate=3), PlacementError, r"replicate=3\).*dp=4.*Use replicate in \[1, 2, 4\]"),
@@ -68,10 +73,12 @@ def test_zero_keeps_parameters_whole_until_stage_3():
             r"FSDP\(tp=3\) needs p\*t\*d = 1\*3\*1 = 3 devices, the pool has 4",
         ),
         (lambda: hf.FSDP(dp=3).grid(4), PlacementError, r"Use FSDP\(tp=1, dp=4\)"),
+        (lambda: hf.FSDP(dp=2, replicate=2).grid(4), PlacementError, r"Use FSDP\(tp=1, replicate=2, dp=4\)"),
+        (lambda: hf.FSDP(dp=2, replicate=2).grid(5), PlacementError, r"FSDP\(tp=1, replicate=2\) on 4 devices"),
         (
             lambda: hf.ZeRO(dp=3, stage=1).grid(4),
             PlacementError,
-            r"ZeRO\(dp=3\) needs .* Use ZeRO\(dp=4\)",
+            r"ZeRO\(stage=1, dp=3\) needs .* Use ZeRO\(stage=1, dp=4\)",
         ),
         (lambda: hf.ZeRO(stage=4), ConfigError, r"ZeRO\(stage=4\): must be 1 \(optimizer state\), 2 .* or 3"),
         (lambda: hf.ZeRO(stage=True), ConfigError, "stage=True"),
@@ -113,3 +120,18 @@ def test_offloading_needs_host_memory():
 )
 def test_bytes_in_host_memory(strategy, optimizer, expected):
     assert bytes_kept(strategy, torch.bfloat16, optimizer, ranks=4) == expected
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path):
+    machine, group = tmp_path / "meminfo", tmp_path / "group"
+    assert available(machine, group) is None
+    machine.write_text("MemTotal: 900 kB\nMemAvailable:  800 kB\n")
+    assert available(machine, group) == 800 * 1024
+    group.mkdir()
+    for name, text in (("max", "max\n"), ("current", "300000\n"), ("stat", "anon 5\ninactive_file 50000\n")):
+        (group / f"memory.{name}").write_text(text)
+    assert available(machine, group) == 800 * 1024
+    (group / "memory.max").write_text("500000\n")
+    assert available(machine, group) == 500000 - 300000 + 50000
+    (group / "memory.max").write_text("200000\n")
+    assert available(machine, group) == 0

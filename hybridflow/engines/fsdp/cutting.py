@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from hybridflow.config import FSDP, ZeRO
+from hybridflow.engines.causal_model import CausalModel
 from hybridflow.engines.fsdp.dtensors import canonical_name
 from hybridflow.engines.fsdp.layout import strategy_layout
-from hybridflow.engines.fsdp.sharded import Sharded
+from hybridflow.engines.fsdp.parts import views
+from hybridflow.engines.fsdp.sharded import Sharded, Views
 from hybridflow.engines.lora.adapters import Adapters
-from hybridflow.engines.lora.targets import adapter_tensors, trained_tensors
+from hybridflow.engines.lora.targets import adapter_names, adapter_tensors, trained_tensors
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shards import Shards
 from hybridflow.engines.token_model import TokenModel
 from hybridflow.engines.zero.shards import ZeroShards
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
+from hybridflow.transformers_spec import TransformersSpec
 
 
-def cut(context: RankContext, strategy: FSDP | ZeRO, spec: ModelSpec, dtype: torch.dtype, trains: bool) -> Shards:
+def cut(context: RankContext, strategy: FSDP | ZeRO, spec: Decoder, dtype: torch.dtype, trains: bool) -> Shards:
     """The model, its weights undefined. FSDP keeps in float32 what is trained, and only what computes is in `dtype`."""
     lora = strategy.lora if isinstance(strategy, FSDP) else None
     whole = isinstance(strategy, ZeRO) and strategy.stage < 3
     kept = torch.float32 if trains and not whole and lora is None else dtype
-    model = TokenModel(spec, kept, recompute=strategy.recompute and trains, lora=lora)
+    make = CausalModel if isinstance(spec, TransformersSpec) else TokenModel
+    model: Any = make(spec, kept, recompute=strategy.recompute and trains, lora=lora)  # type: ignore[arg-type]
     model.requires_grad_(trains)
     if lora is not None:
-        trained = trained_tensors(spec, lora)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trains and canonical_name(name) in trained)
+        trained, renamed = trained_tensors(spec, lora), adapter_names(spec, lora)
+        for full, parameter in model.named_parameters():
+            name = canonical_name(full)
+            parameter.requires_grad_(trains and renamed.get(name, name) in trained)
     if isinstance(strategy, ZeRO) and strategy.stage < 3:
-        shards = ZeroShards(context, model, spec.tensors(), stage=strategy.stage, offload=strategy.offload)
+        shards = ZeroShards(context, model, spec.tensors(), spec.parts, stage=strategy.stage, offload=strategy.offload)
         model.make_buffers(context.device)
         return shards
+    views = _views(strategy, spec, context)
     if isinstance(strategy, ZeRO):
         strategy = FSDP(dp=strategy.dp, reduce_often=True, offload=strategy.offload)
     mixed = dtype != kept or (lora is not None and dtype != torch.float32)  # adapters are float32
-    return Sharded(context, strategy, model, dtype if mixed else None)
+    return Sharded(context, strategy, model, dtype if mixed else None, views)
 
 
-def parameters(strategy: FSDP | ZeRO, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _views(strategy: FSDP | ZeRO, spec: Decoder, context: RankContext) -> Views:
+    """The canonical tensors of each parameter on this rank."""
+    parts, tensors = spec.parts, spec.tensors()
+    regions = strategy_layout(strategy, spec, context.grid).regions(context.rank) if parts else ()
+    boxes = {region.box.tensor: region.box for region in regions}
+    lora = strategy.lora if isinstance(strategy, FSDP) else None
+    renamed = adapter_names(spec, lora) if lora else {}
+
+    def of(name: str, local: Tensor) -> dict[str, Tensor]:
+        return views(local, boxes, tensors, parts[name]) if name in parts else {renamed.get(name, name): local}
+
+    return of
+
+
+def parameters(strategy: FSDP | ZeRO, spec: Decoder) -> dict[str, tuple[int, ...]]:
     """Canonical names and shapes of everything that the model has, adapters at the end."""
     lora = strategy.lora if isinstance(strategy, FSDP) else None
     return spec.tensors() | (adapter_tensors(spec, lora) if lora else {})
 
 
-def adapters_of(context: RankContext, strategy: FSDP | ZeRO, spec: ModelSpec, shards: Shards) -> Adapters | None:
+def adapters_of(context: RankContext, strategy: FSDP | ZeRO, spec: Decoder, shards: Shards) -> Adapters | None:
     """The adapters in a model that was cut; None without LoRA."""
     if not isinstance(strategy, FSDP) or not isinstance(shards, Sharded) or strategy.lora is None:
         return None
@@ -59,6 +82,6 @@ def adapters_of(context: RankContext, strategy: FSDP | ZeRO, spec: ModelSpec, sh
         layout,
         storage={name: held[name] for name in layout.tensors},
         weights=shards.storage,
-        decoder=shards.model.model,
+        decoder=shards.model.decoder,
         peers=range(first, first + size),
     )

@@ -32,11 +32,11 @@ from hybridflow.engines.micro_batches import MicroBatch, Split, in_order
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.replicas import Replicas
 from hybridflow.engines.shard_optimizer import ShardOptimizer
+from hybridflow.engines.step_groups import step_groups
 from hybridflow.engines.token_outputs import Positions, TokenOutputs
 from hybridflow.engines.weights import initialise, load, load_local
-from hybridflow.engines.zero.partition import step_groups, units
 from hybridflow.errors import ConfigError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 from hybridflow.ragged import Ragged
 
 Outputs = dict[str, Ragged]
@@ -49,8 +49,8 @@ class FSDPEngine:
     is cut, and with `UNSET` they are left undefined. A value model whose checkpoint has no `score.weight` starts with
     zeros there. No rank ever holds the whole model.
 
-    Errors: ModelError when the model does not divide by tp, CheckpointError for a bad checkpoint, ConfigError for
-    `offload` without the host memory for it.
+    Errors: ModelError when the model does not divide by tp, CheckpointError for a bad checkpoint, ConfigError (with
+    several ranks a WorkerError of that cause, on all of them) for `offload` without the host memory for it.
     """
 
     _shards: Any = None  # these are None before they are built and once they are closed
@@ -62,7 +62,7 @@ class FSDPEngine:
         self,
         context: RankContext,
         strategy: config.FSDP | config.ZeRO,
-        spec: ModelSpec,
+        spec: Decoder,
         checkpoint: str | Path | Unset | None = None,
         optimizer: config.Optimizer | None = None,
     ) -> None:
@@ -71,14 +71,15 @@ class FSDPEngine:
         self.device = context.device
         self._dtype = _dtype(strategy, context.device)
         self._layout = strategy_layout(strategy, spec, self.grid)
-        require_host_memory(context, strategy, self._layout, self._dtype, optimizer)
-        self._step_groups = step_groups(units(parameters(strategy, spec)))
+        if strategy.offload:  # nobody allocates before all ranks of its node have looked at what is free
+            agree(context, partial(require_host_memory, context, strategy, self._layout, self._dtype, optimizer))
+        self._step_groups = step_groups(parameters(strategy, spec))
         self._replicas = Replicas(context)
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": to be completed before a step
         try:
             self._build(optimizer)
             if checkpoint is None:
-                initialise(self._layout, context.rank, self.storage())
+                initialise(self._layout, context.rank, self.storage(), spec.zeros)
             elif not isinstance(checkpoint, Unset):
                 load(checkpoint, spec, self._layout, context.rank, self.storage())
             if self.adapters is not None:
@@ -95,7 +96,8 @@ class FSDPEngine:
         columns = -(-spec.vocab // self.grid.t)
         first = min(spec.vocab, columns * context.coords.t)
         group = context.groups.new("tp", self.grid.group(context.rank, "t"))
-        split = Split(strategy.micro_tokens, vocab=spec.vocab, packed=strategy.packed, cost=spec.cost)
+        packing = {"packed": strategy.packed, "single": not shards.model.packable}
+        split = Split(strategy.micro_tokens, vocab=spec.vocab, cost=spec.cost, **packing)
         vocabulary = (first, min(spec.vocab, first + columns))
         self._tokens = TokenOutputs(context.role, spec, split, vocabulary, group)
         if optimizer:
@@ -150,7 +152,7 @@ class FSDPEngine:
     def _compute(self, micro: MicroBatch) -> Tensor:
         """What the head gives at the positions of a micro-batch, [N or 1, columns]."""
         here = micro.to(self.device)
-        return self._shards.model(here.ids, here.index, here.positions, here.sequences)
+        return self._shards.model(here.ids, here.index, here.positions, here.sequences).flatten(0, -2)
 
     # Training
 

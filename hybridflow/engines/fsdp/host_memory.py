@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from hybridflow import config
@@ -27,7 +29,7 @@ def require_host_memory(
 
     Errors: ConfigError.
     """
-    free = _available() if free is None else free
+    free = available() if free is None else free
     if not strategy.offload or free is None:
         return
     nodes = context.nodes or (0,) * context.grid.size
@@ -56,10 +58,25 @@ def bytes_kept(
     return 4.0 * (2 + moments)
 
 
-def _available() -> int | None:
+def available(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that a process can still have here: of the machine, or of the container that it runs in if that is less."""
+    found = [size for size in (_of_machine(meminfo), _of_container(group)) if size is not None]
+    return min(found, default=None)
+
+
+def _of_machine(meminfo: Path) -> int | None:
     try:
-        with open("/proc/meminfo") as lines:
-            found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+        lines = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
     except OSError:
         return None
-    return int(found[0][1]) * 1024 if found else None
+    return int(lines[0][1]) * 1024 if lines else None
+
+
+def _of_container(group: Path) -> int | None:
+    """What control group v2 leaves; pages of files that nobody uses are given back when they are needed."""
+    try:
+        limit, used = ((group / f"memory.{what}").read_text().strip() for what in ("max", "current"))
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - int(used) + int(pages.get("inactive_file", 0)))

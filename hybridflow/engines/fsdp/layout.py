@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from hybridflow.config import FSDP, ZeRO
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engines.fsdp.parts import boxes_of, parameter_shapes
 from hybridflow.engines.lora.targets import trained_tensors
 from hybridflow.engines.zero.partition import optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder, ModelSpec, Part
 from hybridflow.topology import RankGrid
 
 # the dimension that tensor parallelism cuts: outputs of the first linear layer of a pair, inputs of the second
@@ -44,7 +45,7 @@ def tensor_parallel_dim(tensor: str) -> int | None:
 
 
 def fsdp_layout(
-    model: ModelSpec | Mapping[str, tuple[int, ...]],
+    model: Decoder | Mapping[str, tuple[int, ...]],
     shard: int,
     *,
     replicate: int = 1,
@@ -62,38 +63,54 @@ def fsdp_layout(
     for name, size in (("shard", shard), ("replicate", replicate), ("tp", tp)):
         if type(size) is not int or size < 1:
             raise PlacementError(f"FSDP mesh size {name}={size!r} must be a whole number of at least 1.")
-    tensors = dict(model.tensors() if isinstance(model, ModelSpec) else model)
+    tensors, parts = (dict(model), {}) if isinstance(model, Mapping) else (model.tensors(), model.parts)
     ranks = range(replicate * shard * tp)
     rows, columns = Axis(shard, tuple(r // tp % shard for r in ranks)), Axis(tp, tuple(r % tp for r in ranks))
     cuts: dict[str, list[Cut]] = {}
-    for name in tensors:
+    for name in parameter_shapes(tensors, parts):
         dim = tp_dim(name)
         cuts[name] = [(columns, dim), (rows, 0)] if tp > 1 and dim is not None else [(rows, 0)]
-    return cut_layout(tensors, len(ranks), cuts)
+    return cut_layout(tensors, len(ranks), cuts, parts)
 
 
-def strategy_layout(strategy: FSDP | ZeRO, spec: ModelSpec, grid: RankGrid, *, state: bool = False) -> Layout:
+def strategy_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, *, state: bool = False) -> Layout:
     """Which rank of `grid` holds what of `spec` under a strategy, or with `state` what of the optimizer's state.
 
     With LoRA that is the state of other tensors: of those that are trained.
 
-    Errors: ModelError when tensor parallel ranks cannot share the model; ConfigError for a target of LoRA that matches
-    nothing.
+    Errors: PlacementError for a grid of other sizes than the strategy's; ModelError when tensor parallel ranks cannot
+    share the model; ConfigError for a target of LoRA that matches nothing.
     """
+    check_grid(strategy, grid)
     check_tensor_parallel(spec, grid.t)
     if isinstance(strategy, ZeRO):
         if strategy.stage < 3:
-            return optimizer_layout(spec.tensors(), grid.d) if state else parameter_layout(spec.tensors(), grid.d)
+            return (
+                optimizer_layout(spec.tensors(), grid.d, spec.parts)
+                if state
+                else parameter_layout(spec.tensors(), grid.d)
+            )
         return fsdp_layout(spec, grid.d)
     held = trained_tensors(spec, strategy.lora) if strategy.lora and state else spec
     return fsdp_layout(held, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
 
 
-def check_tensor_parallel(spec: ModelSpec, tp: int, role: str = "the model") -> None:
+def check_grid(strategy: FSDP | ZeRO, grid: RankGrid, role: str = "the model") -> None:
+    """Errors: PlacementError when `grid`, which may be a caller's own, is not how the strategy cuts its ranks: both say
+    how a model is cut, and where they differ no rank would hold what its peers believe it does."""
+    fits = strategy.grid(grid.size)
+    if (grid.p, grid.t, grid.d) != (fits.p, fits.t, fits.d):
+        raise PlacementError(
+            f"{role} has a grid of its own, p={grid.p}, t={grid.t}, d={grid.d}, on which {strategy} cannot be laid "
+            f"out: its {grid.size} ranks are p={fits.p}, t={fits.t}, d={fits.d}. Leave grid= out, or use hf.Megatron()."
+        )
+
+
+def check_tensor_parallel(spec: Decoder, tp: int, role: str = "the model") -> None:
     """Errors: ModelError when heads, kv-heads or MLP columns do not divide by `tp`: transformers' attention has no
     kv-head that several ranks share."""
     spec.check_parallel(1, tp, role)
-    if spec.kv_heads % tp:
+    if isinstance(spec, ModelSpec) and spec.kv_heads % tp:
         sizes = [n for n in range(1, spec.kv_heads + 1) if not (spec.kv_heads % n or spec.intermediate % n)]
         raise ModelError(
             f"{role} has {spec.kv_heads} kv-heads, which do not divide by tp={tp}. Use FSDP(tp=) in {sizes}, or "
@@ -101,16 +118,27 @@ def check_tensor_parallel(spec: ModelSpec, tp: int, role: str = "the model") -> 
         )
 
 
-def cut_layout(tensors: Mapping[str, tuple[int, ...]], ranks: int, cuts: Mapping[str, Sequence[Cut]]) -> Layout:
-    """The layout in which each rank holds what `cuts`, in this order, leave it of each tensor, as a tensor of its own.
+def cut_layout(
+    tensors: Mapping[str, tuple[int, ...]],
+    ranks: int,
+    cuts: Mapping[str, Sequence[Cut]],
+    parts: Mapping[str, Part] | None = None,
+) -> Layout:
+    """The layout in which each rank holds what `cuts`, in this order, leave it of each parameter, as a tensor of its
+    own; of `parts` (by parameter) each canonical tensor is one.
 
-    A tensor that is never cut is held whole by all. Chunks without elements belong to no region.
+    A parameter that is never cut is held whole by all. Chunks without elements belong to no region.
     """
+    parts = parts or {}
     axes = tuple(dict.fromkeys(axis for several in cuts.values() for axis, _ in several))
+    parameters = parameter_shapes(tensors, parts)
+    order = {name: at for at, name in enumerate(tensors)}
 
     def regions(rank: int) -> list[Region]:
-        boxes = ((name, _box(name, shape, cuts.get(name, ()), rank)) for name, shape in tensors.items())
-        return [Region(box, name, (0,) * len(box.start)) for name, box in boxes if box.numel]
+        held = (_box(name, shape, cuts.get(name, ()), rank) for name, shape in parameters.items())
+        boxes = [box for whole in held if whole.numel for box in boxes_of(whole, tensors, parts.get(whole.tensor))]
+        boxes.sort(key=lambda box: order[box.tensor])
+        return [Region(box, box.tensor, (0,) * len(box.start)) for box in boxes]
 
     return Layout(tensors, ranks, regions, lambda rank: tuple(axis.index[rank] for axis in axes))
 

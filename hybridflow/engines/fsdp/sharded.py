@@ -5,18 +5,20 @@ Losses are shares of a global sum, so gradients are added up over data parallel 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from hybridflow.config import FSDP
 from hybridflow.engine3d.residency import Residency
+from hybridflow.engines.causal_model import CausalModel
 from hybridflow.engines.fsdp.dtensors import canonical_name, local_tensor
 from hybridflow.engines.fsdp.layout import tensor_parallel_dim
 from hybridflow.engines.fsdp.mesh import make_mesh
@@ -28,6 +30,15 @@ from hybridflow.engines.token_model import TokenModel
 _PER_HEAD = (".q_norm.weight", ".k_norm.weight")  # of all ranks, but each rank sees the gradient of its own heads
 
 
+Views = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""What this rank holds of a parameter (its name, the local tensor), as canonical tensors that share its memory."""
+
+
+def itself(name: str, local: Tensor) -> dict[str, Tensor]:
+    """Views of a parameter that is a canonical tensor."""
+    return {name: local}
+
+
 class Sharded:
     """Fulfils `engines.shards.Shards`.
 
@@ -35,10 +46,18 @@ class Sharded:
 
     `storage` are those parts by canonical name, in memory that stays the same; their contents are undefined. Adapters
     are in `adapters` instead. Parameters that need no gradient are frozen.
-    `compute` is the dtype that layers compute in, where parameters have another.
+    `compute` is the dtype that layers compute in, where parameters have another; `views` are the canonical tensors of
+    each parameter.
     """
 
-    def __init__(self, context: RankContext, strategy: FSDP, model: TokenModel, compute: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        strategy: FSDP,
+        model: TokenModel | CausalModel,
+        compute: torch.dtype | None,
+        views: Views = itself,
+    ) -> None:
         self.model: Any
         grid, copies = context.grid, strategy.replicate
         mesh = make_mesh(context, (copies, grid.d // copies, grid.t))
@@ -60,20 +79,26 @@ class Sharded:
         for module in self._modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # other ranks may have a gradient where this one has none: experts that met no token, a replica of no rows
+            module.set_reduce_scatter_unused_params(True)
         model.to_empty(device="cpu" if strategy.offload else context.device)
         model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        held = {name: local_tensor(parameter) for name, parameter in self.parameters.items()}
+        pieces = {name: views(name, local_tensor(parameter)) for name, parameter in self.parameters.items()}
+        held = {name: tensor for found in pieces.values() for name, tensor in found.items()}
         self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
         self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
-        self.memory, self.separate = Residency(self.storage), False
-        self.gradients: ShardGradients = LocalGradients(self.parameters)
-        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self.memory, self.separate = Residency(self.storage, device=context.device), False
+        self.gradients: ShardGradients = LocalGradients(self.parameters, views, context.device)
+        trained = {
+            piece for name, parameter in self.parameters.items() if parameter.requires_grad for piece in pieces[name]
+        }
         self.main: Mapping[str, Tensor] = {n: t for n, t in held.items() if t.numel() and n in trained}
         self._device, self._everyone = context.device, context.groups.everyone()
         at = context.coords
         first = at.d < grid.d // copies
-        self._counted = {n for n, p in self.parameters.items() if first and (at.t == 0 or _is_cut(p, tp))}
+        counted = (n for n, p in self.parameters.items() if first and (at.t == 0 or _is_cut(p, tp)))
+        self._counted = {piece for name in counted for piece in pieces[name]}
 
     def _modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -85,6 +110,10 @@ class Sharded:
     def before_backward(self, last: bool) -> None:
         """Say whether the next micro-batch is the `last` of its mini-batch: gradients then meet those of others."""
         self.root.set_requires_gradient_sync(last or self._often)
+        if last and not self._often:
+            for module in self._modules():
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    _complete(group.fsdp_params)
 
     def reduce(self) -> None:
         """Complete the gradients before a step: FSDP2 has added them up over data parallel ranks, and left are those
@@ -121,21 +150,22 @@ class Sharded:
         """Free parameters and gradients, whoever still refers to them."""
         self.gradients.drop()
         self.memory.release()
-        Residency(self.adapters).release()
+        Residency(self.adapters, device=self._device).release()
 
 
 class LocalGradients:
     """Gradients of this rank's parts; they exist from the first backward pass to the step, in buffers of FSDP2."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Views, device: torch.device) -> None:
+        self._parameters, self._views, self._device = parameters, views, device
         self._away: Residency | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By canonical name, of the parameters that have any; views."""
         found = {name: parameter.grad for name, parameter in self._parameters.items()}
-        return {name: local_tensor(grad) for name, grad in found.items() if grad is not None}
+        local = {name: self._views(name, local_tensor(grad)) for name, grad in found.items() if grad is not None}
+        return {name: tensor for views in local.values() for name, tensor in views.items()}
 
     def drop(self) -> None:
         for parameter in self._parameters.values():
@@ -149,13 +179,27 @@ class LocalGradients:
         if self._away is None:
             if zero:
                 self.drop()
-            self._away = Residency(self.tensors)
+            self._away = Residency(self.tensors, device=self._device)
             self._away.offload()
 
     def reload(self, zero: bool) -> None:
         if self._away is not None:
             self._away.acquire()
             self._away = None
+
+
+def _complete(parameters: Sequence[FSDPParam]) -> None:
+    """Of parameters that FSDP2 reduces together, all have an accumulated gradient or none has.
+
+    It accumulates in the dtype in which it reduces, and refuses to reduce these with what is in the compute dtype: what
+    the last micro-batch alone finds a gradient for, or zeros of its own for what has none.
+    """
+    if all(parameter.unsharded_accumulated_grad is None for parameter in parameters):
+        return
+    for parameter in parameters:
+        if parameter.unsharded_accumulated_grad is None and parameter.sharded_param.requires_grad:
+            whole = parameter._unsharded_param  # without memory between passes
+            parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
 
 
 def _is_cut(parameter: Tensor, axis: str) -> bool:
@@ -166,7 +210,7 @@ def _is_cut(parameter: Tensor, axis: str) -> bool:
     return axis in names and isinstance(parameter.placements[names.index(axis)], Shard)
 
 
-def _parallel_styles(model: TokenModel) -> dict[str, ParallelStyle]:
+def _parallel_styles(model: nn.Module) -> dict[str, ParallelStyle]:
     """Column and row parallel pairs in every layer; embeddings and output are cut along the vocabulary.
 
     Logits stay cut: `vocab_parallel_log_probs` takes them so. A value head of one column is everybody's.

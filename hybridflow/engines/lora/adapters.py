@@ -21,7 +21,7 @@ from hybridflow.engines.lora.injection import without_adapters
 from hybridflow.engines.lora.saved import load_adapters, save_adapters
 from hybridflow.engines.lora.targets import modules, parts
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 
 class Adapters:
@@ -34,7 +34,7 @@ class Adapters:
     def __init__(
         self,
         context: RankContext,
-        spec: ModelSpec,
+        spec: Decoder,
         lora: LoRA,
         layout: Layout,
         storage: Mapping[str, Tensor],

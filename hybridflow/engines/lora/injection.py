@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,49 @@ import torch
 from torch import nn
 
 from hybridflow.config import LoRA
-from hybridflow.engines.lora.targets import ALL, modules, suffixes
-from hybridflow.model_spec import ModelSpec
+from hybridflow.engines.lora.targets import ALL, module_names, modules, suffixes
+from hybridflow.errors import ConfigError
+from hybridflow.model_spec import Decoder
+from hybridflow.transformers_spec import TransformersSpec, make_model
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 
 
-def inject(decoder: nn.Module, spec: ModelSpec, lora: LoRA) -> None:
-    """Give `decoder`, the `model` of canonical names, its adapters: float32, on the meta device, undefined."""
+def inject(decoder: nn.Module, spec: Decoder, lora: LoRA) -> None:
+    """Give `decoder`, the `spec.decoder` of canonical names, its adapters: float32, on the meta device, undefined.
+
+    Errors: ConfigError where peft does not add them to exactly the layers that `lora` names.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
-    within = [name.removeprefix("model.") for name in modules(spec, lora)]
+    within = [name.removeprefix(f"{spec.decoder}.") for name in module_names(spec, lora)]
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=within)  # type: ignore[arg-type]
-    inject_adapter_in_model(config, decoder, adapter_name=_NAME, low_cpu_mem_usage=True)
-    for layer in _layers(decoder):
+    # Of a model that has a config peft takes names for those of older checkpoints, `down_proj` for that of all experts.
+    nameless = nn.Module()
+    nameless.add_module(spec.decoder.replace(".", "_"), decoder)
+    try:
+        inject_adapter_in_model(config, nameless, adapter_name=_NAME, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"{_asked(spec, lora, within)}: peft does not add adapters to them: {error}") from None
+    layers = set(_layers(decoder))
+    given = {name for name, module in decoder.named_modules() if module in layers}
+    if wrong := sorted(given ^ set(within)):
+        raise ConfigError(f"{_asked(spec, lora, within)}: peft takes them otherwise, see {wrong[0]}. Name others.")
+    for layer in layers:
         layer.lora_A.to(torch.float32)
         layer.lora_B.to(torch.float32)
+
+
+def check_injection(spec: Decoder, lora: LoRA) -> None:
+    """On the meta device, for other families than those of ModelSpec. Errors: those of `inject`."""
+    if isinstance(spec, TransformersSpec):
+        with torch.device("meta"):
+            model = make_model(spec.config)
+        inject(model.get_submodule(spec.decoder), spec, lora)
+
+
+def _asked(spec: Decoder, lora: LoRA, names: Sequence[str]) -> str:
+    return f"LoRA(targets={list(lora.targets)}) of a {spec.family} decoder means {', '.join(suffixes(list(names)))}"
 
 
 @contextmanager
@@ -42,7 +69,7 @@ def without_adapters(decoder: nn.Module) -> Iterator[None]:
             layer.set_scale(_NAME, 1)
 
 
-def write_config(directory: Path, spec: ModelSpec, lora: LoRA, base: str) -> None:
+def write_config(directory: Path, spec: Decoder, lora: LoRA, base: str) -> None:
     """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""
     from peft import LoraConfig
 

@@ -17,14 +17,16 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint import Entry, MappedTensors, read_header
 from hybridflow.engines.checkpoint_writer import save_tensors
 from hybridflow.engines.lora.injection import write_config
-from hybridflow.errors import CheckpointError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.engines.lora.targets import ALL
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.model_spec import Decoder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
 _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other values change what it computes
     "peft_type": ("LORA",),
     "bias": ("none",),
+    "init_lora_weights": (True, None, False, "gaussian"),  # PiSSA's, OLoRA's and others' adapters are of another model
     "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
     **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias", "use_qalora"), (None, False)),
     **dict.fromkeys(
@@ -54,16 +56,20 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is not readable as the config of LoRA adapters: {error!r}.") from None
     for name, known in _PLAIN.items():
-        value = sorted(config[name]) if isinstance(config.get(name), list) else config.get(name)
+        value = sorted(config[name], key=str) if isinstance(config.get(name), list) else config.get(name)
         if name in config and value not in known:
             raise CheckpointError(f"{path} has {name}={config[name]!r}, which is not supported: use {known[0]!r}.")
-    if not base or not targets or (isinstance(targets, str) and targets != "all-linear"):
+    listed = isinstance(targets, list) and bool(targets) and all(isinstance(target, str) for target in targets)
+    if not base or not isinstance(base, str) or not (listed or targets == ALL):
         raise CheckpointError(
             f"{path} has base_model_name_or_path={base!r} and target_modules={targets!r}: needed are the model's "
             f"directory or name, and a list of linear layers."
         )
-    found = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
-    return base, LoRA(rank=rank, alpha=alpha, targets=found, dropout=dropout, start=str(directory))
+    found = tuple(sorted(targets)) if isinstance(targets, list) else (ALL,)
+    try:
+        return base, LoRA(rank=rank, alpha=alpha, targets=found, dropout=dropout, start=str(directory))
+    except ConfigError as error:
+        raise CheckpointError(f"{path} has no adapters that can be trained on: {error}") from None
 
 
 def check_adapters(directory: str | os.PathLike[str], tensors: Mapping[str, tuple[int, ...]]) -> Mapping[str, Entry]:
@@ -93,7 +99,7 @@ def save_adapters(
     layout: Layout,
     storage: Mapping[str, Tensor],
     *,
-    spec: ModelSpec,
+    spec: Decoder,
     lora: LoRA,
     base: str | os.PathLike[str],
     group: dist.ProcessGroup | None = None,

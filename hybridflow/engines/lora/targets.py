@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from hybridflow.config import LoRA
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 ALL = "all-linear"
 _HEAD = "score.weight"
 
 
-def modules(spec: ModelSpec, lora: LoRA) -> list[str]:
+def modules(spec: Decoder, lora: LoRA) -> list[str]:
     """Names of the linear layers that have adapters, in model order.
 
-    Errors: ConfigError for a target that matches no linear layer of the decoder.
+    Errors: ConfigError for a target that matches no linear layer of the decoder, or a decoder without any.
     """
     linear = [
         name.removesuffix(".weight")
@@ -25,6 +25,11 @@ def modules(spec: ModelSpec, lora: LoRA) -> list[str]:
         for name, shape in spec.layer_tensors(layer).items()
         if len(shape) == 2
     ]
+    if not linear:
+        raise ConfigError(
+            f"LoRA(targets={list(lora.targets)}): this {spec.family} decoder has no linear layers that adapters could "
+            f"be added to. Train it without lora=."
+        )
     if lora.targets == (ALL,):
         return linear
     found: set[str] = set()
@@ -38,6 +43,22 @@ def modules(spec: ModelSpec, lora: LoRA) -> list[str]:
             )
         found |= matched
     return [name for name in linear if name in found]
+
+
+def module_names(spec: Decoder, lora: LoRA) -> dict[str, str]:
+    """What transformers' model calls these layers -> what a checkpoint calls them. Errors: those of `modules`."""
+    owners = {part.tensors[0]: name for name, part in spec.parts.items() if len(part.tensors) == 1}
+    found = {}
+    for module in modules(spec, lora):
+        weight = f"{module}.weight"
+        found[owners.get(weight, weight).removesuffix(".weight")] = module
+    return found
+
+
+def adapter_names(spec: Decoder, lora: LoRA) -> dict[str, str]:
+    """Parameter of transformers' model with adapters -> canonical tensor of an adapter. Errors: those of `modules`."""
+    pairs = ((parts(here), parts(saved)) for here, saved in module_names(spec, lora).items())
+    return {here: saved for names in pairs for here, saved in zip(*names, strict=True)}
 
 
 def suffixes(names: list[str]) -> list[str]:
@@ -55,7 +76,7 @@ def is_adapter(tensor: str) -> bool:
     return tensor.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
-def adapter_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
+def adapter_tensors(spec: Decoder, lora: LoRA) -> dict[str, tuple[int, ...]]:
     """Canonical names and shapes of all adapters, in model order. Errors: those of `modules`."""
     whole, found = spec.tensors(), {}
     for module in modules(spec, lora):
@@ -65,7 +86,7 @@ def adapter_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def trained_tensors(spec: ModelSpec, lora: LoRA) -> dict[str, tuple[int, ...]]:
+def trained_tensors(spec: Decoder, lora: LoRA) -> dict[str, tuple[int, ...]]:
     """What is trained: adapters, and a value head, which no pretraining has made. Errors: those of `modules`."""
     head = {_HEAD: spec.tensors()[_HEAD]} if spec.head == "value" else {}
     return adapter_tensors(spec, lora) | head

@@ -33,10 +33,11 @@ from hybridflow.engines.megatron.optimizer import MegatronOptimizer
 from hybridflow.engines.megatron.optimizer_layout import is_distributed, optimizer_layout
 from hybridflow.engines.megatron.parameters import Parameters
 from hybridflow.engines.megatron.schedule import Schedule
-from hybridflow.engines.megatron.units import stages, step_groups, units, vocabulary_rows
+from hybridflow.engines.megatron.units import stages, units, vocabulary_rows
 from hybridflow.engines.micro_batches import MicroBatch, Split, in_order
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.replicas import Replicas
+from hybridflow.engines.step_groups import step_groups
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.weights import initialise, load, load_local
 from hybridflow.errors import ConfigError
@@ -81,7 +82,7 @@ class MegatronEngine:
         self._dtype = _dtype(strategy, context.device)
         self._layout = megatron_layout(spec, self.grid, split)
         self._optimizer_layout = optimizer_layout(spec, self.grid, optimizer, split) if optimizer else None
-        self._step_groups = step_groups(spec, self.grid.p, split)
+        self._step_groups = step_groups(spec.tensors(), stages(spec.layers, self.grid.p, split))
         devices.prepare(self.device)
         self._groups = process_group_collection(context)
         self._replicas = Replicas(context)

@@ -85,26 +85,6 @@ def units(spec: ModelSpec, grid: RankGrid, at: Coords, stage_layers: Sequence[in
     return found
 
 
-def step_groups(spec: ModelSpec, p: int, stage_layers: Sequence[int] | None = None) -> list[frozenset[str]]:
-    """Canonical tensors by part of an optimizer step: the ends of the model, then the k-th layer of every stage.
-
-    The ends come first: they are larger than a layer, and what follows hides their way to another layout.
-    """
-    ends = _end_parts(spec)
-    groups: list[set[str]] = [set() for _ in range(max(ends.values()) + 1)]
-    groups[ends["embedding"]].add("model.embed_tokens.weight")
-    groups[ends["norm"]].add("model.norm.weight")
-    if spec.head == "value":
-        groups[ends["output"]].add("score.weight")
-    elif not spec.tied:
-        groups[ends["output"]].add("lm_head.weight")
-    split = stages(spec.layers, p, stage_layers)
-    for local in range(max(map(len, split))):
-        layers = [stage[local] for stage in split if local < len(stage)]
-        groups.append({name for layer in layers for name in spec.layer_tensors(layer)})
-    return [frozenset(group) for group in groups]
-
-
 def _end_parts(spec: ModelSpec) -> dict[str, int]:
     """The part of each end of the model; a final norm without an output layer of its own is too small for one."""
     own_output = spec.head == "value" or not spec.tied

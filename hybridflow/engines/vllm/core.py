@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,36 +13,40 @@ from torch import Tensor
 from hybridflow.config import VLLM
 from hybridflow.engine3d.residency import Memory, Residency
 from hybridflow.engines.vllm import environment
+from hybridflow.engines.vllm.architectures import architecture
 from hybridflow.engines.vllm.groups import ReplicaGroups
 from hybridflow.engines.vllm.pooled_memory import PooledMemory
+from hybridflow.engines.vllm.probing import Probe
 from hybridflow.engines.vllm.requirements import max_length, resolved_dtype, runs_eagerly
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _STEP_TOKENS = 8192
 
 
 def start_core(
-    strategy: VLLM, spec: ModelSpec, checkpoint: Path, device: torch.device, groups: ReplicaGroups
+    strategy: VLLM,
+    spec: Decoder,
+    checkpoint: Path,
+    device: torch.device,
+    groups: ReplicaGroups,
+    probe: Probe | None = None,
 ) -> EngineCore:
-    """Build this rank's part, with random weights and our sampler. Collective over the replica."""
+    """Build this rank's part, with random weights and our sampler. Collective over the replica.
+
+    `probe`, when given, sees where vLLM's loader puts weights.
+    """
     from vllm.v1.engine.core import EngineCore
 
     from hybridflow.engines.vllm.sampler import PolicySampler
 
     with ExitStack() as undo:
         undo.callback(groups.remove)  # a failed start leaves nothing behind
-        with groups.installing():
+        with groups.installing(), nullcontext() if probe is None else probe.installed():
             config = _config(strategy, spec, checkpoint, device)
             core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)
         runner = model_runner(core)
@@ -80,15 +84,15 @@ def memory(
     return PooledMemory(tensors, buffers, lambda: executor.discard((tag,)), map_back)
 
 
-def _config(strategy: VLLM, spec: ModelSpec, checkpoint: Path, device: torch.device) -> VllmConfig:
+def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.device) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
 
-    architecture = _ARCHITECTURES[spec.family]
-    _load_model_class(architecture)
+    model_class = architecture(spec)
+    _load_model_class(model_class)
     cpu, length, eager = device.type == "cpu", max_length(spec, strategy), runs_eagerly(strategy, device.type)
     return EngineArgs(
         model=str(checkpoint),
-        hf_overrides={"architectures": [architecture]},  # whatever head the checkpoint has
+        hf_overrides={"architectures": [model_class]},  # whatever head the checkpoint has
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype=resolved_dtype(strategy, device.type),
@@ -108,12 +112,12 @@ def _config(strategy: VLLM, spec: ModelSpec, checkpoint: Path, device: torch.dev
     ).create_engine_config()
 
 
-def _load_model_class(architecture: str) -> None:
+def _load_model_class(name: str) -> None:
     """Register the class itself: for a mere name vLLM starts a process that imports vLLM again to look at it."""
     from vllm.model_executor.models import ModelRegistry
 
-    if load := getattr(ModelRegistry.models[architecture], "load_model_cls", None):
-        ModelRegistry.register_model(architecture, load())
+    if load := getattr(ModelRegistry.models[name], "load_model_cls", None):
+        ModelRegistry.register_model(name, load())
 
 
 def _executor(rank: int, local_rank: int) -> type[ExecutorWithExternalLauncher]:

@@ -22,16 +22,20 @@ from hybridflow.engine3d.sharing import alike
 from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import environment
+from hybridflow.engines.vllm.architectures import has_own_layout
 from hybridflow.engines.vllm.core import memory, model_runner, start_core
 from hybridflow.engines.vllm.drawing import draw, submit
 from hybridflow.engines.vllm.groups import ReplicaGroups, in_use
 from hybridflow.engines.vllm.layout import vllm_layout
+from hybridflow.engines.vllm.probed_layout import probed_layout
+from hybridflow.engines.vllm.probing import Probe, flattened
+from hybridflow.engines.vllm.reading import flat_storages
 from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
 from hybridflow.engines.vllm.sampling import derived_seed, request_parameters
 from hybridflow.engines.vllm.stopping import StopStrings, stop_token_ids
 from hybridflow.engines.vllm.zero_pages import zero_pages
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
 from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
@@ -56,7 +60,7 @@ class VLLMEngine:
         context: RankContext,
         strategy: VLLM,
         generation: GenerationGrid,
-        spec: ModelSpec,
+        spec: Decoder,
         checkpoint: str | Path,
     ) -> None:
         check(spec, strategy, context.device.type)
@@ -68,7 +72,7 @@ class VLLMEngine:
         self.grid, self.strategy, self.spec = generation, strategy, spec
         self.checkpoint, self.device = Path(checkpoint), context.device
         self.max_length = max_length(spec, strategy)
-        self._layout = vllm_layout(spec, generation)
+        probe = None if has_own_layout(spec) else Probe(spec.tensors(), spec.family)
         self._stop_ids = stop_token_ids(self.checkpoint)
         self._stop_strings = StopStrings(self.checkpoint)
         self._calls, self._eager = 0, runs_eagerly(strategy, context.device.type)
@@ -80,8 +84,12 @@ class VLLMEngine:
                     "one at a time is the limit. Close the other one, or place this group on other devices."
                 )
             self._groups = ReplicaGroups(context, generation)
-            self._core: EngineCore | None = start_core(strategy, spec, self.checkpoint, self.device, self._groups)
+            self._core: EngineCore | None = start_core(
+                strategy, spec, self.checkpoint, self.device, self._groups, probe
+            )
         try:
+            self._layout = self._layout_of(probe)
+            self._flat = flat_storages(self._layout.regions(context.rank))
             caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
             self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
         except BaseException:
@@ -89,6 +97,14 @@ class VLLMEngine:
             raise
         self._shared: set[str] = set()
         self._weights: Memory | None = None  # made when it is asked for
+
+    def _layout_of(self, probe: Probe | None) -> Layout:
+        """Collective over the replica, whose ranks either all have a layout or all raise."""
+        if has_own_layout(self.spec):
+            return vllm_layout(self.spec, self.grid)
+        assert probe is not None
+        found = self._groups.gather((probe.regions, probe.failure))
+        return probed_layout(self.spec.tensors(), self.spec.family, self.grid, found)
 
     def _alive(self) -> EngineCore:
         if self._core is None:
@@ -176,8 +192,11 @@ class VLLMEngine:
         return self._layout
 
     def storage(self) -> Mapping[str, Tensor]:
-        """vLLM's own parameters of this rank, by its names, detached: write in place, then `weights_changed()`."""
-        return {name: parameter.data for name, parameter in self._runner().model.named_parameters()}
+        """vLLM's own parameters of this rank, by its names, detached: write in place, then `weights_changed()`.
+
+        Those that the layout addresses element by element (turned or stacked tensors) have one dimension.
+        """
+        return flattened(self._runner().model, self._flat)
 
     def memory(self) -> Memory:
         """Memory of the weights in `storage()`. Buffers (rotary caches) are nobody's weights and always stay.

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.engines.vllm.plain_experts import keeping_plain
 from hybridflow.errors import ConfigError
 
 _EVERYWHERE = {
@@ -99,7 +100,10 @@ def uncollected() -> Iterator[None]:
 def _fence_cpu(stack: ExitStack) -> None:
     import vllm._custom_ops  # noqa: F401  (registers torch.ops._C)
     from vllm.model_executor.layers import utils as linear_layers
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    name = "process_weights_after_loading"
+    stack.enter_context(replaced(CPUUnquantizedExperts, name, keeping_plain(getattr(CPUUnquantizedExperts, name))))
     stack.enter_context(replaced(linear_layers, "dispatch_cpu_unquantized_gemm", _plain_linear))
     stack.enter_context(replaced(torch.ops._C, "init_cpu_memory_env", _no_binding))
 

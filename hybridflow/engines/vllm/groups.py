@@ -24,7 +24,7 @@ from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm.environment import replaced
 from hybridflow.topology import GenerationGrid
 
-_GLOBALS = ("_WORLD", "_TP", "_ETP", "_PP", "_DCP", "_PCP", "_DP", "_INNER_DP_WORLD", "_NODE_COUNT")
+_GLOBALS = ("_WORLD", "_TP", "_ETP", "_PP", "_DCP", "_PCP", "_DP", "_EP", "_INNER_DP_WORLD", "_NODE_COUNT")
 
 
 class ReplicaGroups:
@@ -52,6 +52,14 @@ class ReplicaGroups:
         dist.broadcast_object_list(words, group=group, group_src=0)
         return words[0]
 
+    def gather(self, mine: Any) -> list[Any]:
+        """What each member gave, in the members' order; collective."""
+        if len(self.members) == 1:
+            return [mine]
+        everyone: list[Any] = [None] * len(self.members)
+        dist.all_gather_object(everyone, mine, group=self.context.groups.new("generate/replica", self.members, "gloo"))
+        return everyone
+
     @contextmanager
     def installing(self) -> Iterator[None]:
         """vLLM's worker, when built inside this block, gets the groups of this replica."""
@@ -64,19 +72,21 @@ class ReplicaGroups:
         self, world_size: int, rank: int, init_method: str, local_rank: int, backend: str, timeout: object
     ) -> None:
         """Stands in for vLLM's `init_distributed_environment`."""
+        from vllm.config import get_current_vllm_config
         from vllm.distributed import parallel_state as vllm_state
 
         del world_size, rank, init_method, timeout
         os.environ["VLLM_DIST_IDENT"] = self.ident  # read when a shared-memory communicator is made
         me = self.context.rank
-        axes: dict[str, tuple[Literal["p", "t"], ...]] = {"_TP": ("t",), "_PP": ("p",)}
+        axes: dict[str, tuple[Literal["p", "t"], ...]] = {"_TP": ("t",), "_PP": ("p",), "_EP": ("t",)}
         with ExitStack() as stack:
             stack.enter_context(replaced(dist, "new_group", self._new_group))
             # the shared-memory names hold a counter of groups made so far, which differs between processes with
             # another past
             stack.enter_context(replaced(vllm_state, "_group_name_counter", {}))
             vllm_state._WORLD = vllm_state.init_world_group(self._world_ranks(self.members), local_rank, backend)
-            for name in ("_TP", "_PP", "_DCP", "_PCP", "_DP"):
+            experts = get_current_vllm_config().model_config.is_moe
+            for name in ("_TP", "_PP", "_DCP", "_PCP", "_DP", *(("_EP",) if experts else ())):
                 members = self.grid.group(me, *axes[name]) if name in axes else [me]
                 group = vllm_state.init_model_parallel_group(
                     [self._world_ranks(members)], local_rank, backend, group_name=name.lower().strip("_")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from hybridflow.config import VLLM, DType
-from hybridflow.engines.vllm.layout import check_sizes
+from hybridflow.engines.vllm.architectures import architecture, has_own_layout
+from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.model_spec import Decoder
+from hybridflow.transformers_spec import TransformersSpec, hf_config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -20,22 +22,43 @@ def runs_eagerly(strategy: VLLM, device_type: str) -> bool:
     return strategy.eager or device_type == "cpu"
 
 
-def max_length(spec: ModelSpec, strategy: VLLM) -> int:
+def max_length(spec: Decoder, strategy: VLLM) -> int:
     """Most tokens of prompt plus response."""
     return strategy.max_length or spec.context
 
 
-def check(spec: ModelSpec, strategy: VLLM, device_type: str) -> None:
+def head_dim(spec: Decoder) -> int:
+    """Dimensions of an attention head. Errors: ModelError for a model without attention."""
+    if has_own_layout(spec):
+        return spec.head_dim
+    assert isinstance(spec, TransformersSpec)
+    config = hf_config(spec.config)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        raise ModelError(
+            f"this {spec.family} model has no attention heads, whose size vLLM on CPU depends on. Generate with a "
+            f"model that has attention."
+        )
+    # not spec.hidden, which is what the output layer reads: OPT's layers may be wider
+    return getattr(config, "head_dim", None) or (getattr(config, "hidden_size", None) or spec.hidden) // heads
+
+
+def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     """Errors: ModelError when vLLM cannot run or shard this model, ConfigError when lengths or the cache do not fit."""
     t, p = strategy.tp, strategy.pp
     if spec.head != "lm":
         raise ModelError(f"vLLM generates text; this model has a {spec.head!r} head and no output embedding.")
-    if device_type == "cpu" and spec.head_dim not in CPU_HEAD_DIMS:
+    _ = architecture(spec)
+    if device_type == "cpu" and head_dim(spec) not in CPU_HEAD_DIMS:
         raise ModelError(
             f"vLLM on CPU runs heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions, this model has "
-            f"head_dim={spec.head_dim}. Use a model with another head_dim, or CUDA."
+            f"head_dim={head_dim(spec)}. Use a model with another head_dim, or CUDA."
         )
-    check_sizes(spec, p, t, f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})", "tp")
+    asked = f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})"
+    if has_own_layout(spec):
+        check_sizes(spec, p, t, asked, "tp")
+    else:
+        _check_probed(spec, p, t, asked)
     length = max_length(spec, strategy)
     if length > spec.context:
         raise ConfigError(f"VLLM(max_length={length}): the model's context is {spec.context} tokens.")
@@ -43,10 +66,20 @@ def check(spec: ModelSpec, strategy: VLLM, device_type: str) -> None:
         _check_cache(spec, strategy, length)
 
 
-def _check_cache(spec: ModelSpec, strategy: VLLM, length: int) -> None:
+def _check_probed(spec: Decoder, p: int, t: int, asked: str) -> None:
+    """What every model of vLLM's needs; what else this one does is known when its engine is built."""
+    counts = (("kv-heads", spec.kv_heads), ("padded vocabulary rows", padded_vocab(spec.vocab)))
+    for what, count in counts:
+        if count % t and (what != "kv-heads" or t % count):
+            raise ModelError(f"{asked}: {count} {what} are not divisible by tp. Use a tp that divides them.")
+    if p > spec.layers:
+        raise ModelError(f"{asked}: the model has {spec.layers} layers. Use at most as many stages.")
+
+
+def _check_cache(spec: Decoder, strategy: VLLM, length: int) -> None:
     """One sequence of full length has to fit into the KV cache of a rank (blocks of 128 tokens)."""
     layers, kv_heads = -(-spec.layers // strategy.pp), max(1, spec.kv_heads // strategy.tp)
-    per_token = 2 * layers * kv_heads * spec.head_dim * _BYTES[resolved_dtype(strategy, "cpu")]
+    per_token = 2 * layers * kv_heads * head_dim(spec) * _BYTES[resolved_dtype(strategy, "cpu")]
     needed = (-(-length // 128) + 1) * 128 * per_token / 2**30
     if needed > strategy.kv_cache_gb:
         raise ConfigError(

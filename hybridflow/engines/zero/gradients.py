@@ -12,6 +12,7 @@ Shapes: n elements of a unit's buffer, n/N of a rank's share of it.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import torch
@@ -46,15 +47,18 @@ class Gradients(GradientBuffers):
             kept = [torch.zeros(length, dtype=torch.float32, device=device) for length in lengths]
             self.own, self._open = kept, {}
         self._kept = kept
-        super().__init__(Residency({str(i): buffer for i, buffer in enumerate(kept)}), self.drop)
+        memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, device=self._device)
+        super().__init__(memory, self.drop)
         self.pieces = parameters.pieces(self.own)  # by name: what this rank owns of each parameter's gradient
         self._missing: list[set[str]] = [set() for _ in self.units]  # parameters without a gradient so far
         self._sent: list[tuple[int, Tensor, dist.Work, Tensor]] = []
         self._next = -1  # the unit that is sent next; all ranks send from the last to the first
+        # the collector does not see through hooks: they must not keep what keeps their parameters
+        arrived = weakref.WeakMethod(self._arrived)
         self._hooks = [
-            parameters.named[name].register_post_accumulate_grad_hook(partial(self._arrived, i, name))
+            parameters.named[name].register_post_accumulate_grad_hook(partial(_call, arrived, i, name))
             for i, unit in enumerate(self.units)
-            for name in unit.parameters
+            for name in unit.modules
         ]
 
     def _buffer(self, unit: int) -> Tensor:
@@ -64,7 +68,7 @@ class Gradients(GradientBuffers):
         """A backward pass follows; the one before it, if any, is over."""
         self.after_backward()
         if not self.whole:
-            self._missing = [set(unit.parameters) for unit in self.units]
+            self._missing = [set(unit.modules) for unit in self.units]
             self._next = len(self.units) - 1
 
     def after_backward(self) -> None:
@@ -81,7 +85,7 @@ class Gradients(GradientBuffers):
         assert self.whole or name in self._missing[unit], f"{name} has two gradients in one backward pass"
         if unit not in self._open:
             self._open[unit] = self._buffer(unit)
-        first, last = self.units[unit].places[name]
+        first, last = self.units[unit].modules[name]
         self._open[unit][first:last].add_(gradient.flatten())
         if self.whole:
             return
@@ -176,3 +180,8 @@ class Gradients(GradientBuffers):
             hook.remove()
         self._hooks, self._open = [], {}
         self.memory.release()
+
+
+def _call(arrived: weakref.WeakMethod, unit: int, name: str, parameter: Tensor) -> None:
+    if (method := arrived()) is not None:
+        method(unit, name, parameter)

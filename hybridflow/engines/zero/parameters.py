@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from hybridflow.engine3d.residency import Residency
 from hybridflow.engines.fsdp.dtensors import canonical_name
 from hybridflow.engines.zero.collectives import start_all_gather
-from hybridflow.engines.zero.partition import Tensors, Unit
+from hybridflow.engines.zero.partition import Unit
 from hybridflow.errors import ModelError
 
 
 class FlatParameters:
     """Puts new parameters on `device` in the place of `model`'s, with their values where they have any.
 
-    `named` are the parameters by canonical name, `storage` the same memory without gradients, `memory` what is behind
-    it: that of a unit goes with the last of its names. `buffers[i]` [n] is that of `units[i]`, `own[i]` [n/N] this
-    rank's share. Contents of parameters that were on the meta device are zero. `trained`: they are not frozen.
+    `named` are the parameters by name, `storage` the same memory by canonical name, without gradients, `memory` what
+    is behind it: that of a unit goes with the last of its names. `buffers[i]` [n] is that of `units[i]`, `own[i]`
+    [n/N] this rank's share. Contents of parameters that were on the meta device are zero. `trained`: not frozen.
 
     Errors: ModelError when the model's parameters are not those of `units`, or some of them are frozen.
     """
@@ -37,7 +37,7 @@ class FlatParameters:
     ) -> None:
         self.units, self.group = units, group
         self.ranks, self.rank = group.size(), group.rank()
-        _check(model, {name: shape for unit in units for name, shape in unit.parameters.items()})
+        _check(model, units)
         dtype = next(model.parameters()).dtype
         shares = [unit.share(self.ranks) for unit in units]
         self.buffers = [torch.zeros(share * self.ranks, dtype=dtype, device=device) for share in shares]
@@ -45,8 +45,11 @@ class FlatParameters:
         self.storage: dict[str, Tensor] = {}
         for unit, buffer in zip(units, self.buffers, strict=True):
             self.storage |= unit_views(unit, buffer)
-        self.named = _install(model, self.storage)
-        self.memory = Residency(self.storage)
+        places = zip(units, self.buffers, strict=True)
+        self.named = _install(
+            model, {name: buffer[a:b] for unit, buffer in places for name, (a, b) in unit.modules.items()}
+        )
+        self.memory = Residency(self.storage, device=device)
         self.trained = any(parameter.requires_grad for parameter in self.named.values())
 
     def own_share(self, buffer: Tensor) -> Tensor:
@@ -82,9 +85,13 @@ def unit_views(unit: Unit, buffer: Tensor) -> dict[str, Tensor]:
     return {name: buffer[a:b].view(unit.parameters[name]) for name, (a, b) in unit.places.items()}
 
 
-def _check(model: nn.Module, expected: Tensors) -> None:
+def _check(model: nn.Module, units: Sequence[Unit]) -> None:
+    expected: dict[str, tuple[int, ...]] = {}
+    for unit in units:
+        shapes = {name: part.shape for name, part in unit.parts.items()}
+        expected |= {name: shapes.get(name) or unit.parameters[name] for name in unit.modules}
     found = {canonical_name(name): tuple(p.shape) for name, p in model.named_parameters()}
-    if found != dict(expected):
+    if found != expected:
         name = next(n for n in {**expected, **found} if expected.get(n) != found.get(n))
         raise ModelError(
             f"this model should have {name} {expected.get(name, 'not at all')}, the module has "
@@ -98,15 +105,16 @@ def _check(model: nn.Module, expected: Tensors) -> None:
         )
 
 
-def _install(model: nn.Module, storage: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Parameters that live in `storage`, tied ones still tied."""
+def _install(model: nn.Module, flat: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Parameters that live in `flat`, by name, tied ones still tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     named: dict[str, nn.Parameter] = {}
     for full_name, old in model.named_parameters():
         name = canonical_name(full_name)
+        place = flat[name].view(old.shape)
         if not old.is_meta:
-            storage[name].copy_(old.detach())
-        named[name] = made[old] = nn.Parameter(storage[name], requires_grad=old.requires_grad)
+            place.copy_(old.detach())
+        named[name] = made[old] = nn.Parameter(place, requires_grad=old.requires_grad)
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, made[old])

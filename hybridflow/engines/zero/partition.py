@@ -10,36 +10,47 @@ gradients can leave for their owners while those of the units before it are stil
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.flat_regions import flat_regions
+from hybridflow.engines.step_groups import Tensors, ends_and_layers
+from hybridflow.model_spec import Part
 
 ALIGNMENT = 64
 """Elements: parameters and shares begin at multiples of it, as kernels and collectives on CUDA like it."""
 
-Tensors = Mapping[str, tuple[int, ...]]
 Range = tuple[int, int]
-
-_LAYER = re.compile(r"(?:.*?\.)?\d+\.")  # up to the first number of a name: `model.layers.3.`
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Canonical names and shapes of the parameters that share a buffer, in its order, stepped in part `part`."""
+    """Canonical names and shapes of the tensors that share a buffer, in its order.
 
-    part: int
+    `parts` are the model's parameters that consist of several of them, which therefore lie without a gap.
+    """
+
     parameters: Tensors
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @cached_property
+    def modules(self) -> dict[str, Range]:
+        """Where each flattened parameter of the model begins and ends in the buffer."""
+        inside = {name for part in self.parts.values() for name in part.tensors}
+        found = {name: place for name, place in self.places.items() if name not in inside}
+        for name, part in self.parts.items():
+            found[name] = (self.places[part.tensors[0]][0], self.places[part.tensors[-1]][1])
+        return found
 
     @cached_property
     def places(self) -> dict[str, Range]:
-        """Where each flattened parameter begins and ends in the buffer."""
+        """Where each flattened tensor begins and ends in the buffer."""
         placed, end = {}, 0
+        joined = {name for part in self.parts.values() for name in part.tensors[1:]}
         for name, shape in self.parameters.items():
-            start = _aligned(end, ALIGNMENT)
+            start = end if name in joined else _aligned(end, ALIGNMENT)
             end = start + math.prod(shape)
             placed[name] = (start, end)
         return placed
@@ -59,34 +70,16 @@ class Unit:
         return found
 
 
-def units(tensors: Tensors) -> list[Unit]:
-    """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order.
-
-    A layer is what has a number in its name up to which its parameters agree; whatever stands before the layers is one
-    unit, whatever behind them another. An optimizer step takes the ends of the model first, which are larger than a
-    layer; a final norm alone is too small for a part of its own.
-    """
-    layers = {match[0] for name in tensors if (match := _LAYER.match(name))}
-    grouped: dict[str, dict[str, tuple[int, ...]]] = {}
-    seen = False
-    for name, shape in tensors.items():
-        match = _LAYER.match(name)
-        seen = seen or match is not None
-        key = match[0] if match else ("behind" if seen else "before")
-        grouped.setdefault(key, {})[name] = shape
-    own_part = any(len(shape) > 1 for shape in grouped.get("behind", {}).values()) and "before" in grouped
-    parts = {"before": 0, "behind": int(own_part)}
-    first = max((parts[key] + 1 for key in grouped if key in parts), default=0)
-    parts |= {key: first + i for i, key in enumerate(key for key in grouped if key in layers)}
-    return [Unit(parts[key], named) for key, named in grouped.items()]
-
-
-def step_groups(units: Sequence[Unit]) -> list[frozenset[str]]:
-    """Canonical tensors of each part of an optimizer step."""
-    groups: list[set[str]] = [set() for _ in range(1 + max(unit.part for unit in units))]
-    for unit in units:
-        groups[unit.part].update(unit.parameters)
-    return [frozenset(group) for group in groups]
+def units(tensors: Tensors, parts: Mapping[str, Part] | None = None) -> list[Unit]:
+    """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order: what
+    stands before its layers, each of them, and what stands behind."""
+    before, layers, behind = ends_and_layers(tensors)
+    found = []
+    for named in (before, *layers, behind):
+        own = {name: part for name, part in (parts or {}).items() if part.tensors[0] in named}
+        if named:
+            found.append(Unit(named, own))
+    return found
 
 
 def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
@@ -95,12 +88,12 @@ def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
     return Layout(tensors, ranks, lambda rank: regions, lambda rank: 0)
 
 
-def optimizer_layout(tensors: Tensors, ranks: int) -> Layout:
+def optimizer_layout(tensors: Tensors, ranks: int, parts: Mapping[str, Part] | None = None) -> Layout:
     """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
 
     State is stored flat, one tensor per parameter that a rank's share touches. Parameters have one or two dimensions.
     """
-    whole, cut = parameter_layout(tensors, ranks), units(tensors)
+    whole, cut = parameter_layout(tensors, ranks), units(tensors, parts)
 
     def regions(rank: int) -> list[Region]:
         owned: dict[str, Range] = {}

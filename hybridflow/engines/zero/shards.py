@@ -25,13 +25,15 @@ from hybridflow.engines.zero.gradients import Gradients
 from hybridflow.engines.zero.parameters import FlatParameters
 from hybridflow.engines.zero.partition import Tensors, units
 from hybridflow.errors import ConfigError
+from hybridflow.model_spec import Part
 
 
 class ZeroShards:
     """Fulfils `engines.shards.Shards` for `ZeRO(stage=1)` and `ZeRO(stage=2)` over all ranks of the group.
 
     Gives `model`, whose parameters may be on the meta device, new parameters on the context's device; `tensors` are
-    their canonical names and shapes in the order of `partition.optimizer_layout`. A frozen model keeps nothing but its
+    their canonical names and shapes in the order of `partition.optimizer_layout`, and `parts` parameters that consist
+    of several of them. A frozen model keeps nothing but its
     parameters. `offload` keeps main parameters, optimizer state and, with stage 2, gradients in host memory (Ren et al.
     2021, "ZeRO-Offload").
 
@@ -45,6 +47,7 @@ class ZeroShards:
         context: RankContext,
         model: nn.Module,
         tensors: Tensors,
+        parts: Mapping[str, Part] | None = None,
         *,
         stage: int,
         offload: bool = False,
@@ -55,7 +58,7 @@ class ZeroShards:
         self.model: Any = model
         on_cuda = context.device.type == "cuda"
         host = torch.device("cpu") if offload else context.device
-        self._parameters = FlatParameters(model, units(tensors), context.groups.everyone(), context.device)
+        self._parameters = FlatParameters(model, units(tensors, parts), context.groups.everyone(), context.device)
         self.storage: Mapping[str, Tensor] = self._parameters.storage
         self.memory = self._parameters.memory
         self._gradients = Gradients(self._parameters, stage, host, on_cuda if overlap is None else overlap)
@@ -108,5 +111,5 @@ class ZeroShards:
         self._gradients.close()
         self.memory.release()
         if self.separate:
-            Residency(self.main).release()
+            Residency(self.main, device=self.memory.device).release()
         self.main, self._own = {}, {}

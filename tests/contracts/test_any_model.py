@@ -1,0 +1,162 @@
+"""Decoders that only transformers knows, on FSDP and ZeRO: what transformers itself computes and how it is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import any_model_tasks as tasks
+import pytest
+import torch
+from any_model_tasks import FAMILIES, expected, make
+from example_models import relative
+from safetensors.torch import load_file, save_file
+from train_contract import whole
+
+from hybridflow.config import FSDP, Megatron, ZeRO
+from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.fsdp.layout import strategy_layout
+from hybridflow.engines.packable import is_packable
+from hybridflow.errors import CheckpointError, ModelError
+from hybridflow.transformers_spec import TransformersSpec, read_spec
+
+STRATEGIES = {"fsdp-2": FSDP(micro_tokens=40), "zero-2": ZeRO(stage=2, micro_tokens=40)}
+PACKED = {"gemma2", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "granite", "mixtral"}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    directory = tmp_path_factory.mktemp("any")
+    wanted = [(name, "lm") for name in FAMILIES] + [("gpt2", "value"), ("mixtral", "value")]
+    return {key: make(*key, directory / "-".join(key)) for key in wanted}
+
+
+@pytest.fixture(scope="module")
+def oracle(directories) -> dict[tuple[str, str], dict[str, Any]]:
+    return {key: expected(path, key[1]) for key, path in directories.items()}
+
+
+def joined(parts: list[dict[str, Any]], key: str, output: str) -> torch.Tensor:
+    return torch.cat([part[key][output].values for part in parts])
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize(
+    "key", [*((name, "lm") for name in FAMILIES), ("gpt2", "value"), ("mixtral", "value")], ids="-".join
+)
+def test_it_is_transformers_model_that_is_trained(processes, directories, oracle, tmp_path, key, way):
+    path, head, strategy = directories[key], key[1], STRATEGIES[way]
+    target, names = tmp_path / "saved", [processes.name(), processes.name()]
+    found, want = processes.run(2, tasks.trained, names, strategy, path, head, target), oracle[key]
+    for output in found[0]["outputs"]:
+        assert torch.allclose(joined(found, "outputs", output), want[output].values, atol=1e-4)
+        assert joined(found, "again", output).equal(joined(found, "after", output))
+    for part in found:
+        assert part["norms"] == pytest.approx(want["norms"], rel=1e-5)
+    spec = read_spec(path, head, strategy)
+    after = tasks.tensors(path.with_name(f"{path.name}-after"), spec.tensors())
+    assert relative(whole([part["boxes"] for part in found], spec.tensors()), after) < 1e-6
+    assert relative(tasks.tensors(target, spec.tensors()), after) < 1e-6
+    model = tasks.load_model(target, head)  # transformers reads what was saved
+    assert sum(p.numel() for p in model.parameters()) == spec.num_parameters
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_only_what_can_be_packed_is_packed(directories, name):
+    config = read_spec(directories[name, "lm"], "lm", FSDP()).config
+    assert is_packable(config) == (name in PACKED)
+
+
+def test_ways_to_save_memory_and_16_bits(processes, directories, oracle):
+    for name, strategy in {
+        "gemma2": FSDP(recompute=True, micro_tokens=40),
+        "mixtral": ZeRO(stage=1, recompute=True),
+        "gpt2": FSDP(offload=True, packed=False),
+    }.items():
+        args = (processes.name(), strategy, directories[name, "lm"])
+        for part in processes.run(2, tasks.norms, *args):
+            assert part == pytest.approx(oracle[name, "lm"]["norms"][:1], rel=1e-5)
+    strategy = ZeRO(stage=3, dtype="bfloat16")
+    args = (processes.name(), strategy, directories["mixtral", "lm"])
+    for part in processes.run(2, tasks.norms, *args):
+        assert part == pytest.approx(oracle["mixtral", "lm"]["norms"][:1], rel=0.05)
+
+
+def test_ranks_may_have_gradients_of_other_parameters(processes, tmp_path):
+    path = make("rwkv", "lm", tmp_path / "rwkv")
+    want = expected(path, "lm")["norms"]
+    few = FSDP(micro_tokens=40)
+    for strategy, near in ((FSDP(), 1e-5), (few, 1e-5), (replace(few, dtype="bfloat16"), 0.1)):
+        for found in processes.run(2, tasks.norms_of_one, processes.name(), strategy, path):
+            assert found == pytest.approx(want, rel=near)
+
+
+def test_experts_are_cut_as_everything_else(processes, directories):
+    spec = read_spec(directories["mixtral", "lm"], "lm", FSDP())
+    name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    assert spec.tensors()[name] == (48, 32)
+    for dp in (1, 2, 3):
+        layout = strategy_layout(FSDP(), spec, FSDP(dp=dp).grid(dp))
+        held = [{region.box.tensor: region.box.shape for region in layout.regions(rank)} for rank in range(dp)]
+        assert [(48, 32) if rank == dp - 1 else None for rank in range(dp)] == [part.get(name) for part in held]
+        assert sum(math.prod(shape) for part in held for shape in part.values()) == spec.num_parameters
+    found = processes.run(2, tasks.held, processes.name(), FSDP(), directories["mixtral", "lm"])
+    assert max(found) < 0.65 * 4 * spec.num_parameters  # rows are padded: of three experts, one of two ranks has one
+
+
+def test_files_without_the_name_of_the_base_model_are_read(processes, directories, tmp_path):
+    path = directories["gpt2", "lm"]
+    shutil.copytree(path, tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file, metadata={"format": "pt"})
+    spec = read_spec(tmp_path / "hub", "lm", FSDP())
+    Checkpoint(tmp_path / "hub").check(spec)
+    found = processes.run(2, tasks.loaded, processes.name(), FSDP(), tmp_path / "hub")
+    assert relative(whole(found, spec.tensors()), tasks.tensors(path, spec.tensors())) == 0
+
+
+def test_norms_around_one_begin_as_the_model_itself_begins():
+    assert "model.layers.0.input_layernorm.weight" in TransformersSpec.of(tasks.config("gemma2")).zeros
+    assert not TransformersSpec.of(tasks.config("olmo2")).zeros
+    assert {n.rpartition(".")[2] for n in TransformersSpec.of(tasks.config("gpt2")).zeros} == {"bias"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "strategy", "says"),
+    [
+        ({"model_type": "gemma2"}, Megatron(), "Megatron cannot cut the gemma2 model .* FSDP.. without tp, or ZeRO"),
+        ({"model_type": "gemma2"}, FSDP(tp=2), r"FSDP.tp=2. cannot cut the gemma2 model"),
+        ({"model_type": "gema2"}, FSDP(), "'gema2' is not supported.* Did you mean 'gemma2'"),
+        ({"model_type": "llama"}, FSDP(), "lacks hidden_size"),
+        ({"model_type": "gemma2", "quantization_config": {"quant_method": "fp8"}}, FSDP(), "is quantized"),
+        ({"model_type": "bert"}, FSDP(), "bert model sees later tokens.*is_decoder"),
+        ({"model_type": "roberta"}, FSDP(), "roberta model sees later tokens.*is_decoder"),
+        ({"model_type": "xlnet"}, FSDP(), "xlnet model sees later tokens.*Use a causal model"),
+        ({"model_type": "gemma3"}, FSDP(), "more than a text decoder"),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 4},
+            ZeRO(stage=1),
+            "e_score_correction_bias, which is no param",
+        ),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused_before_anything_is_made(tmp_path, settings, strategy, says):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=says):
+        read_spec(tmp_path, "lm", strategy)
+
+
+@pytest.mark.parametrize("settings", [{"model_type": "gpt_neox"}, {"model_type": "bert", "is_decoder": True}])
+def test_what_a_config_says_of_decoders_matters_less_than_what_it_computes(settings):
+    assert TransformersSpec.of(settings).family == settings["model_type"]
+
+
+def test_a_checkpoint_of_other_tensors_is_refused(directories):
+    spec = read_spec(directories["mixtral", "lm"], "lm", FSDP())
+    with pytest.raises(CheckpointError, match=r"lacks .* such as"):
+        Checkpoint(directories["olmo2", "lm"]).check(spec)

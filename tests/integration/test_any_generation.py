@@ -1,0 +1,71 @@
+"""Actors of models that only vLLM and transformers know train on FSDP or ZeRO, and generate with what they learnt.
+
+Tokens are compared with transformers' own generation from what the actor saves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hybridflow as hf
+from hybridflow.errors import ModelError
+from tests.tiny_models import SIZES, greedy, make_prompts, make_rows
+
+SGD = hf.SGD(lr=0.5)
+GREEDY: dict[str, Any] = {"kv_cache_gb": 0.02, "max_tokens": 8, "greedy": True}
+GEMMA2 = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 8}
+GPT2 = {**SIZES, "hidden_size": 128, "num_attention_heads": 4, "n_inner": 96}
+OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"}
+
+
+def make(directory: Path, family: str, **sizes: Any) -> Path:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(family, **sizes)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
+    return directory
+
+
+def generated(group: hf.WorkerGroup, prompts: hf.Batch) -> list[list[int]]:
+    batch = group.generate_sequences(hf.BatchRef.from_batch(prompts, group.session))
+    return batch.get()["response_ids"].tolist()
+
+
+def expected(checkpoint: str | Path, prompts: hf.Batch) -> list[list[int]]:
+    return greedy(Path(checkpoint), prompts["prompt_ids"].tolist(), GREEDY["max_tokens"])
+
+
+def test_an_actor_generates_with_what_it_trains(pool, place, tmp_path) -> None:
+    policy, prompts = make(tmp_path / "gemma2", "gemma2", **GEMMA2), make_prompts(6)
+    actor = place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=SGD, generate=hf.VLLM(tp=2, **GREEDY))
+    before = generated(actor, prompts)
+    assert before == expected(policy, prompts)
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session)).get()
+    after = generated(actor, prompts)
+    assert after == expected(actor.save(tmp_path / "saved"), prompts)
+    assert after != before
+
+
+def test_weights_go_on_to_engines_elsewhere(pool, place, tmp_path) -> None:
+    """GPT-2's matrices are turned on the way, into engines of other sizes."""
+    policy, prompts = make(tmp_path / "gpt2", "gpt2", **GPT2), make_prompts(6)
+    train = {"train": hf.ZeRO(stage=2), "optim": SGD}
+    actor = place(hf.ActorWorker, pool[0:2], model=policy, generate=hf.VLLM(tp=1, **GREEDY), **train)
+    rollout = place(hf.RolloutWorker, pool[2:4], model=policy, generate=hf.VLLM(tp=2, **GREEDY))
+    before = generated(rollout, prompts)
+    assert before == expected(policy, prompts) == generated(actor, prompts)
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session)).get()
+    assert hf.sync_weights(actor, rollout).get()["bytes"] > 0
+    saved = actor.save(tmp_path / "saved")
+    assert generated(rollout, prompts) == expected(saved, prompts) == generated(actor, prompts)
+    assert generated(rollout, prompts) != before
+
+
+def test_a_model_that_vllm_does_not_have_is_refused_before_anything_is_placed(pool, place, tmp_path) -> None:
+    policy = make(tmp_path / "olmo2", "olmo2", **OLMO2)
+    with pytest.raises(ModelError, match="vLLM has no model class Olmo2ForCausalLM of its own"):
+        place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), generate=hf.VLLM(**GREEDY))
