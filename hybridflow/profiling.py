@@ -36,7 +36,7 @@ from hybridflow.workers.worker import Worker, place
 
 logger = logging.getLogger(__name__)
 _LEAST = 1e-7  # seconds: what is measured as nothing, or less by noise
-_BUSY_SECONDS = 1.0
+_BUSY_SECONDS = 0.3
 _BYTES = 18.0  # of a trained parameter at most: 16-bit parameter, float32 gradient, main parameter, moments
 _CALLS = 10
 _PASSES: tuple[tuple[Pass, Pass], ...] = (("forward", "output"), ("backward", "output_backward"))
@@ -148,12 +148,12 @@ class _Profiling:
 
     def _slowdown(self) -> None:
         """Devices of one node that work at once, each for itself."""
-        took: dict[int, float] = {}
-        for n in _powers(self.amounts.devices):
-            with self._group(1, n) as group:
-                found = group.measure("busy", (self.amounts.tokens // 4, _BUSY_SECONDS))
-                took[n] = sum(found) / len(found)
-            self.slow[n] = max(1.0, took[n] / took[1])
+        sizes = _powers(self.amounts.devices)
+        with self._group(1, sizes[-1]) as group:
+            ranks = group.measure("busy", (self.amounts.tokens // 4, _BUSY_SECONDS, sizes))
+        # a rank is one of the larger sizes, the last of its figures
+        took = {n: sum(found[i - len(sizes)] for found in ranks[:n]) / n for i, n in enumerate(sizes)}
+        self.slow = {n: max(1.0, seconds / took[1]) for n, seconds in took.items()}
 
     def _call_seconds(self) -> float:
         """A call of one group after the other, each of which reads what the one before it wrote."""

@@ -89,22 +89,26 @@ class Probe:
         rounds = [[turn() for turn in turns] for _ in range(1 + self.repeats)][1:]
         return [[statistics.median(column) for column in zip(*of_one, strict=True)] for of_one in zip(*rounds)]
 
-    def busy(self, tokens: int, seconds: float) -> float:
-        """Median seconds of a forward pass of one layer while all ranks make such passes, each for itself."""
+    def busy(self, tokens: int, seconds: float, sizes: Sequence[int]) -> list[float]:
+        """Median seconds of a forward pass of one layer on this rank while the first n ranks make such passes, each for
+        itself, for each n in `sizes` of which it is one. Sizes take turns, `seconds` each time."""
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         grid, spec = self.context.grid, self._spec(1, "lm")
+        took: list[list[float]] = [[] for _ in sizes]
         with ExitStack() as undo:
             engine = MegatronEngine(self.context, Megatron(dp=grid.d, micro_tokens=tokens), spec, None)
             undo.callback(engine.close)
             rows = self._rows(spec, tokens)
             engine.forward(rows, ("log_probs",))
+            for _ in range(self.repeats):
+                for count, found in zip(sizes, took, strict=True):
+                    self._together()
+                    end = time.perf_counter() + seconds
+                    while self.context.rank < count and time.perf_counter() < end:
+                        found.append(self._clocked(lambda: engine.forward(rows, ("log_probs",))))
             self._together()
-            took, end = [], time.perf_counter() + seconds
-            while time.perf_counter() < end:
-                took.append(self._clocked(lambda: engine.forward(rows, ("log_probs",))))
-            self._together()
-        return statistics.median(took)
+        return [statistics.median(found) for found in took if found]
 
     def decode(self, layers: int, rows: Sequence[int], steps: int) -> dict[str, Points]:
         """ "decode": seconds of a step of one generation replica over all ranks, by its rows."""
