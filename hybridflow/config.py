@@ -186,6 +186,10 @@ class LoRA:
             bool(self.targets) and all(isinstance(target, str) and target for target in self.targets),
             f"LoRA(targets={self.targets!r}): name linear layers such as 'q_proj', or give 'all-linear'.",
         )
+        require(
+            "all-linear" not in self.targets or len(self.targets) == 1,
+            f"LoRA(targets={self.targets!r}): 'all-linear' is every linear layer and stands alone.",
+        )
 
 
 @settings

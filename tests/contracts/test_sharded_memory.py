@@ -34,6 +34,10 @@ HELD: dict[str, tuple[Any, dict[str, float]]] = {  # in parameters of four bytes
     "fsdp-2-tp-2": (FSDP(tp=2), {"parameters": 1 / 4, "gradients": 1 / 4, "moments": 2 / 4, "main": 0}),
     "hsdp-2x2": (FSDP(replicate=2), {"parameters": 1 / 2, "gradients": 1 / 2, "moments": 2 / 2, "main": 0}),
     "zero-1": (ZeRO(stage=1), {"parameters": 1, "gradients": 1, "moments": 2 / 4, "main": 0}),
+    "zero-1-bf16": (
+        ZeRO(stage=1, dtype="bfloat16"),
+        {"parameters": 1 / 2, "gradients": 1, "moments": 2 / 4, "main": 1 / 4},
+    ),
     "zero-2": (ZeRO(stage=2), {"parameters": 1, "gradients": 1 / 4, "moments": 2 / 4, "main": 0}),
     "zero-2-bf16": (
         ZeRO(stage=2, dtype="bfloat16"),

@@ -32,6 +32,11 @@ def test_adapters_have_the_shapes_of_their_layers():
     assert trained_tensors(SPEC, LoRA(rank=3, targets=("k_proj",))).keys() - found.keys() == {"score.weight"}
 
 
+def test_all_linear_stands_alone():
+    with pytest.raises(ConfigError, match="stands alone"):
+        LoRA(targets=("all-linear", "q_proj"))
+
+
 @pytest.mark.parametrize("target", ["q_porj", "lm_head", "embed_tokens", "proj", "input_layernorm"])
 def test_targets_that_match_nothing_are_named(target):
     with pytest.raises(
