@@ -106,6 +106,8 @@ SCALARS = (
     | st.decimals(allow_nan=False)
     | st.dates()
     | st.datetimes()
+    | st.just(datetime.datetime(2000, 1, 1, fold=1))
+    | st.times()
     | st.timedeltas()
     | st.just(...)
 )

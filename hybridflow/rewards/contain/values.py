@@ -105,7 +105,7 @@ def _rare(value: Any, items: Callable[[Any], list[Any]]) -> Any:
     if kind is fractions.Fraction:
         return ["fraction", items((value.numerator, value.denominator))]
     if kind.__name__ in _DATES and kind is _DATES[kind.__name__]:
-        return ["date", kind.__name__, value.isoformat()]
+        return ["date", kind.__name__, value.isoformat(), getattr(value, "fold", 0)]
     if kind is datetime.timedelta:
         return ["duration", value.days, value.seconds, value.microseconds]
     if id(value) in _NAMES:
@@ -171,13 +171,21 @@ _CONTAINERS: dict[Any, Callable[[list[Any]], Any]] = {
     "range": lambda of: range(*of),
     "fraction": lambda of: fractions.Fraction(*of),
 }
+
+
+def _date(name: str, text: str, fold: int) -> Any:
+    """The ISO form has no word for the second of two hours that a clock shows twice."""
+    value = _DATES[name].fromisoformat(text)
+    return value.replace(fold=fold) if fold else value
+
+
 _SIMPLE: dict[Any, Callable[..., Any]] = {
     "int": lambda text: int(text, 16),
     "complex": complex,
     "bytes": lambda mutable, text: (bytearray if mutable else bytes)(base64.b64decode(text)),
     "ellipsis": lambda: ...,
     "decimal": decimal.Decimal,
-    "date": lambda name, text: _DATES[name].fromisoformat(text),
+    "date": _date,
     "duration": datetime.timedelta,
     "builtin": _BUILTINS.__getitem__,
     "function": lambda module, name: getattr(_NAMED_MODULES[module], name),
