@@ -191,6 +191,11 @@ class LoRA:
             f"LoRA(targets={self.targets!r}): 'all-linear' is every linear layer and stands alone.",
         )
 
+    def adapts(self, layer: str) -> bool:
+        """Whether the linear layer of this name has adapters."""
+        every = self.targets == ("all-linear",)
+        return every or any(layer == target or layer.endswith(f".{target}") for target in self.targets)
+
 
 @settings
 class FSDP:

@@ -109,7 +109,9 @@ class ClusterSpec:
         if type(count) is not int or count < 1:
             raise ConfigError(f"this_machine(devices={devices!r}): give a whole number of at least 1.")
         whole = memory if memory is not None else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        host = DeviceSpec("host", whole / count, {"float32": 100e9, "bfloat16": 100e9}, 8 * GIGA, link=GIGA)
+        host = DeviceSpec(
+            "host", whole / count, {"float32": 100e9, "bfloat16": 100e9}, 8 * GIGA, link=GIGA, host=4 * GIGA
+        )
         shared = ((cores, 1.0), (count, count / cores)) if count > cores else ()
         return cls((NodeSpec(host, count, GIGA, 50e-6, shared),), GIGA, 200e-6)
 
@@ -180,6 +182,7 @@ def slowest(devices: Sequence[DeviceSpec]) -> DeviceSpec:
         min(kind.bandwidth for kind in kinds),
         min(kind.link for kind in kinds),
         min(kind.network for kind in kinds),
+        min(kind.host for kind in kinds),
     )
 
 

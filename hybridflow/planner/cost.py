@@ -16,7 +16,7 @@ LIMITS: Mapping[str, str] = MappingProxyType(
         "decode": "reading weights and KV cache for every token (memory bandwidth)",
         "tensor_parallel": "tensor parallel all-reduces",
         "pipeline": "pipeline bubbles and messages between stages",
-        "data_parallel": "data parallel gradient reduction",
+        "data_parallel": "messages of data parallel ranks: gradients and parameters",
         "optimizer": "the optimizer step (memory bandwidth)",
         "fixed": "fixed costs per launch, step and call",
     }
@@ -69,6 +69,7 @@ class DeviceMemory:
     kv_cache: float = 0.0
     logits: float = 0.0
     weights: float = field(default=0.0)  # a second copy of the parameters, in the layout of a call that has its own
+    gathered: float = 0.0  # parameters of other ranks, and gradients that are not theirs yet
 
     @cached_property
     def static(self) -> float:
@@ -76,7 +77,7 @@ class DeviceMemory:
 
     @cached_property
     def active(self) -> float:
-        return self.activations + self.kv_cache + self.logits + self.weights
+        return self.activations + self.kv_cache + self.logits + self.weights + self.gathered
 
     @property
     def total(self) -> float:

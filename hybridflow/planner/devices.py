@@ -20,7 +20,7 @@ class DeviceSpec:
 
     `link` [bytes/s, one way] is what it exchanges with its neighbours inside a node as such nodes are usually built,
     `network` [bytes/s, one way] what a whole such node has to the others; a `NodeSpec` or `ClusterSpec` may say
-    otherwise.
+    otherwise. `host` [bytes/s, one way] is what copies between its memory and the host's reach.
 
     Errors: ConfigError for a size that is not a positive number, or without a single dtype.
     """
@@ -31,9 +31,10 @@ class DeviceSpec:
     bandwidth: float
     link: float = 25 * GIGA
     network: float = 12.5 * GIGA
+    host: float = 25 * GIGA
 
     def __post_init__(self) -> None:
-        for name in ("memory", "bandwidth", "link", "network"):
+        for name in ("memory", "bandwidth", "link", "network", "host"):
             check_size(f"DeviceSpec {self.name!r}", name, getattr(self, name))
         if not self.flops:
             raise ConfigError(f"DeviceSpec {self.name!r}: give flops for at least one dtype, {{'bfloat16': 312e12}}.")
@@ -45,7 +46,8 @@ class DeviceSpec:
         return hash((self.name, self.memory, self.bandwidth))
 
     def __reduce__(self):
-        return DeviceSpec, (self.name, self.memory, dict(self.flops), self.bandwidth, self.link, self.network)
+        rest = self.bandwidth, self.link, self.network, self.host
+        return DeviceSpec, (self.name, self.memory, dict(self.flops), *rest)
 
     def peak(self, dtype: DType) -> float:
         """Dense FLOP/s. Errors: ConfigError when the device has no such dtype."""
@@ -61,10 +63,13 @@ def check_size(owner: str, name: str, value: object) -> None:
         raise ConfigError(f"{owner}: {name}={value!r} must be a positive number.")
 
 
-def _gpu(name: str, gib: float, half: float, single: float, memory: float, link: float, network: float) -> DeviceSpec:
-    """From a data sheet's units: GiB, TFLOP/s of dense 16-bit and of plain 32-bit arithmetic, GB/s, GB/s, Gbit/s."""
+def _gpu(
+    name: str, gib: float, half: float, single: float, memory: float, link: float, network: float, host: float = 25
+) -> DeviceSpec:
+    """From a data sheet's units: GiB, TFLOP/s of dense 16-bit and of plain 32-bit arithmetic, GB/s, GB/s, Gbit/s; GB/s
+    that pinned host memory is copied at (PCIe 4; twice that for PCIe 5)."""
     flops: dict[DType, float] = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA}
-    return DeviceSpec(name, gib * GIB, flops, memory * GIGA, link * GIGA, network / 8 * GIGA)
+    return DeviceSpec(name, gib * GIB, flops, memory * GIGA, link * GIGA, network / 8 * GIGA, host * GIGA)
 
 
 # NVIDIA's data sheets: memory, dense tensor-core peak, plain fp32 peak, memory bandwidth, NVLink or PCIe one way. The
@@ -78,12 +83,12 @@ DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
             _gpu("a100-40gb", 40, 312, 19.5, 1555, 300, 200),
             _gpu("a100-pcie", 80, 312, 19.5, 1935, 32, 200),
             _gpu("a800", 80, 312, 19.5, 2039, 200, 200),
-            _gpu("h100", 80, 989.4, 66.9, 3350, 450, 3200),
-            _gpu("h100-pcie", 80, 756, 51.2, 2000, 64, 400),
-            _gpu("h800", 80, 989.4, 66.9, 3350, 200, 3200),
-            _gpu("h200", 140.4, 989.4, 66.9, 4800, 450, 3200),
-            _gpu("h20", 96, 148, 44, 4000, 450, 3200),
-            _gpu("b200", 180, 2250, 75, 7700, 900, 3200),
+            _gpu("h100", 80, 989.4, 66.9, 3350, 450, 3200, 50),
+            _gpu("h100-pcie", 80, 756, 51.2, 2000, 64, 400, 50),
+            _gpu("h800", 80, 989.4, 66.9, 3350, 200, 3200, 50),
+            _gpu("h200", 140.4, 989.4, 66.9, 4800, 450, 3200, 50),
+            _gpu("h20", 96, 148, 44, 4000, 450, 3200, 50),
+            _gpu("b200", 180, 2250, 75, 7700, 900, 3200, 50),
             _gpu("l40s", 48, 362, 91.6, 864, 32, 200),
         )
     }

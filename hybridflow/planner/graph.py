@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from hybridflow.config import TrainStrategy
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.model_spec import ModelSpec
 
@@ -56,13 +57,15 @@ class Edge:
 @dataclass(frozen=True)
 class Graph:
     """`calls` in program order. `models` by group: None where a group runs functions. `trained` are the groups whose
-    weights a call of the loop steps.
+    weights a call of the loop steps. `strategies` by group are what its model is trained and kept with: `Megatron`
+    where none is given.
     """
 
     calls: tuple[Call, ...]
     edges: tuple[Edge, ...]
     models: Mapping[str, ModelSpec | None]
     trained: frozenset[str]
+    strategies: Mapping[str, TrainStrategy] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> Mapping[str, Call]:
@@ -107,6 +110,7 @@ class Program:
     """
 
     models: dict[str, ModelSpec | None] = field(default_factory=dict)
+    strategies: dict[str, TrainStrategy] = field(default_factory=dict)
     iteration: int = 0
     _calls: dict[str, Call] = field(default_factory=dict)
     _edges: dict[tuple[Source, str, EdgeKind], dict[str, None]] = field(default_factory=dict)
@@ -162,7 +166,9 @@ class Program:
         edges += self._next_versions({edge.target for edge in edges if edge.kind == "parameters"})
         calls = tuple(self._as_planned(call) for call in self._calls.values())
         models = {call.group: self.models.get(call.group) for call in calls}
-        return Graph(calls, tuple(edges), models, frozenset(call.group for call in calls if call.kind == "training"))
+        trained = frozenset(call.group for call in calls if call.kind == "training")
+        strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
+        return Graph(calls, tuple(edges), models, trained, strategies)
 
     def _as_planned(self, call: Call) -> Call:
         """With rows relative to all rows; a group without a model computes a function."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from hybridflow.planner.coefficients import Coefficients
 from hybridflow.planner.cost import CallCost
+from hybridflow.planner.sharding import unhidden
 from hybridflow.planner.stream import Setting, Stream
 
 
 def inference(setting: Setting, rows: float) -> CallCost:
     """`rows` rows over all data parallel ranks; the pipeline fills once (or once per given micro-batch)."""
     each = max(1.0, -(-rows // setting.site.d))
-    parts = Stream.of(setting, each, training=False).price(setting, training=False)
+    stream = Stream.of(setting, each, training=False)
+    parts = stream.price(setting, training=False)
+    parts["data_parallel"] = stream.fills * stream.micro * unhidden(setting, stream.rows, training=False)[0]
     parts["fixed"] += setting.coefficients.call_seconds
     return CallCost.of(**parts)
 

@@ -116,8 +116,7 @@ def layer_forward(
     """A decoder layer over `tokens` tokens, which look at `pairs` pairs of tokens (causal ones only)."""
     t, hidden, keys = site.t, size.hidden, size.keys_on(site.t)
     queries, wide = size.queries / t, size.intermediate / t
-    products = product(site, k, tokens, hidden * (2 * queries + 2 * keys), queries, itemsize)
-    products += product(site, k, tokens, 3 * hidden * wide, wide, itemsize)
+    products = layer_products(site, size, k, tokens, itemsize)
     attention = 4 * pairs * queries / (site.flops * k.attention)
     moved = APART * hidden / site.shares + ROTATED * (queries + keys) + GATED * wide
     return Seconds(
@@ -128,9 +127,17 @@ def layer_forward(
     )
 
 
-def layer_backward(forward: Seconds) -> Seconds:
-    """Twice the products (by inputs and by weights) and traffic, and one all-reduce for each of the forward's."""
-    return Seconds(2 * forward.compute, 2 * forward.memory, forward.tensor_parallel, 2 * forward.fixed)
+def layer_products(site: Site, size: Sizes, k: Coefficients, tokens: float, itemsize: int) -> float:
+    """Seconds of a decoder layer's products with its weights."""
+    hidden, queries, wide = size.hidden, size.queries / site.t, size.intermediate / site.t
+    attention = product(site, k, tokens, hidden * (2 * queries + 2 * size.keys_on(site.t)), queries, itemsize)
+    return attention + product(site, k, tokens, 3 * hidden * wide, wide, itemsize)
+
+
+def layer_backward(forward: Seconds, frozen: float = 0.0) -> Seconds:
+    """Twice the products (by inputs and by weights) and traffic, and one all-reduce for each of the forward's.
+    `frozen` are seconds of products with weights that get no gradient."""
+    return Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel, 2 * forward.fixed)
 
 
 def output_forward(site: Site, size: Sizes, k: Coefficients, tokens: float, itemsize: int) -> Seconds:

@@ -22,7 +22,8 @@ class Site:
     """What one device of the mesh reaches: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory, `link`
     [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. A group that
     waits for its slowest member is as good as that. `local` neighbours of the mesh lie in one node. `shares` ranks of a
-    tensor parallel group share what is not cut (sequence parallelism: t, else 1).
+    tensor parallel group share what is not cut (sequence parallelism: t, else 1). `host` [bytes/s] copies to and from
+    host memory.
     """
 
     p: int
@@ -37,6 +38,7 @@ class Site:
     latency: float
     network_latency: float
     shares: int = 1
+    host: float = 25e9
 
     @classmethod
     def of(cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients) -> Site:
@@ -59,6 +61,7 @@ class Site:
             network=cluster.bandwidth * k.network,
             latency=max(node.latency for node in nodes),
             network_latency=cluster.latency,
+            host=device.host,
         )
 
     def inside(self, neighbours: int) -> bool:
@@ -86,13 +89,16 @@ class Site:
         return self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
 
     def data_parallel(self, nbytes: float) -> float:
-        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over the d ranks that hold the same shard. All
-        p*t such groups work at once and share the network of their nodes."""
-        d = self.d
-        if d == 1:
+        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over the d ranks that hold the same shard."""
+        return self.collective(nbytes, self.d, self.p * self.t)
+
+    def collective(self, nbytes: float, ranks: int, apart: int) -> float:
+        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over `ranks` ranks that are `apart` ranks from
+        each other. All such groups work at once and share the network of their nodes."""
+        if ranks == 1:
             return 0.0
-        volume = (d - 1) / d * nbytes
-        if self.inside(self.p * self.t * d):
-            return d * self.latency + volume / self.link
-        groups = min(self.local, self.p * self.t)
-        return math.log2(d) * self.network_latency + volume * max(groups / self.network, 1 / self.link)
+        volume = (ranks - 1) / ranks * nbytes
+        if self.inside(apart * ranks):
+            return ranks * self.latency + volume / self.link
+        groups = min(self.local, apart)
+        return math.log2(ranks) * self.network_latency + volume * max(groups / self.network, 1 / self.link)

@@ -1,10 +1,12 @@
 """Memory: bytes on the fullest device of a call's mesh. Pure.
 
 Static bytes stay between calls: parameters; trained models also keep float32 gradients, and Adam's state cut over the
-data parallel ranks. Active bytes are there while a call runs.
+data parallel ranks; `Backend` says what else is cut. Active bytes are there while a call runs.
 """
 
 from __future__ import annotations
+
+import math
 
 from hybridflow.planner.cost import DeviceMemory
 from hybridflow.planner.generation import LEAST_ROWS, Waves, cache_bytes
@@ -14,21 +16,35 @@ from hybridflow.planner.stream import Setting, Stream
 GRADIENT = 4
 MOMENTS = 8  # Adam's two, float32
 MAIN = 4  # float32 parameters beside those of 16 bits
-LOGITS = 4 + 4 + 2  # bytes per logit in training: float32, its gradient, what the product wrote
+# Bytes per logit while log-probabilities are taken of it: what the product wrote and two float32 copies; in training
+# probabilities and their gradient in float32, and this once more as the product takes it.
+READ, TRAINED = 2 + 4 + 4, 2 + 4 + 4 + 2
 
 
 def weights(setting: Setting) -> float:
     """Bytes of the parameters on the device with most."""
-    return max(setting.size.stage(setting.parallel.p)) / setting.parallel.t * setting.itemsize
+    return max(setting.size.stage(setting.parallel.p)) / setting.parallel.weights[1] * setting.itemsize
 
 
 def static(setting: Setting, trained: bool) -> DeviceMemory:
-    parameters = weights(setting)
+    """As the engines hold them, whose bytes per parameter docs/backends.md has."""
+    backend, parameters = setting.backend, weights(setting)
+    if backend.offload and backend.sharded:
+        return DeviceMemory()
     if not trained:
         return DeviceMemory(parameters=parameters)
-    shard = parameters / setting.itemsize
-    state = MOMENTS + (MAIN if setting.itemsize < 4 else 0)
-    return DeviceMemory(parameters, shard * GRADIENT, shard * state / setting.parallel.d)
+    if backend.lora is not None:
+        layer, outside = setting.trained
+        own = (setting.size.layers * layer + outside) / setting.parallel.shards
+        return DeviceMemory(parameters + own * MAIN, own * GRADIENT, own * MOMENTS)
+    shard, d = parameters / setting.itemsize, setting.parallel.d
+    if backend.sharded:  # parameters are their own float32 main ones
+        return DeviceMemory(shard * MAIN, shard * GRADIENT, shard * MOMENTS)
+    state = (MOMENTS + (MAIN if setting.itemsize < MAIN else 0)) / d
+    gradients = GRADIENT / d if backend.stage == 2 else GRADIENT
+    if backend.offload:
+        return DeviceMemory(parameters, 0.0 if backend.stage == 2 else shard * gradients)
+    return DeviceMemory(parameters, shard * gradients, shard * state)
 
 
 def active(setting: Setting, kind: Kind, rows: float, copy: bool) -> DeviceMemory:
@@ -43,19 +59,55 @@ def active(setting: Setting, kind: Kind, rows: float, copy: bool) -> DeviceMemor
         return DeviceMemory(kv_cache=rows_kept * setting.workload.longest * cache_bytes(setting), weights=own)
     if kind == "function":
         return DeviceMemory()
-    size, work, t = setting.size, setting.workload, setting.parallel.t
+    size, work, t, p = setting.size, setting.workload, setting.parallel.t, setting.parallel.p
     stream = Stream.of(setting, each, kind == "training")
-    tokens, answers = stream.rows * work.tokens, stream.rows * work.response.mean
+    tokens = fullest(setting, stream, each)
+    longer = max(0.0, work.longest - tokens)  # a row that is longer than a micro-batch is one of its own
+    answers = max(tokens * work.response.mean / work.tokens, work.response.max if longer else 0.0)
     logits = answers * size.vocab / t if size.vocab > 1 else 0.0
     if kind == "inference":
-        return DeviceMemory(activations=2 * tokens * kept(setting), logits=logits * 6, weights=own)
-    flight = min(setting.parallel.p, stream.micro)  # micro-batches of which the first stage keeps activations (1F1B)
-    layers = -(-size.layers // setting.parallel.p)
+        gathered, activations = shared(setting), 2 * (tokens + longer) * kept(setting)
+        return DeviceMemory(activations=activations, logits=logits * READ, weights=own, gathered=gathered)
+    flight = min(p, stream.micro)  # micro-batches of which the first stage keeps activations (1F1B)
+    layers = -(-size.layers // p)
+    held = flight * tokens + longer
     if work.recompute:
-        activations = tokens * (flight * layers * size.hidden / setting.site.shares * setting.itemsize + kept(setting))
+        inputs = held * layers * size.hidden / setting.site.shares * setting.itemsize
+        activations = inputs + (tokens + longer) * kept(setting)
     else:
-        activations = flight * layers * tokens * kept(setting)
-    return DeviceMemory(activations=activations, logits=logits * LOGITS, weights=own)
+        activations = held * layers * kept(setting)
+    gathered = shared(setting) + unsent(setting, stream.micro * stream.fills)
+    return DeviceMemory(activations=activations, logits=logits * TRAINED, weights=own, gathered=gathered)
+
+
+def fullest(setting: Setting, stream: Stream, rows: float) -> float:
+    """Tokens of the fullest micro-batch that `rows` rows of usual lengths make."""
+    work, p = setting.workload, setting.parallel.p
+    if setting.parallel.micro_batches is not None:
+        return math.ceil(stream.rows - 1e-9) * work.tokens
+    share = math.ceil(rows / (2 * p)) if p > 1 else rows
+    return max(work.tokens, min(work.micro_tokens, share * work.tokens))
+
+
+def shared(setting: Setting) -> float:
+    """Bytes of parameters that ranks with shards have gathered at a time: two layers (one computes, the next is on its
+    way) and all that lies outside of the layers."""
+    if not setting.backend.sharded:
+        return 0.0
+    size = setting.size
+    outside = size.total - size.layers * size.layer
+    return (2 * size.layer + outside) / setting.parallel.t * setting.itemsize
+
+
+def unsent(setting: Setting, micro: int) -> float:
+    """Bytes of whole gradients that wait to be added up over ranks: of two units of the model; of all of it where
+    several micro-batches are added up on each rank first."""
+    backend, (layer, outside) = setting.backend, setting.trained
+    if backend.stage == 1:
+        return 0.0
+    some = micro == 1 or backend.often
+    elements = layer + max(layer, outside) if some else setting.size.layers * layer + outside
+    return elements / setting.parallel.t * GRADIENT
 
 
 def kept(setting: Setting) -> float:

@@ -57,21 +57,26 @@ class Mesh:
 class Parallel:
     """Pipeline, tensor and data parallel sizes; `micro_batches` per data parallel rank (None: the model decides).
 
-    Errors: PlacementError for a size below one.
+    `shards` data parallel ranks, neighbours among these, share one copy of the parameters (FSDP, ZeRO 3); with 1 each
+    has its own. Errors: PlacementError for a size below one, and for shards that do not divide d.
     """
 
     p: int = 1
     t: int = 1
     d: int = 1
     micro_batches: int | None = None
+    shards: int = 1
 
     def __post_init__(self) -> None:
         sizes = (("p", self.p), ("t", self.t), ("d", self.d), ("micro_batches", self.micro_batches))
+        sizes += (("shards", self.shards),)
         for name, size in sizes:
             if size is None and name == "micro_batches":
                 continue
             if type(size) is not int or size < 1:
                 raise PlacementError(f"Parallel({name}={size!r}): must be a whole number of at least 1.")
+        if self.d % self.shards:
+            raise PlacementError(f"Parallel(d={self.d}, shards={self.shards}): shards must divide d.")
 
     @property
     def size(self) -> int:
@@ -80,6 +85,11 @@ class Parallel:
     @property
     def sizes(self) -> tuple[int, int, int]:
         return self.p, self.t, self.d
+
+    @property
+    def weights(self) -> tuple[int, int, int]:
+        """Sizes (p, t, d) of how parameters lie: shards cut them as further tensor parallel ranks would."""
+        return self.p, self.t * self.shards, self.d // self.shards
 
     @property
     def grid(self) -> RankGrid:
@@ -105,13 +115,15 @@ class CallPlan:
 
     def alike(self, other: CallPlan) -> bool:
         """Weights lie the same way: micro-batches do not move them."""
-        return self.mesh == other.mesh and self.parallel.sizes == other.parallel.sizes
+        here, there = self.parallel, other.parallel
+        return self.mesh == other.mesh and here.sizes == there.sizes and here.shards == there.shards
 
     def within(self, home: CallPlan) -> bool:
         """Weights that lie as in `home` get here inside the processes that have them: the same devices, and sizes that
-        divide those (paper, section 5)."""
+        divide those (paper, section 5); any sizes where ranks share a copy of the parameters anyway."""
         here, there = self.parallel, home.parallel
-        return self.mesh == home.mesh and not there.p % here.p and not there.t % here.t
+        divide = not there.p % here.p and not there.t % here.t
+        return self.mesh == home.mesh and (divide or there.shards > 1)
 
     def __str__(self) -> str:
         return f"{self.parallel} on {self.mesh}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
 
@@ -21,7 +21,7 @@ from hybridflow.engine3d.plan import plan
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import Coefficients
 from hybridflow.planner.layer_costs import Sizes
-from hybridflow.planner.plans import CallPlan, Parallel
+from hybridflow.planner.plans import CallPlan
 from hybridflow.planner.volumes import Floats, volumes
 from hybridflow.topology import GenerationGrid, RankGrid
 
@@ -40,7 +40,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Both layouts by sizes and by positions in the union of both meshes; `nodes` are those of the union."""
+    """Both layouts by sizes and by positions in the union of both meshes; `nodes` are those of the union.
+
+    `regrouped`: where sizes divide, groups of the target are those that keep what a rank holds.
+    """
 
     size: Sizes
     source: tuple[int, int, int]
@@ -48,18 +51,20 @@ class Exchange:
     source_at: tuple[int, ...]
     target_at: tuple[int, ...]
     nodes: tuple[int, ...]
+    regrouped: bool = True
 
     @classmethod
     def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> Exchange:
         if source.mesh == target.mesh:
             counts = tuple(cluster.counts(source.mesh.devices).values())
-            return _inside_mesh(size, _sizes(source.parallel), _sizes(target.parallel), counts)
+            made = _inside_mesh(size, source.parallel.weights, target.parallel.weights, counts)
+            return made if source.parallel.shards == 1 else replace(made, regrouped=False)
         union = sorted({*source.mesh.devices, *target.mesh.devices})
         at = {device: i for i, device in enumerate(union)}
         first: dict[int, int] = {}
         nodes = tuple(first.setdefault(cluster.node_of(device), len(first)) for device in union)
         here, there = (tuple(at[device] for device in one.mesh.devices) for one in (source, target))
-        return cls(size, _sizes(source.parallel), _sizes(target.parallel), here, there, nodes)
+        return cls(size, source.parallel.weights, target.parallel.weights, here, there, nodes)
 
     @property
     def grids(self) -> tuple[Grid, Grid]:
@@ -67,7 +72,7 @@ class Exchange:
         its sizes divide the source's."""
         (p, t, d), (q, u, e) = self.source, self.target
         source = RankGrid(p, t, d)
-        if self.source_at == self.target_at and p % q == 0 and t % u == 0:
+        if self.regrouped and self.source_at == self.target_at and p % q == 0 and t % u == 0:
             return source, source.generation(q, u, "hybridflow")
         return source, RankGrid(q, u, e)
 
@@ -84,10 +89,6 @@ def _inside_mesh(
     parts, at = ranks // block, tuple(range(block))
     nodes = tuple(islice((n for n, count in enumerate(counts) for _ in range(count)), block))
     return Exchange(size, (p, t, d // parts), (q, u, e // parts), at, at, nodes)
-
-
-def _sizes(parallel: Parallel) -> tuple[int, int, int]:
-    return parallel.p, parallel.t, parallel.d
 
 
 @lru_cache(maxsize=65536)
@@ -207,8 +208,7 @@ def reallocation(
 
     Errors: PlacementError when a mesh is not in the cluster.
     """
-    same = (source.mesh, _sizes(source.parallel)) == (target.mesh, _sizes(target.parallel))
-    if same:
+    if source.alike(target):
         return 0.0
     moved = volume(Exchange.of(size, cluster, source, target), itemsize)
     nodes = {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.planner import memory
+from hybridflow.planner.backends import MEGATRON, Backend
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
 from hybridflow.planner.cost import CallCost, DeviceMemory
 from hybridflow.planner.generation import generation
-from hybridflow.planner.graph import Call, Graph
+from hybridflow.planner.graph import Call, Graph, Kind
 from hybridflow.planner.inference import function, inference
 from hybridflow.planner.layer_costs import Sizes
 from hybridflow.planner.links import Site
@@ -42,6 +43,7 @@ class Simulator:
     ) -> None:
         self.cluster, self.graph, self.workload = cluster, graph, workload
         self.coefficients, self.profile = coefficients, profile
+        self._backends = {group: Backend.of(graph.strategies.get(group)) for group in graph.models}
         self._costs: dict[tuple[str, CallPlan, float | None], CallCost] = {}
         self._static: dict[tuple[str, CallPlan], DeviceMemory] = {}
         self._active: dict[tuple[str, CallPlan, bool], DeviceMemory] = {}
@@ -59,7 +61,7 @@ class Simulator:
 
     def _cost(self, name: str, plan: CallPlan, room: float | None) -> CallCost:
         call = self.graph.call(name)
-        setting = self.setting(call.group, plan)
+        setting = self.setting(call.group, plan, call.kind)
         if setting is None or call.kind == "function":
             return function(self.workload.rows * call.rows, plan.mesh.size, self.coefficients)
         rows = self.workload.rows * call.rows
@@ -90,14 +92,25 @@ class Simulator:
             call.epochs if call.epochs > 1 else work.epochs,
         )
 
-    def setting(self, group: str, plan: CallPlan) -> Setting | None:
-        """What formulas read; None for a group of functions. Errors: ModelError when sizes do not split the model."""
+    def setting(self, group: str, plan: CallPlan, kind: Kind | None = None) -> Setting | None:
+        """What formulas read of a call of this kind (None: of where weights lie); None for a group of functions.
+
+        Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes.
+        """
         if group not in self.graph.models:
             raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
         model, sizes = self.graph.models[group], plan.parallel
         if model is None:
             return None
         _check_split(model.heads, model.intermediate, model.kv_heads, model.layers, sizes, group)
+        backend = self._backends[group] if kind != "generation" else MEGATRON
+        if backend.strategy is not MEGATRON.strategy and backend.parallel(*sizes.sizes, sizes.micro_batches) != sizes:
+            if kind is not None or sizes.shards > 1:
+                name = type(backend.strategy).__name__
+                raise ModelError(f"{group} cannot have p-t-d = {sizes}: {name} as it is set has no such layout.")
+            backend = MEGATRON  # that of a generation engine
+        elif backend is MEGATRON and sizes.shards > 1:
+            raise ModelError(f"{group} cannot cut its parameters over {sizes.shards} data parallel ranks here.")
         site = self._sites.get(plan)
         if site is None:
             base = self._meshes.get(plan.mesh)
@@ -105,7 +118,7 @@ class Simulator:
                 base = self._meshes[plan.mesh] = Site.of(self.cluster, plan, self.workload.dtype, self.coefficients)
             shares = sizes.t if self.workload.sequence_parallel else 1
             site = self._sites[plan] = replace(base, p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
-        return Setting(site, model, Sizes.of(model), sizes, self.workload, self.coefficients, self.profile)
+        return Setting(site, model, Sizes.of(model), sizes, self.workload, self.coefficients, self.profile, backend)
 
     def capacity(self, plan: CallPlan) -> float:
         """Bytes that may be used on each device of the mesh: on the smallest, less what the runtime keeps."""
@@ -127,13 +140,14 @@ class Simulator:
         Without `beside`, those of its own group, cut over the devices as well as can be.
         """
         group = self.graph.call(call).group
-        setting = self.setting(group, plan)
+        setting = self.setting(group, plan, "generation")
         if setting is None:
             return self.capacity(plan)
         copied = group in self.graph.trained
         if beside is None:
+            one = replace(setting.site, p=1, t=1, d=1)
             whole = memory.static(
-                replace(setting, parallel=Parallel(), site=replace(setting.site, p=1, t=1, d=1)), copied
+                replace(setting, parallel=Parallel(), site=one, backend=self._backends[group]), copied
             )
             beside = whole.static / plan.mesh.size if copied else memory.weights(setting)
         return max(0.0, self.capacity(plan) - beside - (memory.weights(setting) if copied else 0.0))
@@ -145,7 +159,7 @@ class Simulator:
         laid out (default: as `plan`); generation uses all of `room` that its rows need."""
         group = self.graph.call(call).group
         least, still = self._least(call, plan, _differs(plan, home)), self._still(group, home or plan)
-        setting = self.setting(group, plan)
+        setting = self.setting(group, plan, self.graph.call(call).kind)
         if setting is None:
             return least
         cache = least.kv_cache
@@ -181,7 +195,7 @@ class Simulator:
         found = self._active.get((name, plan, elsewhere))
         if found is None:
             call = self.graph.call(name)
-            setting = self.setting(call.group, plan)
+            setting = self.setting(call.group, plan, call.kind)
             rows = self.workload.rows * call.rows
             if call.kind == "training":
                 rows /= self.updates(call)[0]
@@ -190,16 +204,21 @@ class Simulator:
         return found
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
-        """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`."""
+        """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
+
+        Ranks with weights of their own keep them in host memory between calls: they come from there, and go back.
+        """
         found = self._moves.get((group, source, target))
         if found is None:
-            setting = self.setting(group, source)
-            self.setting(group, target)
+            setting, there = self.setting(group, source), self.setting(group, target)
             found = 0.0
-            if setting is not None:
+            if setting is not None and there is not None and not source.alike(target):
                 size, k = setting.size, self.coefficients
                 both = Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices})))
-                found = reallocation(size, self.cluster, source, target, setting.itemsize, k) * self.slowdown(both)
+                found = reallocation(size, self.cluster, source, target, setting.itemsize, k)
+                if not target.within(source):
+                    found += 2 * memory.weights(there) / there.site.host
+                found *= self.slowdown(both)
             self._moves[group, source, target] = found
         return found
 
@@ -212,8 +231,7 @@ def _differs(plan: CallPlan, home: CallPlan | None) -> bool:
     """Weights that lie as `home` says are not where `plan` wants them. Micro-batches move no weights."""
     if home is None or plan is home:
         return False
-    here, there = plan.parallel, home.parallel
-    return (plan.mesh, here.p, here.t, here.d) != (home.mesh, there.p, there.t, there.d)
+    return not plan.alike(home)
 
 
 def _check_split(heads: int, wide: int, kv_heads: int, layers: int, sizes: Parallel, group: str) -> None:

@@ -6,8 +6,18 @@ import math
 from dataclasses import dataclass
 
 from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.backends import MEGATRON, Backend, adapters
 from hybridflow.planner.coefficients import Coefficients
-from hybridflow.planner.layer_costs import Seconds, Sizes, causal_pairs, layer_backward, layer_forward, output_forward
+from hybridflow.planner.layer_costs import (
+    Seconds,
+    Sizes,
+    causal_pairs,
+    layer_backward,
+    layer_forward,
+    layer_products,
+    output_forward,
+    product,
+)
 from hybridflow.planner.links import BYTES, Site
 from hybridflow.planner.plans import Parallel
 from hybridflow.planner.profiles import LayerProfile
@@ -27,10 +37,19 @@ class Setting:
     workload: Workload
     coefficients: Coefficients
     profile: LayerProfile | None = None
+    backend: Backend = MEGATRON
 
     @property
     def itemsize(self) -> int:
         return BYTES[self.workload.dtype]
+
+    @property
+    def trained(self) -> tuple[float, float]:
+        """Elements that training steps: of a decoder layer, and of all that lies outside of the layers."""
+        size, lora = self.size, self.backend.lora
+        if lora is None:
+            return size.layer, size.total - size.layers * size.layer
+        return adapters(self.model, lora)[0], float(size.hidden if self.model.head == "value" else 0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,11 @@ def layer_pass(setting: Setting, tokens: float, pairs: float, training: bool) ->
     """Forward of a layer over a micro-batch; in training with backward, and forward again where it is recomputed."""
     k, recompute = setting.coefficients, setting.workload.recompute
     forward = layer_forward(setting.site, setting.size, k, tokens, pairs, setting.itemsize)
-    backward = layer_backward(forward) + added_up(setting, setting.size.layer)
+    frozen = 0.0
+    if setting.backend.lora is not None:
+        frozen = layer_products(setting.site, setting.size, k, tokens, setting.itemsize)
+        forward += beside(setting, tokens)
+    backward = layer_backward(forward, frozen) + added_up(setting, setting.trained[0])
     if profile := setting.profile:
         forward = profile.layer(setting.model, "forward", setting.site.t, tokens, forward)
         backward = profile.layer(setting.model, "backward", setting.site.t, tokens, backward)
@@ -107,11 +130,22 @@ def layer_pass(setting: Setting, tokens: float, pairs: float, training: bool) ->
 
 def output_pass(setting: Setting, tokens: float, training: bool) -> Seconds:
     forward = output_forward(setting.site, setting.size, setting.coefficients, tokens, setting.itemsize)
-    backward = layer_backward(forward) + added_up(setting, setting.size.output)
+    frozen = forward.compute if setting.backend.lora is not None else 0.0
+    backward = layer_backward(forward, frozen) + added_up(setting, 0.0 if frozen else setting.size.output)
     if profile := setting.profile:
         forward = profile.layer(setting.model, "output", setting.site.t, tokens, forward)
         backward = profile.layer(setting.model, "output_backward", setting.site.t, tokens, backward)
     return forward + backward if training else forward
+
+
+def beside(setting: Setting, tokens: float) -> Seconds:
+    """Forward of a layer's adapters: two thin products each, whose inputs are read and whose outputs are read, added to
+    and written."""
+    lora, site, k = setting.backend.lora, setting.site, setting.coefficients
+    assert lora is not None
+    elements, sides = adapters(setting.model, lora)
+    arithmetic = product(site, k, tokens, elements, lora.rank, setting.itemsize)
+    return Seconds(arithmetic, tokens * 2 * sides * setting.itemsize / site.bandwidth)
 
 
 def added_up(setting: Setting, elements: float) -> Seconds:
