@@ -6,25 +6,29 @@ every group in its set. The result is that of trying all of them together; most 
 - what a group can choose on so many devices is found once for every architecture and workload, and is reduced to the
   choices that no other beats in a stage's seconds or in memory, which peers may need;
 - an allocation costs at least the sum over stages of the largest least seconds of its sets.
+
+Where devices are unlike, bounds are those of the best devices for every set, and an allocation is looked at wherever
+its sets can go. Weights that one group gives to another (rollout engines) and devices that slow each other down are no
+part of a stage-wise cost: timelines have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from hybridflow.planner.packing import pack, sizes
+from hybridflow.planner.packing import packings, sizes
 from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh
-from hybridflow.planner.space import Problem, meshes
+from hybridflow.planner.space import Problem
 from hybridflow.planner.stages import (
     STAGES,
     Floats,
     Front,
     Generates,
     Layouts,
-    Setting,
     group_settings,
     stage_cost,
     undominated,
@@ -32,6 +36,9 @@ from hybridflow.planner.stages import (
 
 GRID = 4_000_000
 """Allocations looked at for one way to colocate; with more, sets get fewer different sizes."""
+PLACES = 64
+"""Ways to place an allocation on unlike devices that are looked at."""
+NOTHING = Front.of((), 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -81,16 +88,20 @@ class Search:
 
     problem: Problem
     sizes: list[int] = field(init=False)
+    usual: frozenset[int] = field(init=False)
     keys: dict[str, int] = field(init=False)
-    _fronts: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
-    _ready: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
+    _fronts: dict[tuple, Front] = field(default_factory=dict)
+    _ready: dict[tuple, Front] = field(default_factory=dict)
+    _places: dict[tuple[tuple[int, ...] | None, int], list[Mesh]] = field(default_factory=dict)
     _known: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
     _lone: dict[tuple[tuple[int, ...], int], Floats] = field(default_factory=dict)
     allocations: int = 0
     tried: int = 0
 
     def __post_init__(self) -> None:
-        self.sizes = sizes(self.problem.cluster)
+        pinned = {len(pin.devices) for pin in self.problem.rules.pins.values() if pin.devices is not None}
+        self.usual = frozenset(sizes(self.problem.cluster))
+        self.sizes = sorted(self.usual | pinned)
         known: dict[tuple, int] = {}
         self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in self.problem.graph.groups}
         self.example = {key: group for group, key in self.keys.items()}
@@ -102,7 +113,8 @@ class Search:
         graph, rules = self.problem.graph, self.problem.rules
         calls = tuple((c.kind, c.rows, c.minibatches, c.epochs) for c in graph.of_group(group))
         own = rules.pins.get(group), rules.caps.get(group)
-        return graph.models[group], group in graph.trained, calls, own if any(own) else None
+        own = own if any(own) else None
+        return graph.models[group], graph.strategies.get(group), group in graph.trained, calls, own
 
     def best(self) -> Mapped | None:
         found: tuple[float, tuple, list[Mesh], list[tuple[Front, int]]] | None = None
@@ -123,18 +135,42 @@ class Search:
         """The best way to share devices between sets if it takes less than `limit` seconds, with each set's choice."""
         some, best = self.some_sizes(len(sets)), None
         keys = [tuple(self.keys[name] for name in names) for names in sets]
-        least = [self._least(own, some) for own in keys]
+        least = [self._least(own, some, exact=own != keys[-1]) for own in keys]
         for bound, allocation in self.bounded(least, some, limit):
             if bound >= limit:
                 break
-            chosen = [self._up_to(own, some, i, limit) for own, i in zip(keys, allocation, strict=True)]
-            if stage_cost([front.least.tolist() for front in chosen]) >= limit:
-                continue
-            self.tried += 1
-            seconds, rows = cheapest(chosen)
-            if seconds < limit and (packed := self.packed(sets, [some[i] for i in allocation])) is not None:
-                limit, best = seconds, (seconds, packed, list(zip(chosen, rows, strict=True)))
+            for fronts, where in self._choices(sets, some, allocation, limit):
+                if stage_cost([front.least.tolist() for front in fronts]) >= limit:
+                    continue
+                self.tried += 1
+                seconds, rows = cheapest(fronts)
+                if seconds < limit:
+                    limit, best = seconds, (seconds, where, list(zip(fronts, rows, strict=True)))
         return best
+
+    def _choices(
+        self, sets: Sequence[tuple[str, ...]], some: list[int], allocation: Sequence[int], limit: float
+    ) -> Iterator[tuple[list[Front], list[Mesh]]]:
+        """What each set can choose from with these numbers of devices, and where that is.
+
+        The last set has all that is left, and fewer devices where so many do not lie together.
+        """
+        keys = [tuple(self.keys[name] for name in names) for names in sets]
+        *others, last = allocation
+        if not self.problem.homogeneous:
+            for fewer in range(last, -1, -1):
+                allocated = [some[i] for i in (*others, fewer)]
+                for where in islice(self.packed(sets, allocated), PLACES):
+                    yield [self.generating(own, mesh) for own, mesh in zip(keys, where, strict=True)], where
+            return
+        for fewer in range(last, -1, -1):
+            numbers = (*others, fewer)
+            fronts = [self._up_to(own, some, i, limit) for own, i in zip(keys, numbers, strict=True)]
+            if stage_cost([front.least.tolist() for front in fronts]) >= limit:
+                return  # with still fewer devices it takes no less
+            if (where := next(self.packed(sets, [some[i] for i in numbers]), None)) is not None:
+                yield fronts, where
+                return
 
     def bounded(
         self, least: Sequence[Floats], some: list[int], limit: float
@@ -172,24 +208,29 @@ class Search:
         return [found[i] for i in steps.tolist()]
 
     def alone(self, keys: tuple[int, ...], size: int) -> Floats:
-        """[stages] Least seconds of a set if each of its groups had the devices for itself."""
+        """[stages] Least seconds of a set if each of its groups had the devices for itself, on the best ones."""
         if (keys, size) not in self._lone:
-            each = [self.generating((key,), size).least for key in keys]
-            self._lone[keys, size] = np.sum(each, axis=0)
+            each = [
+                np.sum([self.generating((key,), mesh).least for key in keys], axis=0)
+                for mesh in self.places(keys, size)
+            ]
+            self._lone[keys, size] = np.min([np.full(STAGES, np.inf), *each], axis=0)
         return self._lone[keys, size]
 
-    def _least(self, keys: tuple[int, ...], some: list[int]) -> Floats:
-        """[sizes, stages] The same with so many devices or fewer."""
-        return np.minimum.accumulate([self.alone(keys, size) for size in some], axis=0)
+    def _least(self, keys: tuple[int, ...], some: list[int], exact: bool) -> Floats:
+        """[sizes, stages] The same with so many devices or fewer; `exact`: none but its own where it is pinned."""
+        found = np.array([self.alone(keys, size) for size in some])
+        return found if exact and self._pinned(keys) is not None else np.minimum.accumulate(found, axis=0)
 
     def _up_to(self, keys: tuple[int, ...], some: list[int], last: int, limit: float) -> Front:
-        """What a set can choose from with `some[last]` devices or fewer, but for what alone takes `limit` seconds.
+        """What a set can choose from with `some[last]` equal devices or fewer, but for what alone takes `limit`
+        seconds.
 
         A bound that has fallen since leaves choices in that are too slow, which does not matter.
         """
         at = (keys, some[last])
         if at not in self._known:
-            found = self.generating(keys, some[last])
+            found = self._exactly(keys, some[last])
             # sizes that promise most come first: a set that has all devices then bounds the others
             for size in sorted(some[:last], key=lambda size: self.alone(keys, size).sum()):
                 reached = limit
@@ -199,79 +240,77 @@ class Search:
                 if least.sum() >= reached:
                     break
                 if not (found.values[:, :STAGES] <= least).all(axis=1).any():  # else it has nothing better
-                    found = found.or_(self.generating(keys, size))
+                    found = found.or_(self._exactly(keys, size))
             self._known[at] = found
         return self._known[at]
 
-    def generating(self, keys: tuple[int, ...], size: int) -> Front:
-        """Choices on exactly `size` devices, with the seconds of generation."""
-        if (keys, size) not in self._ready:
-            self._ready[keys, size] = self._with_generation(keys, size)
-        return self._ready[keys, size]
+    def _exactly(self, keys: tuple[int, ...], size: int) -> Front:
+        """Choices on exactly `size` of a cluster's equal devices: they are the same wherever those are."""
+        where = self.places(keys, size)
+        return self.generating(keys, where[0]) if where else NOTHING
 
-    def _with_generation(self, keys: tuple[int, ...], size: int) -> Front:
-        where = self._representatives(keys, size)
+    def generating(self, keys: tuple[int, ...], mesh: Mesh) -> Front:
+        """Choices on exactly this mesh, with the seconds of generation."""
+        at = (keys, self._like(keys, mesh))
+        if at not in self._ready:
 
-        def seconds(generates: Generates, steps: int) -> float:
-            call = self.problem.graph.call(generates.call)
-            plans = [CallPlan(mesh, generates.parallel) for mesh in where]
-            return max(self.problem.generation(call, plan, steps * self.problem.step) for plan in plans)
+            def seconds(generates: Generates, steps: int) -> float:
+                call = self.problem.graph.call(generates.call)
+                return self.problem.generation(call, CallPlan(mesh, generates.parallel), steps * self.problem.step)
 
-        return self._front(keys, size).generating(seconds, self.problem.step)
+            self._ready[at] = self._front(keys, mesh).generating(seconds, self.problem.step)
+        return self._ready[at]
 
-    def _front(self, keys: tuple[int, ...], size: int) -> Front:
-        """Choices of groups of these kinds together on exactly `size` devices."""
-        if (keys, size) not in self._fronts:
-            where = self._representatives(keys, size)
-            capacity = min((self.problem.capacity[d] for mesh in where for d in mesh.devices), default=0.0)
+    def _front(self, keys: tuple[int, ...], mesh: Mesh) -> Front:
+        """Choices of groups of these kinds together on exactly this mesh."""
+        at = (keys, self._like(keys, mesh))
+        if at not in self._fronts:
+            capacity = min(self.problem.capacity[device] for device in mesh.devices)
             if len(keys) == 1:
-                found = Front.of(self._settings(self.example[keys[0]], size, where), size, capacity)
+                group = self.example[keys[0]]
+                fits = self.problem.rules.allows_mesh(group, mesh)
+                settings = group_settings(self.problem, group, mesh) if fits else ()
+                self._fronts[at] = Front.of(settings, mesh.size, capacity)
             else:
-                found = self._front(keys[:-1], size).with_peers(self._front(keys[-1:], size), capacity)
-            self._fronts[keys, size] = found
-        return self._fronts[keys, size]
+                self._fronts[at] = self._front(keys[:-1], mesh).with_peers(self._front(keys[-1:], mesh), capacity)
+        return self._fronts[at]
 
-    def _settings(self, group: str, size: int, where: list[Mesh]) -> list[Setting]:
-        """Algorithm 2 for one group; on unlike devices what holds wherever the set may come to be."""
-        if not self.problem.rules.allows_size(group, size) or not where:
-            return []
-        everywhere = [{s.layouts: s for s in group_settings(self.problem, group, mesh)} for mesh in where]
-        found = []
-        for layouts in everywhere[0]:
-            if all(layouts in here for here in everywhere):
-                same = [here[layouts] for here in everywhere]
-                seconds = [max(stage) for stage in zip(*(s.seconds for s in same), strict=True)]
-                static, active = max(s.static for s in same), max(s.active for s in same)
-                stages = (seconds[0], seconds[1], seconds[2])
-                found.append(Setting(layouts, stages, static, active, same[0].generates))
-        return found
+    def _like(self, keys: tuple[int, ...], mesh: Mesh) -> tuple:
+        """Equal for meshes on which groups of these kinds have the same choices."""
+        shape = self.problem.shape(mesh)
+        return shape if self._pinned(keys) is None else (shape, mesh.bits)
 
-    def _representatives(self, keys: Sequence[int], size: int) -> list[Mesh]:
-        """Meshes of this size that differ in their devices."""
-        for key in keys:
-            if (pinned := self.problem.rules.devices(self.example[key])) is not None:
-                return [Mesh(pinned)] if len(pinned) == size else []
-        if self.problem.homogeneous:
-            return [Mesh.of(0, size)]
-        cluster, found = self.problem.cluster, {}
-        for node in range(len(cluster.nodes)):
-            if size <= cluster.nodes[node].count:
-                mesh = Mesh.of(cluster.devices_of(node)[0], size)
-                found.setdefault(self.problem.shape(mesh), mesh)
-        for mesh in meshes(cluster):
-            if mesh.size == size:
-                found.setdefault(self.problem.shape(mesh), mesh)
-        return list(found.values())
+    def _pinned(self, keys: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The devices to which the first of these kinds that is pinned is."""
+        pins = (self.problem.rules.devices(self.example[key]) for key in keys)
+        return next((pinned for pinned in pins if pinned is not None), None)
 
-    def packed(self, sets: Sequence[tuple[str, ...]], allocated: Sequence[int]) -> list[Mesh] | None:
-        """Where sets of these sizes go; None where they do not fit."""
+    def places(self, keys: tuple[int, ...], size: int) -> list[Mesh]:
+        """A mesh of each shape that a set of so many devices can have; where groups are pinned, theirs."""
+        pinned = self._pinned(keys)
+        if (pinned, size) not in self._places:
+            if pinned is not None:
+                found = [Mesh(pinned)] if len(pinned) == size else []
+            elif self.problem.homogeneous:
+                found = [Mesh.of(0, size)] if size in self.usual else []
+            else:
+                fitting = (where for (where,) in packings(self.problem.cluster, [size]))
+                found = list({self.problem.shape(mesh): mesh for mesh in fitting}.values())
+            self._places[pinned, size] = found
+        return self._places[pinned, size]
+
+    def packed(self, sets: Sequence[tuple[str, ...]], allocated: Sequence[int]) -> Iterator[list[Mesh]]:
+        """Where sets of these sizes can go; of ways that leave devices alike, one."""
         asked: list[int | Mesh] = list(allocated)
         for i, names in enumerate(sets):
             pins = {pinned for name in names if (pinned := self.problem.rules.devices(name)) is not None}
             if len(pins) > 1:
-                return None
-            asked[i] = Mesh(pins.pop()) if pins else asked[i]
-        return pack(self.problem.cluster, asked)
+                return
+            if pins:
+                asked[i] = Mesh(pins.pop())
+                if asked[i].size != allocated[i]:
+                    return
+        yield from packings(self.problem.cluster, asked)
 
     def mapped(
         self, seconds: float, sets: Sequence[tuple[str, ...]], where: list[Mesh], chosen: list[tuple[Front, int]]

@@ -108,6 +108,11 @@ class Rules:
         """The devices that a group is pinned to."""
         return self.pins[group].devices if group in self.pins else None
 
+    def pinned_sizes(self, group: str, parallel: Parallel) -> bool:
+        """Some call of this group is to have these sizes."""
+        pin = self.pins.get(group)
+        return pin is not None and any(x and x.sizes == parallel.sizes for x in (pin.parallel, pin.generate))
+
     def allows(self, group: str, mesh: Mesh, parallel: Parallel, generates: bool = False) -> bool:
         """A call of this group may run so, as far as this group's own constraints go."""
         if group in self.caps and mesh.size > self.caps[group].devices:
@@ -119,12 +124,12 @@ class Rules:
         asked = pin.generate if generates else pin.parallel
         return asked is None or (asked.p, asked.t, asked.d) == (parallel.p, parallel.t, parallel.d)
 
-    def allows_size(self, group: str, size: int) -> bool:
-        """Some call of this group may run on so many devices."""
-        if group in self.caps and size > self.caps[group].devices:
+    def allows_mesh(self, group: str, mesh: Mesh) -> bool:
+        """Some call of this group may run there, as far as this group's own constraints go."""
+        if group in self.caps and mesh.size > self.caps[group].devices:
             return False
         pinned = self.devices(group)
-        return pinned is None or size == len(pinned)
+        return pinned is None or mesh.devices == pinned
 
     def allows_sets(self, sets: Iterable[Iterable[str]]) -> bool:
         """Groups may be colocated in these sets, each on devices of its own."""

@@ -83,7 +83,8 @@ def options_of(problem: Problem, *, prune: bool = True, also: Sequence[Execution
 
 
 def _layouts(problem: Problem, calls: Sequence[Call], mesh: Mesh, prune: bool) -> list:
-    layouts = problem.strategies(calls[0].group, mesh)
+    group = calls[0].group
+    layouts = list(dict.fromkeys(x for g in (False, True) for x in problem.strategies(group, mesh, g)))
     if not prune:
         return layouts
     kept = {}
@@ -91,8 +92,7 @@ def _layouts(problem: Problem, calls: Sequence[Call], mesh: Mesh, prune: bool) -
         options = [option for parallel in layouts if (option := problem.option(call, mesh, parallel)) is not None]
         values = np.array([option[1:] for option in options]).reshape(len(options), -1)
         kept |= {options[i].plan.parallel: None for i in undominated(values)}
-    pinned = problem.rules.pins.get(calls[0].group)
-    return [x for x in layouts if x in kept or (pinned and x in (pinned.parallel, pinned.generate))]
+    return [x for x in layouts if x in kept or problem.rules.pinned_sizes(group, x)]
 
 
 class Evaluator:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from hybridflow.planner.timeline import Order
 
 TIMED = 24
 """Allocations of each way to colocate that are timed."""
+PLACES = 4
+"""Ways to place an allocation on unlike devices that are timed."""
 
 
 def overlap_map(problem: Problem, order: Order = "ready", search: Search | None = None) -> Mapped | None:
@@ -64,10 +66,11 @@ def _promising(
     timed = 0
     for bound, allocation in search.bounded(least, some, limit):
         allocated = [some[numbers[i]] for numbers, i in zip(best, allocation, strict=True)]
-        fronts = [search.generating(own, size) for own, size in zip(keys, allocated, strict=True)]
-        if all(len(front.values) for front in fronts) and (where := search.packed(sets, allocated)) is not None:
-            yield bound, where, fronts
-            timed += 1
+        for where in islice(search.packed(sets, allocated), PLACES):
+            fronts = [search.generating(own, mesh) for own, mesh in zip(keys, where, strict=True)]
+            if all(len(front.values) for front in fronts):
+                yield bound, where, fronts
+                timed += 1
             if timed == TIMED:
                 return
 

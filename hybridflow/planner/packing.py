@@ -41,42 +41,47 @@ def _some(nodes: int) -> set[int]:
 
 def pack(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> list[Mesh] | None:
     """A mesh for each set, from its size or, pinned, the mesh itself; no two overlap. None where they do not fit."""
+    return next(packings(cluster, asked), None)
+
+
+def packings(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> Iterator[list[Mesh]]:
+    """All ways to `pack`; of those that differ only in which of equal devices a set has, some."""
     pinned = [mesh for mesh in asked if isinstance(mesh, Mesh)]
     taken = 0
     for mesh in pinned:
         if taken & mesh.bits:
-            return None
+            return
         taken |= mesh.bits
     # large sets first: what is left of the nodes then takes the small ones
     order = sorted((i for i, n in enumerate(asked) if not isinstance(n, Mesh)), key=lambda i: -_size(asked[i]))
     found: dict[int, Mesh] = {i: mesh for i, mesh in enumerate(asked) if isinstance(mesh, Mesh)}
-    if not _place(cluster, asked, order, taken, found):
-        return None
-    return [found[i] for i in range(len(asked))]
+    for _ in _place(cluster, asked, order, taken, found):
+        yield [found[i] for i in range(len(asked))]
 
 
 def _place(
     cluster: ClusterSpec, asked: Sequence[int | Mesh], order: Sequence[int], taken: int, found: dict[int, Mesh]
-) -> bool:
+) -> Iterator[None]:
     if not order:
-        return True
+        yield
+        return
     for mesh in _candidates(cluster, _size(asked[order[0]]), taken):
         found[order[0]] = mesh
-        if _place(cluster, asked, order[1:], taken | mesh.bits, found):
-            return True
-    return False
+        yield from _place(cluster, asked, order[1:], taken | mesh.bits, found)
 
 
 def _candidates(cluster: ClusterSpec, size: int, taken: int) -> Iterator[Mesh]:
-    """Free meshes of a size that differ in what they leave: whole nodes, or a part of the node with least room."""
+    """Free meshes of a size that differ in what they leave: a part of the node with least room first, or whole nodes."""
     free = [[d for d in cluster.devices_of(n) if not taken >> d & 1] for n in range(len(cluster.nodes))]
-    if size <= max(node.count for node in cluster.nodes):
-        tried = set()
-        for node in sorted((devices for devices in free if len(devices) >= size), key=len):
-            kind = (len(node), cluster.nodes[cluster.node_of(node[0])])
-            if kind not in tried:
-                tried.add(kind)
-                yield Mesh(tuple(node[:size]))
+    unlike, tried = len(set(cluster.nodes)) > 1, set()
+    for node in sorted((devices for devices in free if len(devices) >= size), key=len):
+        at = cluster.node_of(node[0])
+        whole = unlike and len(node) == cluster.nodes[at].count  # then it matters which nodes are beside it
+        kind = (len(node), cluster.nodes[at], at if whole else None)
+        if kind not in tried:
+            tried.add(kind)
+            yield Mesh(tuple(node[:size]))
+    if size <= min(node.count for node in cluster.nodes):
         return
     whole = [len(devices) == cluster.nodes[n].count for n, devices in enumerate(free)]
     for first in range(len(free)):
@@ -84,7 +89,7 @@ def _candidates(cluster: ClusterSpec, size: int, taken: int) -> Iterator[Mesh]:
         while last < len(free) and whole[last] and total < size:
             total += len(free[last])
             last += 1
-        if total == size:
+        if total == size and last > first + 1:
             yield Mesh(tuple(d for devices in free[first:last] for d in devices))
 
 

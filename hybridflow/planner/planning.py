@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hybridflow.config import Megatron
 from hybridflow.errors import ConfigError
 from hybridflow.placement import Bar, CallLayout, Elsewhere, GroupPlacement, Placement
 from hybridflow.planner.auto_mapping import Search
@@ -112,11 +111,11 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
         home = found[problem.homes[group]]
         generation = next((c for c in problem.graph.of_group(group) if c.kind == "generation"), None)
         sizes = found[generation.name].parallel if generation else None
-        train = Megatron(tp=home.parallel.t, pp=home.parallel.p, dp=home.parallel.d)
         has_model = problem.graph.models[group] is not None
+        train = problem.backends[group].sized(home.parallel) if has_model else None
         generate = (sizes.p, sizes.t) if sizes else None
         away = _elsewhere(problem, found, group)
-        groups[group] = GroupPlacement(home.mesh.devices, nodes, train if has_model else None, generate, away)
+        groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, away)
     middle = (max(span.iteration for span in timeline.spans) + 1) // 2
     spans = [span for span in timeline.of(middle) if span.mesh is not None]
     first = min((span.start for span in spans), default=0.0)

@@ -53,7 +53,7 @@ def least_memory(problem: Problem, group: str) -> np.ndarray:
     """[choices, 2]: static and active bytes per device of a group on the whole cluster, which no other choice beats."""
     mesh, rows = Mesh.of(0, problem.cluster.size), []
     calls = problem.graph.of_group(group)
-    for parallel in problem.strategies(group, mesh):
+    for parallel in problem.strategies(group, mesh, all(call.kind == "generation" for call in calls)):
         options = [problem.option(call, mesh, parallel) for call in calls if _at_home(call, calls)]
         known = [option for option in options if option is not None]
         if len(known) == len(options) and known:

@@ -92,7 +92,7 @@ def _layouts(problem: Problem, group: str, mesh: Mesh, side: str) -> Sequence[_L
     if not calls:
         raise PlacementError(f"{group} has no {side} call: a pair of layouts is for a group that trains and generates.")
     found = []
-    for parallel in problem.strategies(group, mesh):
+    for parallel in problem.strategies(group, mesh, side == "generation"):
         options = [problem.option(call, mesh, parallel) for call in calls]
         allowed = problem.rules.allows(group, mesh, parallel, side == "generation")
         if allowed and (known := [option for option in options if option is not None]) == options:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.backends import Backend
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.constraints import Constraint, Rules
 from hybridflow.planner.graph import Call, Graph
@@ -171,9 +172,25 @@ class Problem:
         """How many devices of each node are in a mesh."""
         return self.cluster.counts(mesh.devices)
 
-    def strategies(self, group: str, mesh: Mesh) -> list[Parallel]:
-        """All p, t, d of a group on a mesh: tensor parallel groups do not lie across nodes."""
-        return strategies(self.graph.models[group], mesh.size, math.gcd(*self.counts(mesh).values()))
+    def strategies(self, group: str, mesh: Mesh, generates: bool = False) -> list[Parallel]:
+        """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
+        not lie across nodes."""
+        found = strategies(self.graph.models[group], mesh.size, math.gcd(*self.counts(mesh).values()))
+        if generates or self.graph.models[group] is None:
+            return found
+        backend = self.backends[group]
+        return [own for sizes in found if (own := backend.parallel(*sizes.sizes)) is not None]
+
+    def generation_sizes(self, group: str, mesh: Mesh, train: Parallel) -> list[Parallel]:
+        """Layouts in which an engine can generate in the processes that train in `train`."""
+        within = CallPlan(mesh, train)
+        every = self.strategies(group, mesh, generates=True) if train.shards > 1 else generation_sizes(train)
+        return [sizes for sizes in every if CallPlan(mesh, sizes).within(within)]
+
+    @cached_property
+    def backends(self) -> Mapping[str, Backend]:
+        """By group, what its strategy means."""
+        return {group: Backend.of(self.graph.strategies.get(group)) for group in self.graph.groups}
 
     def option(self, call: Call, mesh: Mesh, parallel: Parallel, shape: tuple | None = None) -> Option | None:
         """None where the simulator refuses it. The answer is the same object for equal shapes but for the mesh."""

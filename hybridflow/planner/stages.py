@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hybridflow.planner.graph import Call
 from hybridflow.planner.plans import CallPlan, Mesh, Parallel
-from hybridflow.planner.space import Problem, generation_sizes
+from hybridflow.planner.space import Problem
 
 Floats = NDArray[np.float64]
 STAGES = 3
@@ -70,8 +70,8 @@ def group_settings(problem: Problem, group: str, mesh: Mesh) -> Iterator[Setting
     calls = problem.graph.of_group(group)
     hybrid = len({call.kind == "generation" for call in calls}) == 2
     found = []
-    for parallel in problem.strategies(group, mesh):
-        for generate in generation_sizes(parallel) if hybrid else [None]:
+    for parallel in problem.strategies(group, mesh, all(call.kind == "generation" for call in calls)):
+        for generate in problem.generation_sizes(group, mesh, parallel) if hybrid else [None]:
             setting = _setting(problem, group, calls, mesh, Layouts(parallel, generate))
             if setting is not None:
                 found.append(setting)

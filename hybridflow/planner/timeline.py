@@ -258,7 +258,8 @@ def simulate(
             source = plan[graph.calls[node.moved_from].name]
             took, mask = 0.0, 0
             if reallocation is not None and here is not None and source != here:
-                took, mask = reallocation(call.group, source, here), source.mesh.bits | here.mesh.bits
+                took = reallocation(call.group, source, here)
+                mask = source.mesh.bits | here.mesh.bits if took else 0  # nothing moves: nobody waits for it
             durations.append(took)
         masks.append(mask)
         meshes.append(mesh)
