@@ -139,7 +139,7 @@ class ModelSpec:
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported.{nearest(str(family), FAMILIES)}")
         get = {**_DEFAULTS[family], **given}
-        if missing := [name for name in NEEDED if not isinstance(get.get(name), int)]:
+        if missing := [name for name in NEEDED if type(get.get(name)) is not int]:
             raise ModelError(f"the config of this {family} model lacks {', '.join(missing)}.")
         if (act := get.get("hidden_act", "silu")) != "silu":
             raise ModelError(f"hidden_act={act!r} is not supported: {family} models use 'silu'.")
@@ -148,7 +148,7 @@ class ModelSpec:
         if family != "qwen2" and get.get("attention_bias"):
             raise ModelError(f"attention_bias=True is not supported for {family} (it would add a bias to o_proj).")
         heads, hidden = get["num_attention_heads"], get["hidden_size"]
-        if not get.get("head_dim") and hidden % heads:
+        if not get.get("head_dim") and heads > 0 and hidden % heads:
             raise ModelError(f"hidden_size={hidden} does not divide by {heads} heads, and the config has no head_dim.")
         # transformers >= 5 nests rope settings under `rope_parameters`, older checkpoints have them at the top
         rope = dict(get.get("rope_parameters") or get.get("rope_scaling") or {})
@@ -165,15 +165,15 @@ class ModelSpec:
             layers=get["num_hidden_layers"],
             heads=heads,
             kv_heads=get.get("num_key_value_heads") or heads,
-            head_dim=get.get("head_dim") or hidden // heads,
+            head_dim=get.get("head_dim") or hidden // max(heads, 1),
             vocab=get["vocab_size"],
             tied=bool(get.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
-            norm_eps=float(get.get("rms_norm_eps", 1e-6)),
+            norm_eps=_number(get, "rms_norm_eps", 1e-6),
             rope_theta=float(theta),
             rope_scaling=tuple(sorted((k, float(v)) for k, v in rope.items())) if kind == "llama3" else (),
-            context=int(get["max_position_embeddings"]),
+            context=int(_number(get, "max_position_embeddings", _DEFAULTS[family]["max_position_embeddings"])),
             sliding_window=_sliding_window(get),
             head=head,
         )
@@ -185,7 +185,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ModelError(f"{name}={getattr(self, name)!r} must be a positive whole number.")
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} heads cannot share {self.kv_heads} kv-heads evenly.")
@@ -219,15 +219,13 @@ class ModelSpec:
 
     def _tensor_sizes(self) -> list[int]:
         """Tensor parallel sizes that the model can be split by."""
+        return [n for n in range(1, math.gcd(self.heads, self.intermediate) + 1) if self.divides(n)]
+
+    def divides(self, t: int) -> bool:
+        """Whether every layer can be cut into t equal parts."""
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim  # of fused query, key and value
-        return [
-            n
-            for n in range(1, math.gcd(self.heads, self.intermediate) + 1)
-            if self.heads % n == 0
-            and self.intermediate % n == 0
-            and rows % n == 0
-            and (self.kv_heads % n == 0 or n % self.kv_heads == 0)
-        ]
+        whole = self.heads % t == 0 and self.intermediate % t == 0 and rows % t == 0
+        return whole and (self.kv_heads % t == 0 or t % self.kv_heads == 0)
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Canonical names and shapes of one decoder layer."""
@@ -313,6 +311,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not the settings of a model.")
     return config
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    """A setting that may be missing or null. Errors: ModelError for what is no number."""
+    value = config.get(name)
+    try:
+        return float(default if value is None else value)
+    except (TypeError, ValueError):
+        raise ModelError(f"{name}={value!r} of this model's config is not a number.") from None
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:

@@ -48,6 +48,11 @@ class Backend:
         )
 
     @property
+    def of_transformers(self) -> bool:
+        """Layers are those of transformers; Megatron's are built so that they keep less for the backward pass."""
+        return not isinstance(self.strategy, Megatron)
+
+    @property
     def sharded(self) -> bool:
         return self.stage == 3
 

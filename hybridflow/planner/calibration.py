@@ -63,7 +63,8 @@ class Observation:
     def __post_init__(self) -> None:
         kinds = [kind for kind in get_args(Kind) if kind != "function"]
         require(self.kind in kinds, f"an observation of {self.kind!r} says nothing. Known: {', '.join(kinds)}.")
-        good = isinstance(self.seconds, int | float) and math.isfinite(self.seconds) and self.seconds > 0
+        real = isinstance(self.seconds, int | float) and type(self.seconds) is not bool
+        good = real and math.isfinite(self.seconds) and self.seconds > 0
         require(good, f"Observation(seconds={self.seconds!r}): must be a positive number.")
         if self.parallel.size > self.cluster.size:
             raise PlacementError(

@@ -2,7 +2,7 @@
 
 A decode step reads the weights and the KV cache of every row that is under way once (memory-bound, roofline). With p
 stages p micro-batches of the rows are under way, so the weights are read once for each. Rows that find no room in the
-cache wait: a wave of rows ends, another begins.
+cache wait: a wave of rows ends, another begins. The cache is paged, so a row takes of it what its own length asks for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Waves:
         """
         work, response = setting.workload, setting.workload.response
         groups = setting.parallel.micro_batches or 1
-        fitting = math.floor(room / (work.longest * cache_bytes(setting)))
+        fitting = math.floor(room / (work.under_way * cache_bytes(setting)))
         most = MOST_ROWS * setting.parallel.p if setting.parallel.micro_batches is None else math.inf
         concurrent = float(max(1, min(math.ceil(rows / groups), most, fitting)))
         waves = math.ceil(rows / concurrent) * response.max
@@ -77,7 +77,7 @@ def _decode(setting: Setting, rows: float) -> tuple[Seconds, float]:
     """One token for `rows` rows on the slowest stage, and the message to the next one."""
     site, size, work, k, p = setting.site, setting.size, setting.workload, setting.coefficients, setting.parallel.p
     layers = -(-size.layers // p)
-    context = work.prompt.mean + work.response.mean / 2
+    context = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
     if size.window is not None:
         context = min(context, size.window)
     layer = layer_forward(site, size, k, rows, 0.0, setting.itemsize, launch=k.decode_layer_seconds)

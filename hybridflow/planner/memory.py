@@ -112,15 +112,21 @@ def unsent(setting: Setting, micro: int) -> float:
 
 def kept(setting: Setting) -> float:
     """Bytes per token that a layer keeps for its backward pass (Korthikanti et al. 2023, section 4, with flash
-    attention and a gated MLP): inputs of norms and products (whole unless the ranks share the
-    sequence), and everything between, of which a rank has its own shard."""
-    size, t = setting.size, setting.parallel.t
-    own = 2 * size.queries / t + 2 * size.keys_on(t) + 3 * size.intermediate / t
-    return (4 * size.hidden / setting.site.shares + own) * setting.itemsize
+    attention and a gated MLP): inputs of norms and products (whole unless the ranks share the sequence), and everything
+    between, of which a rank has its own shard.
+
+    Layers of transformers also keep what a norm makes, its input in float32, and the activation of the gate.
+    """
+    size, t, itemsize = setting.size, setting.parallel.t, setting.itemsize
+    norms, wide = 4.0, 3
+    if setting.backend.of_transformers:
+        norms, wide = (6.0 if itemsize == 4 else 4 + 2 * 4 / itemsize), 4
+    own = 2 * size.queries / t + 2 * size.keys_on(t) + wide * size.intermediate / t
+    return (norms * size.hidden / setting.site.shares + own) * itemsize
 
 
 def cache(setting: Setting, rows: float, room: float) -> float:
     """Bytes of KV cache that generation uses on a device when there is `room`."""
     each = max(1.0, -(-rows // setting.parallel.d))
     waves = Waves.of(setting, each, room)
-    return waves.concurrent * setting.workload.longest * cache_bytes(setting)
+    return waves.concurrent * setting.workload.under_way * cache_bytes(setting)

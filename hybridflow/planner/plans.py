@@ -123,7 +123,7 @@ class CallPlan:
         divide those (paper, section 5); any sizes where ranks share a copy of the parameters anyway."""
         here, there = self.parallel, home.parallel
         divide = not there.p % here.p and not there.t % here.t
-        return self.mesh == home.mesh and (divide or there.shards > 1)
+        return self.mesh == home.mesh and here.shards == 1 and (divide or there.shards > 1)
 
     def __str__(self) -> str:
         return f"{self.parallel} on {self.mesh}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybridflow.errors import ConfigError, ModelError
+from hybridflow.model_spec import ModelSpec
 from hybridflow.planner import memory
 from hybridflow.planner.backends import MEGATRON, Backend
 from hybridflow.planner.cluster_spec import ClusterSpec
@@ -48,7 +49,7 @@ class Simulator:
         self._static: dict[tuple[str, CallPlan], DeviceMemory] = {}
         self._active: dict[tuple[str, CallPlan, bool], DeviceMemory] = {}
         self._moves: dict[tuple[str, CallPlan, CallPlan], float] = {}
-        self._sites: dict[CallPlan, Site] = {}
+        self._sites: dict[tuple[CallPlan, int], Site] = {}
         self._meshes: dict[Mesh, Site] = {}
         self._slowdowns: dict[Mesh, float] = {}
         self._capacities: dict[Mesh, float] = {}
@@ -102,7 +103,7 @@ class Simulator:
         model, sizes = self.graph.models[group], plan.parallel
         if model is None:
             return None
-        _check_split(model.heads, model.intermediate, model.kv_heads, model.layers, sizes, group)
+        _check_split(model, sizes, group)
         backend = self._backends[group] if kind != "generation" else MEGATRON
         if backend.strategy is not MEGATRON.strategy and backend.parallel(*sizes.sizes, sizes.micro_batches) != sizes:
             if kind is not None or sizes.shards > 1:
@@ -111,13 +112,13 @@ class Simulator:
             backend = MEGATRON  # that of a generation engine
         elif backend is MEGATRON and sizes.shards > 1:
             raise ModelError(f"{group} cannot cut its parameters over {sizes.shards} data parallel ranks here.")
-        site = self._sites.get(plan)
+        shares = sizes.t if self.workload.sequence_parallel and not backend.of_transformers else 1
+        site = self._sites.get((plan, shares))
         if site is None:
             base = self._meshes.get(plan.mesh)
             if base is None:
                 base = self._meshes[plan.mesh] = Site.of(self.cluster, plan, self.workload.dtype, self.coefficients)
-            shares = sizes.t if self.workload.sequence_parallel else 1
-            site = self._sites[plan] = replace(base, p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
+            site = self._sites[plan, shares] = replace(base, p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
         return Setting(site, model, Sizes.of(model), sizes, self.workload, self.coefficients, self.profile, backend)
 
     def capacity(self, plan: CallPlan) -> float:
@@ -216,7 +217,7 @@ class Simulator:
                 size, k = setting.size, self.coefficients
                 both = Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices})))
                 found = reallocation(size, self.cluster, source, target, setting.itemsize, k)
-                if not target.within(source):
+                if group not in self.graph.generating or not target.within(source):
                     found += 2 * memory.weights(there) / there.site.host
                 found *= self.slowdown(both)
             self._moves[group, source, target] = found
@@ -234,11 +235,10 @@ def _differs(plan: CallPlan, home: CallPlan | None) -> bool:
     return not plan.alike(home)
 
 
-def _check_split(heads: int, wide: int, kv_heads: int, layers: int, sizes: Parallel, group: str) -> None:
+def _check_split(model: ModelSpec, sizes: Parallel, group: str) -> None:
     """`ModelSpec.check_parallel` without its lists, for the many sizes that a search tries."""
-    t = sizes.t
-    if heads % t or wide % t or (kv_heads % t and t % kv_heads) or sizes.p > layers:
+    if not model.divides(sizes.t) or sizes.p > model.layers:
         raise ModelError(
-            f"{group} cannot be split by p={sizes.p}, t={t}: it has {layers} layers, {heads} heads, {kv_heads} "
-            f"kv-heads and {wide} MLP columns."
+            f"{group} cannot be split by p={sizes.p}, t={sizes.t}: it has {model.layers} layers, {model.heads} heads, "
+            f"{model.kv_heads} kv-heads and {model.intermediate} MLP columns."
         )

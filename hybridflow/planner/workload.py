@@ -95,6 +95,12 @@ class Workload:
         return self.prompt.max + self.response.max
 
     @property
+    def under_way(self) -> float:
+        """Mean tokens that the rows which are being generated at some moment end with: longer ones are more often met,
+        in proportion to their length."""
+        return self.prompt.mean + self.response.square_mean / self.response.mean
+
+    @property
     def square(self) -> float:
         """Mean square of a row's tokens, prompt and response taken as independent."""
         return self.prompt.square_mean + self.response.square_mean + 2 * self.prompt.mean * self.response.mean

@@ -140,6 +140,10 @@ def test_sliding_window(settings, window):
         (small("llama", num_attention_heads=3, num_key_value_heads=3), "hidden_size=64 does not divide by 3 heads"),
         (small("llama", num_key_value_heads=3), "4 heads cannot share 3 kv-heads"),
         (small("llama", vocab_size=0), "vocab=0"),
+        (small("llama", num_attention_heads=0), "heads=0"),
+        (small("llama", num_hidden_layers=True), "lacks num_hidden_layers"),
+        (small("llama", rms_norm_eps="small"), "rms_norm_eps='small' .* is not a number"),
+        (small("llama", max_position_embeddings=[1]), "max_position_embeddings"),
         (small("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1), "1 of 3 layers"),
     ],
 )

@@ -285,7 +285,9 @@ def test_reallocation_on_any_two_meshes(first, second):
     assert found >= 0
     assert simulator().reallocation("actor", here, here) == 0
     if first[0] * first[1] == 1 and there.mesh.size <= here.mesh.size:
-        assert found == 0  # everybody holds everything already
+        moved = volume(Exchange.of(Sizes.of(MODEL), A100S, here, there), 2)
+        assert moved.inside == moved.between == 0  # everybody holds everything already
+        assert (found == 0) == (there.mesh == here.mesh)  # others have it in host memory, from where it comes
     apart = simulator().reallocation("actor", at(1, 1, 1, 31), at(1, 1, 1))
     assert apart >= 2 * MODEL.num_parameters / 25e9
 
@@ -340,6 +342,8 @@ def test_observations_that_are_refused():
         calibrate([])
     with pytest.raises(ConfigError, match="positive"):
         Observation(A100S, MODEL, "training", Parallel(), WORK, 0.0)
+    with pytest.raises(ConfigError, match="positive"):
+        Observation(A100S, MODEL, "training", Parallel(), WORK, True)
     with pytest.raises(ConfigError, match="says nothing"):
         Observation(A100S, MODEL, "function", Parallel(), WORK, 1.0)
     with pytest.raises(PlacementError, match="cluster of 32"):
