@@ -53,7 +53,7 @@ class Observation:
     the cluster has.
     """
 
-    cluster: ClusterSpec
+    cluster: ClusterSpec  # or a description, see `ClusterSpec.of`
     model: ModelSpec
     kind: Kind
     parallel: Parallel
@@ -61,6 +61,8 @@ class Observation:
     seconds: float
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cluster", ClusterSpec.of(self.cluster))
+        require(isinstance(self.model, ModelSpec), f"Observation(model={self.model!r}): give a ModelSpec.")
         kinds = [kind for kind in get_args(Kind) if kind != "function"]
         require(self.kind in kinds, f"an observation of {self.kind!r} says nothing. Known: {', '.join(kinds)}.")
         real = isinstance(self.seconds, int | float) and type(self.seconds) is not bool

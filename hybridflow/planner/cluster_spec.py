@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.planner.devices import GIB, GIGA, DeviceSpec, check_size, device
 
 LINK_LATENCY = 5e-6
 NETWORK_LATENCY = 15e-6
-_PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>[0-9.]+)(?P<unit>[gt])bps)?")
+_PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>\d+(\.\d+)?)(?P<unit>[gt])bps)?")
 _HERE = re.compile(r"here(?::(?P<devices>\d+))?")
 _FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4", "here" or "here:4".'
 
@@ -44,6 +44,8 @@ class NodeSpec:
         for busy, factor in self.slowdown:
             check_size("NodeSpec", "slowdown", busy)
             check_size("NodeSpec", "slowdown", factor)
+        if any(a[0] >= b[0] for a, b in pairwise(self.slowdown)):
+            raise ConfigError(f"NodeSpec(slowdown={self.slowdown}): numbers of devices must ascend.")
 
     def slow(self, busy: int) -> float:
         """How much slower a device is when `busy` of the node work at once: 1 for one; between two known figures on
@@ -74,6 +76,10 @@ class ClusterSpec:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         if not self.nodes:
             raise ConfigError(f"a ClusterSpec needs at least one node. {_FORM}")
+        if wrong := [node for node in self.nodes if not isinstance(node, NodeSpec)]:
+            raise ConfigError(
+                f"ClusterSpec: {wrong[0]!r} is not a NodeSpec. ClusterSpec.of reads a description. {_FORM}"
+            )
         for name in ("bandwidth", "latency"):
             check_size("ClusterSpec", name, getattr(self, name))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import get_args
 
 from hybridflow.config import DType
 from hybridflow.errors import ConfigError, nearest
@@ -36,9 +37,12 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         for name in ("memory", "bandwidth", "link", "network", "host"):
             check_size(f"DeviceSpec {self.name!r}", name, getattr(self, name))
-        if not self.flops:
+        if not isinstance(self.flops, Mapping) or not self.flops:
             raise ConfigError(f"DeviceSpec {self.name!r}: give flops for at least one dtype, {{'bfloat16': 312e12}}.")
         for dtype, peak in self.flops.items():
+            if dtype not in get_args(DType):
+                known = ", ".join(get_args(DType))
+                raise ConfigError(f"DeviceSpec {self.name!r}: models have no dtype {dtype!r}. Known: {known}.")
             check_size(f"DeviceSpec {self.name!r}", f"flops[{dtype!r}]", peak)
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
 

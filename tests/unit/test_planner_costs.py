@@ -85,6 +85,7 @@ def test_clusters_count_their_devices_through():
         ("a100:0x8", "must be >= 1"),
         ("a100:2x-8", "must be >= 1"),
         ("a100", "a100:16x8"),
+        ("a100:2x8@1.2.3gbps", "not of the form"),
         ("", "a100:16x8"),
         (16, "is not a description"),
     ],
@@ -108,6 +109,12 @@ def test_sizes_that_are_refused():
         DeviceSpec("mine", 1e9, {}, 1e12)
     with pytest.raises(ConfigError, match="does not compute in float16"):
         DeviceSpec("mine", 1e9, {"float32": 1e12}, 1e12).peak("float16")
+    with pytest.raises(ConfigError, match="no dtype 'int8'"):
+        DeviceSpec("mine", 1e9, {"int8": 1e12}, 1e12)  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="no NodeSpec"):
+        ClusterSpec(("a100:1x8",), 1e9)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="must ascend"):
+        NodeSpec(spec, 8, 1e9, slowdown=((4, 2), (2, 1)))
     with pytest.raises(ConfigError, match="at least one node"):
         ClusterSpec((), 1e9)
     for index in (-1, 32):
