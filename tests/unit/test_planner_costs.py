@@ -111,7 +111,7 @@ def test_sizes_that_are_refused():
         DeviceSpec("mine", 1e9, {"float32": 1e12}, 1e12).peak("float16")
     with pytest.raises(ConfigError, match="no dtype 'int8'"):
         DeviceSpec("mine", 1e9, {"int8": 1e12}, 1e12)  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match="no NodeSpec"):
+    with pytest.raises(ConfigError, match="is not a NodeSpec"):
         ClusterSpec(("a100:1x8",), 1e9)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="must ascend"):
         NodeSpec(spec, 8, 1e9, slowdown=((4, 2), (2, 1)))
