@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +16,10 @@ from hybridflow.cluster.session import Session
 from hybridflow.cluster.traced import TracedSession
 from hybridflow.config import Megatron
 from hybridflow.errors import ConfigError, PlacementError, nearest
-from hybridflow.placement import Placement
+from hybridflow.placement import Placement, Strategy
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
-from hybridflow.planner.constraints import Constraint, OneLayout
+from hybridflow.planner.constraints import Apart, Constraint, OneLayout
 from hybridflow.planner.planning import plan
 from hybridflow.planner.profiles import LayerProfile
 from hybridflow.planner.workload import Lengths, Workload
@@ -56,7 +58,7 @@ def plan_driver(
     spec = ClusterSpec.of(cluster)
     found = trace_driver(driver, *arguments, models=models)
     work = workload_of(found, batch, spec)
-    rules = [*constraints, *(OneLayout(name) for name in whole(found))]
+    rules = [*constraints, *(OneLayout(name) for name in whole(found)), *alone(found)]
 
     def search(work: Workload) -> Placement:
         how = {"coefficients": coefficients, "profile": profile, "budget_s": budget_s, "seed": seed}
@@ -78,18 +80,26 @@ def whole(found: Trace) -> list[str]:
     return [name for name, group in placed.items() if not follows(group.worker_class, group.settings)]
 
 
+def alone(found: Trace) -> list[Apart]:
+    """Groups that generate have no device in common: a host can hold one vLLM engine."""
+    generating = [name for name in found.graph.groups if found.groups[name].settings.get("generate") is not None]
+    return [Apart(*pair) for pair in itertools.combinations(generating, 2)]
+
+
 def as_priced(placement: Placement, work: Workload) -> Placement:
     """Strategies with what their price rests on beside the sizes, see `PRICED`."""
     groups = {
-        name: replace(group, train=_as_priced(group.train, work)) if isinstance(group.train, Megatron) else group
+        name: group if group.train is None else replace(group, train=_as_priced(group.train, work))
         for name, group in placement.groups.items()
     }
     return replace(placement, groups=groups)
 
 
-def _as_priced(train: Megatron, work: Workload) -> Megatron:
-    shared = work.sequence_parallel and train.tp > 1
-    return replace(train, micro_tokens=work.micro_tokens, recompute=work.recompute, sequence_parallel=shared)
+def _as_priced(train: Strategy, work: Workload) -> Strategy:
+    priced = replace(train, micro_tokens=work.micro_tokens, recompute=work.recompute)
+    if isinstance(priced, Megatron):
+        return replace(priced, sequence_parallel=work.sequence_parallel and priced.tp > 1)
+    return priced
 
 
 def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
@@ -121,6 +131,9 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
     return Workload(**figures)
 
 
+_OPTIONS = tuple(p.name for p in inspect.signature(plan_driver).parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
 class AutoDriver:
     """A driver that is placed automatically: calling it plans and runs it, `plan(...)` only plans."""
 
@@ -128,16 +141,24 @@ class AutoDriver:
         functools.update_wrapper(self, driver)
         self.driver, self.placement, self.options = driver, placement, dict(options)
 
-    def plan(self, *arguments: Any, **changes: Any) -> Placement:
-        """The placement with which a call with these arguments would run. `changes` are settings of `plan_driver`."""
-        return plan_driver(self.driver, *arguments, **(self.options | changes))
+    def __get__(self, instance: Any, owner: type | None = None) -> AutoDriver:
+        """Of a method: the driver of this object."""
+        if instance is None:
+            return self
+        return AutoDriver(self.driver.__get__(instance, owner), self.placement, self.options)
+
+    def plan(self, *arguments: Any, **named: Any) -> Placement:
+        """The placement with which a call with these arguments would run. What is named like a setting of `plan_driver`
+        is one, and takes the place of the decorator's."""
+        changes = {name: named.pop(name) for name in list(named) if name in _OPTIONS}
+        return plan_driver(functools.partial(self.driver, *arguments, **named), **(self.options | changes))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         driver = functools.partial(self.driver, *arguments, **named)
         if isinstance(Session.existing(), TracedSession):  # somebody else plans for it
             return driver()
         placement = self.placement or plan_driver(driver, **self.options)
-        logger.info("%s runs as planned:\n%s", self.driver.__name__, placement)
+        logger.info("%s runs as planned:\n%s", getattr(self.driver, "__name__", self.driver), placement)
         with Session.assigning(placement):
             return driver()
 
@@ -162,6 +183,8 @@ def auto(
     """
     if placement is not None and (batch is not None or options):
         raise ConfigError("auto(placement=...) searches nothing: leave out batch and the options of the search.")
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise ConfigError(f"auto has no option {unknown[0]!r}.{nearest(unknown[0], _OPTIONS)}")
     known = placement if isinstance(placement, Placement) or placement is None else Placement.load(Path(placement))
     settings = {"cluster": cluster, "batch": batch, **options}
     if driver is None:

@@ -9,14 +9,16 @@ import re
 import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError, HybridFlowError
 
-_ROLE_MODEL = re.compile(r"(?P<role>[A-Za-z_]\w*)\.model=(?P<model>.+)")
+_ROLE_MODEL = re.compile(r"(?P<role>[A-Za-z_]\w*)\.model=(?P<model>.*)")
+_INTERRUPTED = 130  # as of a program that a shell saw end by Ctrl-C
 _EPILOG = """\
 examples:
   hybridflow plan recipes/ppo.py --cluster a100:16x8 model=DIR prompts=FILE.jsonl --response 1024
@@ -26,16 +28,21 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status. What the user did wrong is said in one line."""
+    """The exit status. What the user did wrong is said in one line. What follows `--` is the driver's."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
     parser = _parser()
-    given, rest = parser.parse_known_args(arguments)
+    given, rest = parser.parse_known_args(words[:end])
     if unknown := [name for name in rest if name.startswith("-")]:
-        parser.error(f"unknown option {unknown[0]}")
+        parser.error(f"unknown option {unknown[0]}; options of the driver itself go behind --")
     try:
-        given.run(given, rest)
-    except HybridFlowError as error:
-        print(f"hybridflow: {error}", file=sys.stderr)
+        given.run(given, [*rest, *words[end + 1 :]])
+    except (HybridFlowError, OSError) as error:
+        print(f"hybridflow: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("hybridflow: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     return 0
 
 
@@ -100,10 +107,14 @@ def _add_profile(commands: Any) -> None:
 
 def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.cluster.session import Session
+    from hybridflow.model_spec import ModelSpec
     from hybridflow.profiling import profile
+    from hybridflow.tracing import configuration
 
     if rest:
         raise ConfigError(f"profile takes one model, got {rest[0]!r} as well.")
+    _check_target(given.save)
+    ModelSpec.from_hf_config(configuration(given.model))  # nothing is started for a model that is none
     start = time.perf_counter()
     session = Session.existing() or Session.open()
     try:
@@ -127,13 +138,27 @@ def _devices(session: Any) -> int:
     return max(session.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
 
 
+def _check_target(path: str | None) -> None:
+    """Before minutes are spent on what would go there. Errors: ConfigError for a file that cannot be written."""
+    if path is None:
+        return
+    file = Path(path).absolute()
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: give a file in a directory that is there and is yours.")
+
+
 def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    _file(given.driver)
+    for target in (given.save, given.chart):
+        _check_target(target)
     from hybridflow.automatic import plan_driver
     from hybridflow.planner.coefficients import DEFAULT, Coefficients
     from hybridflow.planner.profiles import LayerProfile
 
     settings = [*given.settings, *rest]
     models = {m["role"]: m["model"] for m in map(_ROLE_MODEL.fullmatch, settings) if m}
+    if empty := [role for role, model in models.items() if not model]:
+        raise ConfigError(f"{empty[0]}.model=: give a model, such as {empty[0]}.model=llama3-7b.")
     settings = [setting for setting in settings if not _ROLE_MODEL.fullmatch(setting)]
     batch = {"rows": given.rows, "prompt": given.prompt, "response": given.response, "dtype": given.dtype}
     placement = plan_driver(
@@ -159,10 +184,9 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
 def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
     """`FILE.py` as the program that it is, or its function `FILE.py:FUNCTION`, which is called with all arguments as
-    one list, as a recipe's `main` is, if it takes any. Errors: ConfigError without such a file or function."""
-    path, _, function = name.partition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"there is no driver {path}. Give a Python file, such as recipes/ppo.py.")
+    one list, as a recipe's `main` is, if it takes any. Errors: ConfigError without such a file or function; what the
+    driver itself raises is one too, and shows the driver's own lines."""
+    path, function = _file(name)
 
     def run() -> None:
         with _as_program(path, arguments):
@@ -171,13 +195,33 @@ def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
                 return
             if not callable(driver := found.get(function)):
                 raise ConfigError(f"{path} has no function {function!r}.")
-            driver(*([list(arguments)] if inspect.signature(driver).parameters else []))
+            driver(*([list(arguments)] if _takes_arguments(driver, name) else []))
 
     return run
 
 
+def _file(name: str) -> tuple[str, str]:
+    """Of FILE.py:FUNCTION both parts. Errors: ConfigError."""
+    path, _, function = name.partition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no driver {path}. Give a Python file, such as recipes/ppo.py.")
+    return path, function
+
+
+def _takes_arguments(driver: Callable[..., Any], name: str) -> bool:
+    """Errors: ConfigError for a function that wants more than a list of arguments."""
+    parameters = inspect.signature(driver).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(needed) > 1:
+        raise ConfigError(
+            f"{name} takes {', '.join(needed)}: a driver takes nothing, or one list of arguments. Write a function "
+            f"that calls it."
+        )
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
 @contextmanager
-def _as_program(path: str, arguments: Sequence[str]) -> Any:
+def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
     """Arguments and module path as of `python FILE.py ...`. A program that exits has come to its end."""
     before = sys.argv, list(sys.path)
     sys.argv, sys.path[0:0] = [path, *arguments], [str(Path(path).resolve().parent)]
@@ -186,6 +230,16 @@ def _as_program(path: str, arguments: Sequence[str]) -> Any:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise ConfigError(f"{path} ended before its loop: {end.code}") from None
+    except HybridFlowError as error:
+        if lines := [line for file, line, *_ in traceback.extract_tb(error.__traceback__) if file == path]:
+            error.add_note(f"  asked for by {path}, line {lines[-1]}")
+        raise
+    except Exception as error:
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename != path:
+            own = own.tb_next
+        told = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+        raise ConfigError(f"{path} cannot be traced, it raises {type(error).__name__}:\n{told}") from None
     finally:
         sys.argv, sys.path[:] = before
 
@@ -212,7 +266,10 @@ def _pinned(value: str) -> dict[str, Any]:
     for part in value.split(","):
         if not (ends := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
             raise ConfigError(f"--pin ...={value}: give devices such as 0-7,12, or parallel sizes p-t-d such as 2-4-1.")
-        devices += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+        found = range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+        if not found:
+            raise ConfigError(f"--pin ...={value}: {part} counts down. Write the smaller device first.")
+        devices += found
     return {"devices": tuple(devices)}
 
 

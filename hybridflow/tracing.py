@@ -18,8 +18,9 @@ from hybridflow.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.cluster.traced import ITERATIONS, Drawn, TracedSession, TraceEndedError
+from hybridflow.cluster.traced import Drawn, TracedSession, TraceEndedError
 from hybridflow.columns import Objects
+from hybridflow.config import TrainStrategy
 from hybridflow.errors import CheckpointError, ConfigError, nearest
 from hybridflow.model_spec import Head, ModelSpec
 from hybridflow.planner.graph import Graph
@@ -79,8 +80,9 @@ def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[
     that returns a batch, or anything else, hands it on to nobody.
 
     `groups` are `hf.abstract(...)`, or groups that are placed already (they are asked for nothing). The step runs three
-    times; no process starts, and no weight is read: models are given by a checkpoint, a `config.json`, a `ModelSpec`.
-    What the step reads of data on the driver is made up: texts are empty, numbers 0.
+    times, or until it trains all that has an optimizer; no process starts, and no weight is read: models are given by a
+    checkpoint, a `config.json`, a `ModelSpec`. What the step reads of data on the driver is made up: texts are empty,
+    numbers 0.
 
     Errors: MissingColumnError for a column that is used before it is written, and all that the calls themselves raise
     on the driver; ConfigError for a parameter of `step` that is no group.
@@ -89,7 +91,7 @@ def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[
     with session.within():
         pool = ResourcePool(1)
         placed = {name: _placed(pool, name, given) for name, given in groups.items()}
-        for _ in range(ITERATIONS):
+        while not session.seen_enough():
             session.begin()
             batch = BatchRef.from_batch(_prompts(prompts), session)
             step(**_arguments(step, placed, batch))
@@ -119,6 +121,8 @@ def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[st
 def _finished(session: TracedSession, instead: Mapping[str, ModelSource]) -> Trace:
     groups = {name: AbstractGroup(*described) for name, described in session.described.items()}
     session.program.models |= _models(groups, instead)
+    trains = {name: group.settings.get("train") for name, group in groups.items()}
+    session.program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
     rows = round(session.program.rows)
     return Trace(session.program.graph(), groups, rows, session.drawn)
 
@@ -126,15 +130,23 @@ def _finished(session: TracedSession, instead: Mapping[str, ModelSource]) -> Tra
 def _models(groups: Mapping[str, AbstractGroup], instead: Mapping[str, ModelSource]) -> dict[str, ModelSpec | None]:
     if unknown := [name for name in instead if name not in groups]:
         raise ConfigError(f"{unknown[0]}.model: the driver has no group {unknown[0]!r}.{nearest(unknown[0], groups)}")
-    follow: dict[str, ModelSource] = {}
-    for name, source in instead.items():
-        follow.setdefault(str(groups[name].settings.get("model")), source)
+    follow: dict[tuple[str, Head | None], ModelSource] = {}
+    for name, group in groups.items():
+        if name in instead:  # a reference follows the actor, another critic the critic, whoever is named first
+            for head in (_head(group), None):
+                follow.setdefault((str(group.settings.get("model")), head), instead[name])
     found: dict[str, ModelSpec | None] = {}
     for name, group in groups.items():
-        own = group.settings.get("model")
-        source = instead.get(name) or (own and follow.get(str(own), own))
-        found[name] = None if source is None else model_spec(source, getattr(group.worker_class, "head", "lm"))
+        head, own = _head(group), group.settings.get("model")
+        source = instead.get(name)
+        if source is None and own is not None:
+            source = follow.get((str(own), head), follow.get((str(own), None), own))
+        found[name] = None if source is None else model_spec(source, head)
     return found
+
+
+def _head(group: AbstractGroup) -> Head:
+    return getattr(group.worker_class, "head", "lm")
 
 
 def model_spec(source: ModelSource, head: Head = "lm") -> ModelSpec:

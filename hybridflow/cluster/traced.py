@@ -15,6 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hybridflow.algorithms.spread import Spread
@@ -36,7 +37,7 @@ from hybridflow.protocols import Operation, kind_of
 from hybridflow.topology import RankGrid
 
 ITERATIONS = 3  # the third is like all others, also where the first has nothing yet to work on
-_MOST = 64  # of a loop that trains nothing
+_MOST = 64  # of a loop that does not train all that has an optimizer
 _CHARACTERS = 4  # of a token, where nobody has tokenised a text
 
 
@@ -74,10 +75,23 @@ class TracedGroup(WorkerGroup):
         """Rows are not spread over ranks here."""
 
     def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Invocation:
+        return super()._bind(self._with_tokenizer(operation), args, kwargs)
+
+    def usually_writes(self, name: str) -> tuple[str, ...]:
+        known = super().usually_writes(name)
+        return known if self._with_tokenizer(self.operations[name]) is self.operations[name] else (*known, "response")
+
+    def _with_tokenizer(self, operation: Operation) -> Operation:
+        """As of a checkpoint with a tokenizer where the model is only a name or sizes: a plan needs no more of it."""
         model = self.settings.get("model")
-        if model is not None and not has_tokenizer(model):  # a plan needs no more of a model than its sizes
-            operation = replace(operation, check=None)
-        return super()._bind(operation, args, kwargs)
+        if model is None or has_tokenizer(model):
+            return operation
+        operation = replace(operation, check=None)
+        if kind_of(operation) != "generation" or Path(model).is_dir():
+            return operation
+        return replace(
+            operation, writes=lambda own, call, known=operation: (*known.columns_written(own, call), "response")
+        )
 
     def _dispatch(self, invocation: Invocation) -> Outputs:
         operation, name = invocation.operation, invocation.operation.name
@@ -164,6 +178,7 @@ class TracedSession(Session):
         self.iterations: Any = TracedIterations(self)
         self.links: Any = TracedLinks(self)
         self.program, self.drawn = Program(), None
+        self._trained_most = 0
         self._sources: dict[Issued, Source] = {}
         self._directories: list[str] = []
         self._helper = TracedGroup(self._placed(Helper, "", {}, HELPER))
@@ -186,12 +201,23 @@ class TracedSession(Session):
 
     def begin(self) -> None:
         """The next iteration begins. Errors: TraceEndedError when enough of them were seen."""
-        program = self.program
-        if program.iteration >= (ITERATIONS if program.trains else _MOST):
+        if self.seen_enough():
             self.recording = False
             raise TraceEndedError
-        program.begin()
+        self.program.begin()
         self.recording = True
+
+    def seen_enough(self) -> bool:
+        """Whether the last iteration is one that all later ones are like: it trains all that has an optimizer. Where
+        none does (a group is only warmed up, or groups take turns), it is the first late one that trains most."""
+        done, trained = self.program.iteration, self.program.trained
+        self._trained_most = max(self._trained_most, len(trained))
+        if done < ITERATIONS:
+            return False
+        if done < _MOST:
+            optimized = {name for name, (_, own) in self.described.items() if own.get("optim") is not None}
+            return bool(trained) and trained >= optimized
+        return len(trained) == self._trained_most
 
     @property
     def assignment(self) -> None:

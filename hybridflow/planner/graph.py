@@ -166,9 +166,8 @@ class Program:
         edges += self._next_versions({edge.target for edge in edges if edge.kind == "parameters"})
         calls = tuple(self._as_planned(call) for call in self._calls.values())
         models = {call.group: self.models.get(call.group) for call in calls}
-        trained = frozenset(call.group for call in calls if call.kind == "training")
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
-        return Graph(calls, tuple(edges), models, trained, strategies)
+        return Graph(calls, tuple(edges), models, self.trained, strategies)
 
     def _as_planned(self, call: Call) -> Call:
         """With rows relative to all rows; a group without a model computes a function."""
@@ -182,9 +181,9 @@ class Program:
         return max([c.rows for c in calls if c.kind == "generation"] or [c.rows for c in calls], default=1.0)
 
     @property
-    def trains(self) -> bool:
-        """Whether a group was trained in this iteration."""
-        return any(call.kind == "training" for call in self._calls.values())
+    def trained(self) -> frozenset[str]:
+        """The groups that were trained in this iteration."""
+        return frozenset(call.group for call in self._calls.values() if call.kind == "training")
 
     def _next_versions(self, known: set[str]) -> list[Edge]:
         """What calls wait for whose group was stepped for the first time after them: the next iteration's need it."""

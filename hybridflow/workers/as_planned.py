@@ -34,13 +34,15 @@ def chosen(strategy: Any, name: str) -> Any:
 
 def _train(found: Any, given: Any) -> Any:
     """The strategy `given` with the sizes of the one that was found."""
-    if isinstance(given, Megatron) and isinstance(found, Megatron):
-        stages = given.stage_layers if given.pp == found.pp else None
-        priced = {name: getattr(found, name) for name in PRICED if chosen(given, name) is None}
-        return replace(given, tp=found.tp, pp=found.pp, dp=found.dp, stage_layers=stages, **priced)
-    if isinstance(given, FSDP | ZeRO):  # its model is never cut into stages
-        sizes = {"tp": found.tp} if isinstance(given, FSDP) and given.lora is None and found.pp == 1 else {}
-        if found.pp > 1 or (found.tp > 1 and not sizes):
-            logger.warning("%s is placed as %s was found for, whose times are those of other sizes.", given, found)
-        return replace(given, dp=None, **sizes)
-    return found
+    alike = type(found) is type(given)
+    if not alike:
+        logger.warning("%s is placed as %s was found for, whose times are those of other sizes.", given, found)
+    kept = {name for name in PRICED if not alike or not hasattr(found, name) or chosen(given, name) is not None}
+    priced = {name: getattr(found, name) for name in PRICED if name not in kept}
+    p, t = getattr(found, "pp", 1), getattr(found, "tp", 1)
+    if isinstance(given, Megatron):
+        stages = given.stage_layers if given.pp == p else None
+        return replace(given, tp=t, pp=p, dp=found.dp, stage_layers=stages, **priced)
+    if isinstance(given, FSDP):
+        return replace(given, tp=t if p == 1 and given.lora is None else 1, dp=None, **priced)
+    return replace(given, dp=None, **priced) if isinstance(given, ZeRO) else found

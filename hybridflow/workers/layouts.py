@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.config import VLLM, Megatron
+from hybridflow.config import FSDP, VLLM, Megatron
 from hybridflow.errors import PlacementError, nearest
 from hybridflow.placement import Elsewhere, GroupPlacement, ranges
+from hybridflow.planner.backends import Backend
+from hybridflow.planner.plans import CallPlan, Mesh, Parallel
 from hybridflow.protocols import Operation, kind_of, operations
 from hybridflow.workers.as_planned import as_planned
 
@@ -65,12 +67,15 @@ def follows(worker_class: type, settings: Mapping[str, Any]) -> bool:
 
 def _at_home(where: GroupPlacement, one: Elsewhere, operation: Operation) -> bool:
     """The group's own ranks have this layout, or get there inside their processes."""
-    p, t = (where.train.pp, where.train.tp) if isinstance(where.train, Megatron) else (1, getattr(where.train, "tp", 1))
     if one.devices != where.devices:
         return False
-    if kind_of(operation) == "generation" and where.generate == one.sizes[:2]:
-        return not p % one.sizes[0] and not t % one.sizes[1]
-    return one.sizes == (p, t, len(where.devices) // (p * t))
+    p, t = getattr(where.train, "pp", 1), getattr(where.train, "tp", 1)
+    sizes = p, t, len(where.devices) // (p * t)
+    home = Backend.of(where.train).parallel(*sizes)
+    if home is not None and kind_of(operation) == "generation" and where.generate == one.sizes[:2]:
+        mesh = Mesh(where.devices)
+        return CallPlan(mesh, Parallel(*one.sizes)).within(CallPlan(mesh, home))
+    return one.sizes == sizes
 
 
 def _part(
@@ -96,6 +101,8 @@ def _part(
     if isinstance(train, Megatron):
         shared = train.sequence_parallel and t > 1
         train = replace(train, pp=p, tp=t, dp=d, stage_layers=None, sequence_parallel=shared)
+    elif isinstance(train, FSDP):
+        train = replace(train, tp=t, dp=d)
     follower, own = found
     at = GroupPlacement(one.devices, where.nodes, train, generate if isinstance(own.get("generate"), VLLM) else None)
     return Part(follower, one.devices, as_planned(at, own))

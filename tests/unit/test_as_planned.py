@@ -37,14 +37,23 @@ def test_stages_that_are_as_many_stay():
     assert as_planned(where, {"train": hf.Megatron(pp=2, stage_layers=(3, 1))})["train"].stage_layers == (3, 1)
 
 
-def test_sharded_strategies_stay_what_they_are(caplog: pytest.LogCaptureFixture):
+def test_sharded_strategies_get_their_sizes_and_prices(caplog: pytest.LogCaptureFixture):
+    def at(found: hf.FSDP | hf.ZeRO) -> GroupPlacement:
+        return GroupPlacement((0, 1, 2, 3), (8,), found)
+
     with caplog.at_level(logging.WARNING):
-        assert as_planned(WHERE, {"train": hf.FSDP(dp=8, offload=True)}) == {"train": hf.FSDP(tp=2, offload=True)}
+        found = as_planned(at(hf.FSDP(tp=2, dp=2, micro_tokens=99)), {"train": hf.FSDP(dp=8, offload=True)})
+        assert found == {"train": hf.FSDP(tp=2, offload=True, micro_tokens=99)}
+        found = as_planned(
+            at(hf.ZeRO(stage=2, dp=4, recompute=True)), {"train": hf.ZeRO(stage=2, dp=8, micro_tokens=7)}
+        )
+        assert found == {"train": hf.ZeRO(stage=2, recompute=True, micro_tokens=7)}
         assert not caplog.records
-        assert as_planned(WHERE, {"train": hf.ZeRO(stage=2, dp=8)}) == {"train": hf.ZeRO(stage=2)}
         adapted = hf.FSDP(lora=hf.LoRA())
         assert as_planned(WHERE, {"train": adapted}) == {"train": adapted}
-    assert len(caplog.records) == 2, "their times were not what was predicted"
+        assert as_planned(WHERE, {"train": hf.ZeRO(stage=1)}) == {"train": hf.ZeRO(stage=1)}
+        assert as_planned(at(hf.FSDP(tp=2, dp=2)), {"train": hf.Megatron()})["train"].tp == 2
+    assert len(caplog.records) == 3, "their times were those of another strategy"
 
 
 def test_functions_and_what_does_not_generate():

@@ -86,6 +86,8 @@ def test_what_cannot_be_planned(home: Path, capsys: pytest.CaptureFixture[str]):
         ("llama3-7b", driver, "--cluster", "a100:1x8", model, "actor.model=llama4-7b"),
         ("unknown", driver, "--cluster", "b100:1x8", model, "actor.model=llama3-7b"),
         ("a100", driver, "--cluster", "a100:0x8", model, "actor.model=llama3-7b"),
+        ("actor.model=: give a model", driver, "--cluster", "a100:1x8", model, "actor.model="),
+        ("counts down", driver, "--cluster", "a100:1x8", model, "--pin", "actor=5-3"),
         ("give devices", driver, "--cluster", "a100:1x8", model, "--pin", "actor=x"),
         ("GROUP=VALUE", driver, "--cluster", "a100:1x8", model, "--cap", "8"),
         ("whole number", driver, "--cluster", "a100:1x8", model, "--cap", "actor=x"),
@@ -106,14 +108,16 @@ def test_options_that_do_not_exist(home: Path, capsys: pytest.CaptureFixture[str
 def test_a_driver_runs_as_a_program_or_as_one_of_its_functions(tmp_path: Path):
     path = tmp_path / "driver.py"
     path.write_text(
-        "import sys\nargs = sys.argv[1:]\ndef other(given): raise KeyError('other', given)\n"
-        "def silent(): raise KeyError('silent', args)\nif __name__ == '__main__': raise KeyError('program', args)\n"
+        "import sys\nargs = sys.argv[1:]\ndef other(given): sys.exit(f'other {given}')\n"
+        "def silent(): sys.exit(f'silent {args}')\ndef two(a, b): pass\n"
+        "if __name__ == '__main__': sys.exit(f'program {args}')\n"
     )
     before = list(sys.argv), list(sys.path)
     for name, expected in ((str(path), "program"), (f"{path}:other", "other"), (f"{path}:silent", "silent")):
-        with pytest.raises(KeyError) as found:
+        with pytest.raises(ConfigError, match=rf"{expected} \['a=1', 'b=2'\]"):
             cli.load_driver(name, ["a=1", "b=2"])()
-        assert found.value.args == (expected, ["a=1", "b=2"])
+    with pytest.raises(ConfigError, match="takes a, b"):
+        cli.load_driver(f"{path}:two", [])()
     assert (sys.argv, sys.path) == before
     path.write_text("import sys\nsys.exit(0)\n")
     cli.load_driver(str(path), [])()
@@ -121,9 +125,38 @@ def test_a_driver_runs_as_a_program_or_as_one_of_its_functions(tmp_path: Path):
         cli.load_driver(str(tmp_path / "none.py"), [])
 
 
+def test_what_a_driver_raises_is_told_by_its_own_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "driver.py"
+    for source, *expected in (
+        ("import json\ndef main():\n    json.loads('{')\nmain()\n", "JSONDecodeError", "line 3, in main"),
+        ("def main(:\n", "SyntaxError", "line 1"),
+        ("import hybridflow as hf\nhf.ResourcePool(0)\n", "hybridflow: ", f"{path}, line 2"),
+    ):
+        path.write_text(source)
+        assert cli.main(["plan", str(path), "--cluster", "a100:1x8"]) == 2
+        said = capsys.readouterr().err
+        assert all(text in said for text in expected), said
+        assert "hybridflow/" not in said, "no line of ours"
+    path.write_text("raise KeyboardInterrupt\n")
+    assert cli.main(["plan", str(path), "--cluster", "a100:1x8"]) == 130
+
+
+def test_options_behind_two_dashes_are_the_drivers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "driver.py").write_text("import sys\nsys.exit(str(sys.argv[1:]))\n")
+    assert cli.main(["plan", f"{tmp_path}/driver.py", "--cluster", "a100:1x8", "a=1", "--", "--lr", "2"]) == 2
+    assert "['a=1', '--lr', '2']" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_search(home: Path, capsys: pytest.CaptureFixture[str]):
+    for option in ("--save", "--chart"):
+        for target in (f"{home}/nowhere/plan", str(home)):
+            assert "cannot be written" in refused(capsys, f"{home}/driver.py", "--cluster", "a100:1x8", option, target)
+    assert cli.main(["profile", f"{home}/model", "--save", str(home)]) == 2
+
+
 def test_the_command_is_quick_to_say_what_it_can():
     done = subprocess.run(
-        [sys.executable, "-m", "hybridflow.cli", "plan", "--help"],
+        [sys.executable, "-m", "hybridflow", "plan", "--help"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -209,6 +242,38 @@ def test_auto_plans_what_it_runs(home: Path):
     assert driver.plan(16, cluster="h100:1x2").seconds < placement.seconds
     assert driver.plan(16, batch=256).seconds > placement.seconds
     assert trace_driver(driver, 8, 2).rows == 16, "a trace of it does not plan again"
+
+
+def test_auto_on_methods_and_with_named_arguments():
+    class Run:
+        rows = 16
+
+        @hf.auto(cluster="a100:1x2", budget_s=0.2)
+        def driver(self, *, n: int = 1) -> int:
+            pool = hf.ResourcePool([8])
+            actor = hf.ActorWorker.on(pool, model="llama3-7b", generate=hf.VLLM())
+            for batch in hf.PromptLoader([{"prompt": "one"}] * 64, batch_size=self.rows):
+                actor.generate_sequences(batch, n=n)
+            return n
+
+    few, many = Run().driver.plan(n=1), Run().driver.plan(n=64, cluster="a100:1x2")
+    assert few.seconds < many.seconds
+    with pytest.raises(ConfigError, match="Did you mean 'budget_s'"):
+        hf.auto(budget=3)
+
+
+def test_groups_that_generate_are_apart():
+    """A host holds one vLLM engine."""
+
+    def driver() -> None:
+        pool = hf.ResourcePool([8])
+        actors = [hf.ActorWorker.on(pool, name=name, model="llama3-7b", generate=hf.VLLM()) for name in "ab"]
+        for batch in hf.PromptLoader([{"prompt": "one"}] * 64, batch_size=16):
+            for actor in actors:
+                actor.generate_sequences(batch)
+
+    placement = hf.auto(driver, cluster="a100:1x2", budget_s=0.2).plan()
+    assert not set(placement["a"].devices) & set(placement["b"].devices)
 
 
 def test_auto_with_a_placement_searches_nothing(tmp_path: Path):

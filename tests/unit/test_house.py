@@ -41,6 +41,7 @@ LAYERS = (
     ("profiling",),
     ("automatic",),
     ("cli",),
+    ("__main__",),
 )
 # Each of these packages is imported in one place; everything else reaches it through that place only.
 HOMES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from hybridflow.tracing import PUBLISHED, Trace, model_spec, trace_driver
 from recipes.arithmetic import Arithmetic
 from recipes.small_model import SmallModel
 
+ACTOR: dict[str, Any] = {"optim": hf.Adam(lr=1e-6), "generate": hf.VLLM(max_tokens=8)}
 TOKENS = "prompt_ids response_ids"
 GENERATE, OLD, REF, UPDATE = (
     *("actor.generate_sequences", "actor.compute_log_prob", "reference.compute_ref_log_prob"),
@@ -193,6 +195,7 @@ def test_models_instead_of_those_of_the_driver(small: Path):
     actor, critic, reference = (graph.models[name] for name in ("actor", "critic", "reference"))
     assert actor == reference == PUBLISHED["llama3-70b"], "the reference shares the actor's checkpoint"
     assert critic == replace(PUBLISHED["llama3-7b"], head="value")
+    assert traced("ppo", small, critic=PUBLISHED["llama3-7b"], actor="llama3-70b").graph.models == graph.models
     with pytest.raises(ConfigError, match="no group 'critik'"):
         traced("ppo", small, critik="llama3-7b")
 
@@ -314,6 +317,57 @@ def test_a_column_that_nobody_has_written(small: Path):
     with pytest.raises(MissingColumnError, match=r"actor.update_actor reads 'old_log_probs'|reads 'advantages'"):
         hf.trace(step, {"actor": groups(small)["actor"]})
     assert Session.existing() is None
+
+
+def test_models_that_are_names_are_taken_to_have_a_tokenizer(small: Path):
+    def step(prompts, actor):
+        batch = actor.generate_sequences(prompts, n=2)
+        batch |= {"rewards": torch.tensor([float(len(text)) for text in batch["response"].get()])}
+        batch |= actor.compute_log_prob(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        actor.update_actor(batch)
+
+    graph = hf.trace(step, {"actor": hf.abstract(hf.ActorWorker, **ACTOR, model="llama3-7b")})
+    assert data(graph, ADVANTAGE) == {GENERATE: "response_mask"}, "the rewards are the driver's own"
+    bare = small / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((small / "model" / "config.json").read_text())
+    with pytest.raises(MissingColumnError, match="response"):
+        hf.trace(step, {"actor": hf.abstract(hf.ActorWorker, **ACTOR, model=bare)})
+
+
+@pytest.mark.parametrize("trained", [lambda i: i > 10, lambda i: i % 2, lambda i: i % 5 == 4])
+def test_what_is_not_trained_at_first_or_every_time_is_seen(small: Path, trained: Any):
+    """A critic is warmed up; an actor that is trained every other time."""
+    steps = []
+
+    def step(prompts, actor, critic):
+        batch = actor.generate_sequences(prompts, n=2)
+        batch |= actor.compute_log_prob(batch) | critic.compute_values(batch)
+        batch |= {"rewards": torch.zeros(len(batch))}
+        batch |= hf.compute_advantage(batch, "gae")
+        critic.update_critic(batch)
+        steps.append(None)
+        if trained(len(steps)):
+            actor.update_actor(batch)
+
+    critic = hf.abstract(hf.CriticWorker, model="llama3-7b", optim=hf.Adam(lr=1e-6))
+    graph = hf.trace(step, {"actor": hf.abstract(hf.ActorWorker, **ACTOR, model="llama3-7b"), "critic": critic})
+    assert graph.trained == {"actor", "critic"}
+    assert len(steps) < 20
+
+
+def test_groups_that_are_trained_in_turns(small: Path):
+    turns = itertools.cycle("ab")
+
+    def step(prompts, a, b):
+        mine = {"a": a, "b": b}[next(turns)]
+        batch = mine.generate_sequences(prompts, n=2)
+        batch |= mine.compute_log_prob(batch) | {"rewards": torch.zeros(len(batch))}
+        mine.update_actor(batch | hf.compute_advantage(batch, "grpo"))
+
+    graph = hf.trace(step, {name: hf.abstract(hf.ActorWorker, **ACTOR, model="llama3-7b") for name in "ab"})
+    assert len(graph.trained) == 1
 
 
 def test_a_recipe_with_a_bad_setting_is_refused_as_ever(small: Path):

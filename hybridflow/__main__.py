@@ -1,0 +1,7 @@
+"""`python -m hybridflow plan ...`: the command line without its console script."""
+
+import sys
+
+from hybridflow.cli import main
+
+sys.exit(main())
