@@ -63,7 +63,7 @@ def active(setting: Setting, kind: Kind, rows: float, copy: bool) -> DeviceMemor
     stream = Stream.of(setting, each, kind == "training")
     tokens = fullest(setting, stream, each)
     longer = max(0.0, work.longest - tokens)  # a row that is longer than a micro-batch is one of its own
-    answers = max(tokens * work.response.mean / work.tokens, work.response.max if longer else 0.0)
+    answers = max(tokens * work.response.mean / work.tokens, work.response.max)
     logits = answers * size.vocab / t if size.vocab > 1 else 0.0
     if kind == "inference":
         gathered, activations = shared(setting), 2 * (tokens + longer) * kept(setting)

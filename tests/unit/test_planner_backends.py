@@ -206,10 +206,18 @@ def _saved(spec: ModelSpec, dtype: torch.dtype) -> float:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 400), st.sampled_from([(1, 1, 1), (2, 2, 2), (4, 1, 4)]), st.sampled_from([INFER, TRAIN]))
-def test_more_rows_never_need_less_memory(rows, sizes, call):
-    plan = CallPlan(Mesh.of(0, sizes[0] * sizes[1] * sizes[2]), Parallel(*sizes))
-    few, many = (simulator(None, replace(WORK, rows=n)).active(call, plan) for n in (rows, rows + 1))
+@given(
+    st.integers(1, 400),
+    st.sampled_from([(1, 1, 1), (2, 2, 2), (4, 1, 4)]),
+    st.sampled_from([INFER, TRAIN]),
+    st.sampled_from([1024, (300, 1024), [30] * 50 + [5000]]),
+)
+def test_more_rows_never_need_less_memory(rows, sizes, call, response):
+    plan, work = (
+        CallPlan(Mesh.of(0, sizes[0] * sizes[1] * sizes[2]), Parallel(*sizes)),
+        replace(WORK, response=response),
+    )
+    few, many = (simulator(None, replace(work, rows=n)).active(call, plan) for n in (rows, rows + 3))
     assert few <= many
 
 
