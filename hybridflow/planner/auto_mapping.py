@@ -99,8 +99,9 @@ class Search:
     tried: int = 0
 
     def __post_init__(self) -> None:
-        pinned = {len(pin.devices) for pin in self.problem.rules.pins.values() if pin.devices is not None}
-        self.usual = frozenset(sizes(self.problem.cluster))
+        cluster, pins = self.problem.cluster, self.problem.rules.pins.values()
+        pinned = {size for pin in pins for size in pin.sizes}
+        self.usual = frozenset(sizes(cluster)) | {size for size in pinned if size % cluster.nodes[0].count == 0}
         self.sizes = sorted(self.usual | pinned)
         known: dict[tuple, int] = {}
         self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in self.problem.graph.groups}
@@ -123,6 +124,18 @@ class Search:
             if better is not None:
                 found = (better[0], tuple(ordered), better[1], better[2])
         return self.mapped(*found) if found else None
+
+    def fits(self) -> bool:
+        """Some placement keeps the constraints and fits into memory."""
+        for sets in self.ways():
+            some = self.some_sizes(len(sets))
+            keys = [tuple(self.keys[name] for name in names) for names in sets]
+            least = [self._least(own, some, exact=own != keys[-1]) for own in keys]
+            for _, allocation in self.bounded(least, some, np.inf):
+                for fronts, _ in self._choices(sets, some, allocation, np.inf):
+                    if all(len(front.values) for front in fronts):
+                        return True
+        return False
 
     def ways(self) -> list[list[tuple[str, ...]]]:
         """To colocate groups; few sets first: they are quick to look at, and their best bounds the others."""
@@ -301,15 +314,14 @@ class Search:
 
     def packed(self, sets: Sequence[tuple[str, ...]], allocated: Sequence[int]) -> Iterator[list[Mesh]]:
         """Where sets of these sizes can go; of ways that leave devices alike, one."""
-        asked: list[int | Mesh] = list(allocated)
-        for i, names in enumerate(sets):
+        asked: list[int | Mesh] = []
+        for names, size in zip(sets, allocated, strict=True):
             pins = {pinned for name in names if (pinned := self.problem.rules.devices(name)) is not None}
             if len(pins) > 1:
                 return
-            if pins:
-                asked[i] = Mesh(pins.pop())
-                if asked[i].size != allocated[i]:
-                    return
+            if pins and len(next(iter(pins))) != size:
+                return
+            asked.append(Mesh(pins.pop()) if pins else size)
         yield from packings(self.problem.cluster, asked)
 
     def mapped(

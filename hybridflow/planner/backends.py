@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from hybridflow.config import FSDP, LoRA, Megatron, TrainStrategy, ZeRO
 from hybridflow.errors import ConfigError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.plans import Parallel
+from hybridflow.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Backend:
     FSDP's ranks keep; `often`: gradients meet those of other ranks after every micro-batch; `offload`: what the stage
     cuts waits in host memory; `lora`: only adapters are trained."""
 
-    strategy: TrainStrategy
+    strategy: Megatron | FSDP | ZeRO
     stage: int = 1
     copies: int = 1
     often: bool = False
@@ -63,7 +65,18 @@ class Backend:
             return None
         return Parallel(p, t, d, micro_batches, d // self.copies if self.sharded else 1)
 
-    def sized(self, parallel: Parallel) -> TrainStrategy:
+    def workload(self, given: Workload) -> Workload:
+        """With the settings that the strategy has chosen for itself, those that are not its default ones."""
+        own: dict[str, Any] = {
+            name: value
+            for name in ("dtype", "micro_tokens", "recompute", "sequence_parallel")
+            if (value := getattr(self.strategy, name, None)) != getattr(type(self.strategy), name, None)
+        }
+        if self.of_transformers:
+            own["sequence_parallel"] = False
+        return replace(given, **own) if own else given
+
+    def sized(self, parallel: Parallel) -> Megatron | FSDP | ZeRO:
         """The strategy with the sizes of a layout."""
         given = self.strategy
         if isinstance(given, Megatron):
@@ -72,7 +85,7 @@ class Backend:
             return replace(given, pp=parallel.p, tp=parallel.t, dp=parallel.d, stage_layers=stages)
         if isinstance(given, FSDP):
             return replace(given, tp=parallel.t, dp=parallel.d)
-        return replace(given, dp=parallel.d)  # type: ignore[type-var]
+        return replace(given, dp=parallel.d)
 
 
 MEGATRON = Backend(Megatron())

@@ -24,10 +24,30 @@ class Pin:
         if self.devices is not None:
             object.__setattr__(self, "devices", Mesh(tuple(sorted(self.devices))).devices)
         for parallel in (self.parallel, self.generate):
+            if parallel is not None and parallel.micro_batches is not None:
+                raise PlacementError(f"{self}: engines cut micro-batches by their tokens. Leave micro_batches out.")
             if self.devices is not None and parallel is not None and parallel.size != len(self.devices):
                 raise PlacementError(
                     f"{self} contradicts itself: p*t*d = {parallel.size} devices, and {len(self.devices)} are pinned."
                 )
+
+    def joined(self, other: Pin) -> Pin | None:
+        """Both pins of a group as one; None where they contradict each other."""
+        mine, theirs = ((pin.devices, pin.parallel, pin.generate) for pin in (self, other))
+        if any(a is not None and b is not None and a != b for a, b in zip(mine, theirs, strict=True)):
+            return None
+        devices, parallel, generate = self.devices, self.parallel, self.generate
+        both = devices or other.devices, parallel or other.parallel, generate or other.generate
+        if both[0] is not None and any(x.size != len(both[0]) for x in both[1:] if x is not None):
+            return None
+        return Pin(self.group, *both)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of devices that it asks for."""
+        if self.devices is not None:
+            return (len(self.devices),)
+        return tuple(x.size for x in (self.parallel, self.generate) if x is not None)
 
     def __str__(self) -> str:
         asked = {"devices": self.devices and Mesh(self.devices), "parallel": self.parallel, "generate": self.generate}
@@ -87,22 +107,26 @@ Constraint = Pin | Cap | Apart | Together | OneLayout
 class Rules:
     """Constraints, checked against each other and ready to be asked.
 
-    Errors: PlacementError for an unknown group, devices beyond the cluster, and for two constraints that contradict
-    each other, naming both.
+    Errors: PlacementError for an unknown group, devices beyond the cluster, and for constraints that contradict each
+    other, naming them.
     """
 
     def __init__(self, constraints: Sequence[Constraint], groups: Sequence[str], devices: int) -> None:
         self.constraints = tuple(constraints)
-        self.pins = {c.group: c for c in self.constraints if isinstance(c, Pin)}
-        self.caps = {c.group: c for c in self.constraints if isinstance(c, Cap)}
+        for constraint in self.constraints:
+            _check_known(constraint, groups, devices)
+        self.pins = _pins(self.constraints)
+        self.caps: dict[str, Cap] = {}
+        for cap in sorted((c for c in self.constraints if isinstance(c, Cap)), key=lambda cap: -cap.devices):
+            self.caps[cap.group] = cap
         self.apart = [c for c in self.constraints if isinstance(c, Apart)]
         self.together = [c for c in self.constraints if isinstance(c, Together)]
         self.one_layout = tuple(dict.fromkeys(c.group for c in self.constraints if isinstance(c, OneLayout)))
-        for constraint in self.constraints:
-            _check_known(constraint, groups, devices)
-        self._check_doubled()
-        self._check_sizes(devices)
-        self._check_pairs(groups)
+        joined = _joined(self.together, groups)
+        for members in dict.fromkeys(joined.values()):
+            self._check_sizes(members, devices)
+        for parted in self.apart:
+            self._check_parted(parted, joined[parted.first], joined[parted.second], devices)
 
     def devices(self, group: str) -> tuple[int, ...] | None:
         """The devices that a group is pinned to."""
@@ -137,48 +161,76 @@ class Rules:
         joined = all(at[c.first] == at[c.second] for c in self.together)
         return joined and all(at[c.first] != at[c.second] for c in self.apart)
 
-    def _check_doubled(self) -> None:
-        for first, second in combinations(self.constraints, 2):
-            if isinstance(first, Apart | Together) or isinstance(second, Apart | Together):
-                continue
-            if type(first) is type(second) and first.group == second.group and first != second:
-                raise PlacementError(f"{first} and {second} contradict each other: give one of them.")
-
-    def _check_sizes(self, devices: int) -> None:
-        for group, pin in self.pins.items():
-            cap = self.caps.get(group)
-            for parallel in (pin.parallel, pin.generate):
-                if parallel is not None and parallel.size > devices:
+    def _check_sizes(self, members: Sequence[str], devices: int) -> None:
+        """Of groups that are to be on the same devices."""
+        pins = [self.pins[group] for group in members if group in self.pins]
+        because = "" if len(members) == 1 else f": {self._why(members)} asks for the same devices"
+        for pin in pins:
+            for size in pin.sizes:
+                if size > devices:
                     raise PlacementError(
-                        f"{pin} needs p*t*d = {parallel.size} devices, the cluster has {devices}. Use smaller sizes."
+                        f"{pin} needs p*t*d = {size} devices, the cluster has {devices}. Use smaller sizes."
                     )
-            sizes = [len(pin.devices)] if pin.devices else [x.size for x in (pin.parallel, pin.generate) if x]
-            if cap and any(size > cap.devices for size in sizes):
+                for cap in (self.caps[group] for group in members if group in self.caps):
+                    if size > cap.devices:
+                        raise PlacementError(
+                            f"{pin} and {cap} contradict each other: {size} devices are pinned, {cap.devices} "
+                            f"allowed{because}."
+                        )
+            one = pin.group in self.one_layout
+            if (one or because) and len(set(pin.sizes)) > 1:
+                rule = OneLayout(pin.group) if one else self._why(members)
                 raise PlacementError(
-                    f"{pin} and {cap} contradict each other: {max(sizes)} devices are pinned, {cap.devices} allowed."
+                    f"{pin} and {rule} contradict each other: generation is pinned to other devices than training."
                 )
+        for first, second in combinations(pins, 2):
+            both = first.devices is not None and second.devices is not None
+            if first.devices != second.devices if both else {*first.sizes} != {*second.sizes}:
+                raise PlacementError(f"{first} and {second} contradict each other{because}.")
 
-    def _check_pairs(self, groups: Sequence[str]) -> None:
-        linked = {group: [group] for group in groups}
-        for joined in self.together:
-            merged = list(dict.fromkeys(linked[joined.first] + linked[joined.second]))
-            for group in merged:
-                linked[group] = merged
-            pinned = [self.pins[group] for group in merged if self.devices(group) is not None]
-            if odd := next((pin for pin in pinned if pin.devices != pinned[0].devices), None):
-                raise PlacementError(
-                    f"{pinned[0]} and {odd} contradict each other: {joined} asks for the same devices."
-                )
-        for parted in self.apart:
-            if parted.second in linked[parted.first]:
-                joined = next(c for c in self.together if {c.first, c.second} & set(linked[parted.first]))
-                raise PlacementError(f"{parted} and {joined} contradict each other: drop one of them.")
-            first, second = self.devices(parted.first), self.devices(parted.second)
-            if first and second and set(first) & set(second):
-                raise PlacementError(
-                    f"{parted} contradicts {self.pins[parted.first]} and {self.pins[parted.second]}: "
-                    f"both are pinned to devices {sorted(set(first) & set(second))}."
-                )
+    def _check_parted(self, parted: Apart, first: Sequence[str], second: Sequence[str], devices: int) -> None:
+        if first == second:
+            raise PlacementError(f"{parted} and {self._why(first)} contradict each other: drop one of them.")
+        a, b = ([self.pins[group] for group in members if group in self.pins] for members in (first, second))
+        for mine in a:
+            for other in b:
+                if common := {*(mine.devices or ())} & {*(other.devices or ())}:
+                    raise PlacementError(
+                        f"{parted} contradicts {mine} and {other}: both are pinned to devices "
+                        f"{Mesh(tuple(sorted(common)))}."
+                    )
+        most = [max([(size, str(pin)) for pin in pins for size in pin.sizes], default=(1, "")) for pins in (a, b)]
+        if (asked := most[0][0] + most[1][0]) > devices:
+            named = " and ".join([str(parted), *(text for _, text in most if text)])
+            raise PlacementError(
+                f"{named} {'contradict each other: they ask' if any(text for _, text in most) else 'asks'} for "
+                f"{asked} devices at least, and the cluster has {devices}."
+            )
+
+    def _why(self, members: Sequence[str]) -> Together:
+        return next(c for c in self.together if c.first in members)
+
+
+def _pins(constraints: Sequence[Constraint]) -> dict[str, Pin]:
+    """What is pinned of each group, from one or several pins."""
+    found: dict[str, Pin] = {}
+    for pin in constraints:
+        if not isinstance(pin, Pin):
+            continue
+        known = found.get(pin.group)
+        if (both := pin if known is None else known.joined(pin)) is None:
+            raise PlacementError(f"{known} and {pin} contradict each other: give one of them.")
+        found[pin.group] = both
+    return found
+
+
+def _joined(together: Sequence[Together], groups: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """By group, all that are to be on its devices, itself among them."""
+    found = {group: (group,) for group in groups}
+    for pair in together:
+        merged = tuple(dict.fromkeys(found[pair.first] + found[pair.second]))
+        found |= dict.fromkeys(merged, merged)
+    return found
 
 
 def _check_known(constraint: Constraint, groups: Sequence[str], devices: int) -> None:

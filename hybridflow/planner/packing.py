@@ -71,7 +71,7 @@ def _place(
 
 
 def _candidates(cluster: ClusterSpec, size: int, taken: int) -> Iterator[Mesh]:
-    """Free meshes of a size that differ in what they leave: a part of the node with least room first, or whole nodes."""
+    """Free meshes of a size that differ in what they leave: part of the node with least room first, or whole nodes."""
     free = [[d for d in cluster.devices_of(n) if not taken >> d & 1] for n in range(len(cluster.nodes))]
     unlike, tried = len(set(cluster.nodes)) > 1, set()
     for node in sorted((devices for devices in free if len(devices) >= size), key=len):

@@ -65,7 +65,7 @@ def plan(
     problem = problem_on(spec)
     found = _search(problem, budget_s, seed, per_call, order)
     if found is None:
-        raise shortage(problem, problem_on)
+        raise shortage(problem, problem_on, per_call=per_call)
     return placement_of(problem, *found, order=order)
 
 

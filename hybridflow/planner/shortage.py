@@ -2,80 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from hybridflow.errors import PlacementError
-from hybridflow.planner.auto_mapping import auto_map
+from hybridflow.planner.auto_mapping import Search
 from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.constraints import Constraint, OneLayout, Together
 from hybridflow.planner.devices import GIB
-from hybridflow.planner.graph import Call
+from hybridflow.planner.mcmc import mcmc
 from hybridflow.planner.plans import Mesh
 from hybridflow.planner.space import Problem
-from hybridflow.planner.stages import undominated
+from hybridflow.planner.stages import group_settings, undominated
 
-MOST_NODES = 4096
+MOST_DEVICES = 1 << 15
+MOST_SAMPLED = 32
+SAMPLES = 1500  # plans whose calls have layouts of their own, on so many devices at most
+MOST_SEARCHED = 128
+"""Devices on which all ways to place groups are tried; on more, all groups on all devices."""
 
 
-def shortage(problem: Problem, on: Callable[[ClusterSpec], Problem]) -> PlacementError:
-    """The error for a problem that has no placement. `on` states the same problem for another cluster."""
-    capacity, size = min(problem.capacity), problem.cluster.size
-    needs = {group: least_memory(problem, group) for group in problem.graph.groups}
-    where = f"{size} devices of {problem.cluster}"
-    if impossible := [group for group, choices in needs.items() if not len(choices)]:
-        what = f"{impossible[0]} cannot be cut for {where} in any way"
+class Need(NamedTuple):
+    """The least bytes per device that groups need of the usable ones, on so many `devices`."""
+
+    bytes: float
+    usable: float
+    devices: int
+
+    @property
+    def lack(self) -> float:
+        return self.bytes - self.usable
+
+
+def shortage(problem: Problem, on: Callable[[ClusterSpec], Problem], *, per_call: bool = False) -> PlacementError:
+    """The error for a problem that has no placement. `on` states the same problem for another cluster; `per_call`:
+    calls of a group may have layouts of their own.
+    """
+    free = replace(problem, constraints=())
+    if _limiting(problem) and fits(free, per_call):
+        return PlacementError(_at_fault(problem, per_call))
+    needs = {group: _need(free, group) for group in problem.graph.groups}
+    where = _devices(problem.cluster)
+    if impossible := next((group for group, need in needs.items() if need is None), None):
+        what = f"{impossible} cannot be cut for {where} in any way"
     else:
-        alone = {group: float(choices.sum(axis=1).min()) for group, choices in needs.items()}
-        together = _together(list(needs.values()))
-        largest = max(alone, key=alone.__getitem__)
-        asked, name = (alone[largest], largest) if alone[largest] > capacity else (together, "")
-        model = problem.graph.models[largest]
-        billions = f" ({model.num_parameters / 1e9:.1f} billion parameters)" if model else ""
-        who = f"{name}{billions}" if name else f"all models together, of which {largest}{billions} is the largest,"
-        lack = asked - capacity
-        if lack <= 0:
-            given = ", ".join(str(constraint) for constraint in problem.constraints)
-            return PlacementError(f"no placement on {where} keeps {given or 'what fits'}. Loosen a constraint.")
-        what = (
-            f"{who} needs at least {asked / GIB:.1f} GiB on each of {where}, {capacity / GIB:.1f} GiB are usable: "
-            f"{lack / GIB:.1f} GiB a device are missing"
-        )
-    smallest = smallest_cluster(problem, on)
-    more = (
-        f"The smallest cluster of such nodes that fits is {smallest}." if smallest else "No number of nodes is enough."
-    )
+        known = {group: need for group, need in needs.items() if need is not None}
+        what = _missing(free, known, where)
+    smallest = smallest_cluster(problem, on, per_call)
+    limits = " and ".join(str(one) for one in _limiting(problem))
+    kept = f" while {limits} must hold" if limits else ""
+    enough = f"The smallest cluster of such nodes that fits is {smallest}"
+    more = f"{enough if smallest else f'No number of nodes is enough{kept}'}."
     return PlacementError(f"the cluster is too small: {what}. {more} Or use smaller models, batches or lengths.")
 
 
-def least_memory(problem: Problem, group: str) -> np.ndarray:
-    """[choices, 2]: static and active bytes per device of a group on the whole cluster, which no other choice beats."""
-    mesh, rows = Mesh.of(0, problem.cluster.size), []
-    calls = problem.graph.of_group(group)
-    for parallel in problem.strategies(group, mesh, all(call.kind == "generation" for call in calls)):
-        options = [problem.option(call, mesh, parallel) for call in calls if _at_home(call, calls)]
-        known = [option for option in options if option is not None]
-        if len(known) == len(options) and known:
-            rows.append((known[0].static, max(option.active for option in known)))
-    found = np.array(rows).reshape(-1, 2)
-    return found[undominated(found)]
+def _missing(problem: Problem, needs: dict[str, Need], where: str) -> str:
+    largest = max(needs, key=lambda group: needs[group].lack)
+    need, model = needs[largest], problem.graph.models[largest]
+    billions = f" ({model.num_parameters / 1e9:.1f} billion parameters)" if model else ""
+    if need.lack <= 0:
+        together = _together(problem)
+        need, who = together, f"all models together, of which {largest}{billions} is the largest, need"
+    else:
+        who = f"{largest}{billions} needs"
+    if need.lack in (float("inf"), 0) or need.lack < 0:  # each model fits alone, and all of them never at once
+        return f"{who} more than {where} have, in whatever way they share them"
+    some = where if need.devices == problem.cluster.size else f"{need.devices} of the {where}"
+    return (
+        f"{who} at least {need.bytes / GIB:.1f} GiB on each of {some}, {need.usable / GIB:.1f} GiB are usable: "
+        f"{need.lack / GIB:.1f} GiB a device are missing"
+    )
 
 
-def smallest_cluster(problem: Problem, on: Callable[[ClusterSpec], Problem]) -> ClusterSpec | None:
+def _at_fault(problem: Problem, per_call: bool) -> str:
+    """What to say where everything fits but for the constraints."""
+    given = _limiting(problem)
+    alone = [one for one in given if not fits(replace(problem, constraints=(one,)), per_call)]
+    if alone:
+        named: Sequence[Constraint] = alone
+    else:
+        without = (replace(problem, constraints=tuple(c for c in problem.constraints if c is not one)) for one in given)
+        named = [one for one, rest in zip(given, without, strict=True) if fits(rest, per_call)] or given
+    what = " and ".join(map(str, named))
+    return (
+        f"no placement on {_devices(problem.cluster)} keeps {what}: all groups fit there "
+        f"without {'it' if len(named) == 1 else 'them'}. Loosen a constraint, or use more devices."
+    )
+
+
+def _devices(cluster: ClusterSpec) -> str:
+    return f"{cluster.size} device{'s' if cluster.size > 1 else ''} of {cluster}"
+
+
+def _limiting(problem: Problem) -> list[Constraint]:
+    """Constraints that all groups on all devices, each in one layout, may not keep."""
+    return [one for one in problem.constraints if not isinstance(one, OneLayout | Together)]
+
+
+def fits(problem: Problem, per_call: bool = False) -> bool:
+    """Some placement keeps the constraints and fits into memory, as far as searches see."""
+    size = problem.cluster.size
+    if not _limiting(problem) and problem.homogeneous and _together(problem).lack <= 0:
+        return True
+    if size <= MOST_SEARCHED and Search(problem).fits():
+        return True
+    return per_call and size <= MOST_SAMPLED and mcmc(problem, budget_s=60, evaluations=SAMPLES) is not None
+
+
+def smallest_cluster(
+    problem: Problem, on: Callable[[ClusterSpec], Problem], per_call: bool = False
+) -> ClusterSpec | None:
     """The cluster with the fewest further nodes, like its last, on which everything fits."""
     cluster = problem.cluster
     low, high = len(cluster.nodes), len(cluster.nodes)
-    while high < MOST_NODES:
+    most = MOST_SEARCHED if _limiting(problem) else MOST_DEVICES
+    while grown(cluster, high * 2).size <= max(most, 2 * cluster.size):
         high = high * 2
-        if _fits(on(grown(cluster, high))):
+        if fits(on(grown(cluster, high)), per_call):
             break
         low = high
     else:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(on(grown(cluster, middle))) else (middle, high)
+        low, high = (low, middle) if fits(on(grown(cluster, middle)), per_call) else (middle, high)
     return grown(cluster, high)
 
 
@@ -84,26 +137,25 @@ def grown(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     return replace(cluster, nodes=cluster.nodes + cluster.nodes[-1:] * (nodes - len(cluster.nodes)))
 
 
-def _fits(problem: Problem) -> bool:
-    """All groups on all devices; where sizes do not divide well, any placement of a cluster that is not too large."""
-    needs = [least_memory(problem, group) for group in problem.graph.groups]
-    capacity = min(problem.capacity)
-    if all(len(choices) for choices in needs) and _together(needs) <= capacity:
-        return True
-    return problem.cluster.size <= 32 and auto_map(problem) is not None
+def _need(problem: Problem, group: str) -> Need | None:
+    """Where a group lacks least, alone; None where it cannot be cut."""
+    search, found = Search(problem), []
+    for size in search.sizes:
+        for mesh in search.places((search.keys[group],), size):
+            usable = min(problem.capacity[device] for device in mesh.devices)
+            asked = [setting.static + setting.active for setting in group_settings(problem, group, mesh)]
+            found += [Need(min(asked), usable, size)] if asked else []
+    return min(found, key=lambda need: need.lack, default=None)
 
 
-def _together(needs: list[np.ndarray]) -> float:
-    """Least bytes per device of all groups on the same devices."""
-    both = np.zeros((1, 2))
-    for choices in needs:
-        static = (both[:, None, 0] + choices[None, :, 0]).reshape(-1)
-        active = np.maximum(both[:, None, 1], choices[None, :, 1]).reshape(-1)
+def _together(problem: Problem) -> Need:
+    """What all groups on all devices need of each."""
+    mesh, both = Mesh.of(0, problem.cluster.size), np.zeros((1, 2))  # static and active bytes
+    for group in problem.graph.groups:
+        asked = np.array([setting[2:4] for setting in group_settings(problem, group, mesh)]).reshape(-1, 2)
+        static = (both[:, None, 0] + asked[None, :, 0]).reshape(-1)
+        active = np.maximum(both[:, None, 1], asked[None, :, 1]).reshape(-1)
         both = np.stack([static, active], axis=1)
         both = both[undominated(both)]
-    return float(both.sum(axis=1).min()) if len(both) else float("inf")
-
-
-def _at_home(call: Call, calls: tuple[Call, ...]) -> bool:
-    """Generation may have a layout of its own; alone, it is at home."""
-    return call.kind != "generation" or all(other.kind == "generation" for other in calls)
+    least = float(both.sum(axis=1).min()) if len(both) else float("inf")
+    return Need(least, min(problem.capacity), mesh.size)

@@ -14,6 +14,7 @@ from hybridflow.planner.backends import Backend
 from hybridflow.planner.cluster_spec import ClusterSpec
 from hybridflow.planner.constraints import Constraint, Rules
 from hybridflow.planner.graph import Call, Graph
+from hybridflow.planner.pinning import check_pin
 from hybridflow.planner.plans import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.sharing import Sharing
 from hybridflow.planner.timeline import Timeline, home, moves, simulate
@@ -86,7 +87,9 @@ class Problem:
     constraints: tuple[Constraint, ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.rules
+        for pin in self.rules.pins.values():
+            backend, one = self.backends[pin.group], pin.group in self.rules.one_layout
+            check_pin(pin, self.graph.models[pin.group], backend, self.cluster, one)
 
     @cached_property
     def rules(self) -> Rules:
@@ -344,10 +347,10 @@ def strategies(model: ModelSpec | None, size: int, node: int) -> list[Parallel]:
         return [Parallel(d=size)]
     found = []
     for t in _divisors(size):
-        if node % t:
+        if node % t or not model.divides(t):
             continue
         for p in _divisors(size // t):
-            if _cuts(model, p, t):
+            if p <= model.layers:
                 found.append(Parallel(p, t, size // t // p))
     return found
 
@@ -364,14 +367,6 @@ def plan_moves(problem: Problem, plan: ExecutionPlan) -> dict[str, float]:
         if plan[move.source] != plan[move.target]:
             found[move.target] = problem.reallocation(move.group, plan[move.source], plan[move.target])
     return found
-
-
-def _cuts(model: ModelSpec, p: int, t: int) -> bool:
-    try:
-        model.check_parallel(p, t)
-    except ModelError:
-        return False
-    return True
 
 
 def _powers(limit: int) -> list[int]:
