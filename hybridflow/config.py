@@ -193,8 +193,11 @@ class LoRA:
 
     def adapts(self, layer: str) -> bool:
         """Whether the linear layer of this name has adapters."""
-        every = self.targets == ("all-linear",)
-        return every or any(layer == target or layer.endswith(f".{target}") for target in self.targets)
+        return any(self.matches(target, layer) for target in self.targets)
+
+    @staticmethod
+    def matches(target: str, layer: str) -> bool:
+        return target == "all-linear" or layer == target or layer.endswith(f".{target}")
 
 
 @settings

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from hybridflow.config import FSDP, LoRA, Megatron, TrainStrategy, ZeRO
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, nearest
 from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.plans import Parallel
 from hybridflow.planner.workload import Workload
@@ -93,12 +93,19 @@ MEGATRON = Backend(Megatron())
 
 @lru_cache(maxsize=256)
 def adapters(model: ModelSpec, lora: LoRA) -> tuple[float, float]:
-    """Elements of a decoder layer's adapters, and columns that these read and write, on average over the layers."""
+    """Elements of a decoder layer's adapters, and columns that these read and write, on average over the layers.
+
+    Errors: ConfigError for a target that is no linear layer of the model.
+    """
     linear = [
         (name.removesuffix(".weight"), shape)
         for layer in range(model.layers)
         for name, shape in model.layer_tensors(layer).items()
         if len(shape) == 2
     ]
+    for target in lora.targets:
+        if not any(lora.matches(target, name) for name, _ in linear):
+            known = dict.fromkeys(name.rpartition(".")[2] for name, _ in linear)
+            raise ConfigError(f"LoRA: {target!r} matches no linear layer of this model.{nearest(target, known)}")
     sides = sum(sum(shape) for name, shape in linear if lora.adapts(name)) / model.layers
     return lora.rank * sides, sides

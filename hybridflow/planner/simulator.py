@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hybridflow.config import DType
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.planner import memory
@@ -45,12 +46,13 @@ class Simulator:
         self.cluster, self.graph, self.workload = cluster, graph, workload
         self.coefficients, self.profile = coefficients, profile
         self._backends = {group: Backend.of(graph.strategies.get(group)) for group in graph.models}
+        self._workloads = {group: backend.workload(workload) for group, backend in self._backends.items()}
         self._costs: dict[tuple[str, CallPlan, float | None], CallCost] = {}
         self._static: dict[tuple[str, CallPlan], DeviceMemory] = {}
         self._active: dict[tuple[str, CallPlan, bool], DeviceMemory] = {}
         self._moves: dict[tuple[str, CallPlan, CallPlan], float] = {}
-        self._sites: dict[tuple[CallPlan, int], Site] = {}
-        self._meshes: dict[Mesh, Site] = {}
+        self._sites: dict[tuple[CallPlan, DType, int], Site] = {}
+        self._meshes: dict[tuple[Mesh, DType], Site] = {}
         self._slowdowns: dict[Mesh, float] = {}
         self._capacities: dict[Mesh, float] = {}
 
@@ -104,22 +106,28 @@ class Simulator:
         if model is None:
             return None
         _check_split(model, sizes, group)
-        backend = self._backends[group] if kind != "generation" else MEGATRON
+        backend, work = self._backends[group], self._workloads[group]
+        if kind == "generation":
+            backend, work = MEGATRON, self.workload
         if backend.strategy is not MEGATRON.strategy and backend.parallel(*sizes.sizes, sizes.micro_batches) != sizes:
             if kind is not None or sizes.shards > 1:
                 name = type(backend.strategy).__name__
                 raise ModelError(f"{group} cannot have p-t-d = {sizes}: {name} as it is set has no such layout.")
-            backend = MEGATRON  # that of a generation engine
+            backend, work = MEGATRON, self.workload  # those of a generation engine
         elif backend is MEGATRON and sizes.shards > 1:
             raise ModelError(f"{group} cannot cut its parameters over {sizes.shards} data parallel ranks here.")
-        shares = sizes.t if self.workload.sequence_parallel and not backend.of_transformers else 1
-        site = self._sites.get((plan, shares))
-        if site is None:
-            base = self._meshes.get(plan.mesh)
+        site = self._site(plan, work.dtype, sizes.t if work.sequence_parallel else 1)
+        return Setting(site, model, Sizes.of(model), sizes, work, self.coefficients, self.profile, backend)
+
+    def _site(self, plan: CallPlan, dtype: DType, shares: int) -> Site:
+        found = self._sites.get((plan, dtype, shares))
+        if found is None:
+            base = self._meshes.get((plan.mesh, dtype))
             if base is None:
-                base = self._meshes[plan.mesh] = Site.of(self.cluster, plan, self.workload.dtype, self.coefficients)
-            site = self._sites[plan, shares] = replace(base, p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
-        return Setting(site, model, Sizes.of(model), sizes, self.workload, self.coefficients, self.profile, backend)
+                base = self._meshes[plan.mesh, dtype] = Site.of(self.cluster, plan, dtype, self.coefficients)
+            p, t, d = plan.parallel.sizes
+            found = self._sites[plan, dtype, shares] = replace(base, p=p, t=t, d=d, shares=shares)
+        return found
 
     def capacity(self, plan: CallPlan) -> float:
         """Bytes that may be used on each device of the mesh: on the smallest, less what the runtime keeps."""
@@ -147,9 +155,8 @@ class Simulator:
         copied = group in self.graph.trained
         if beside is None:
             one = replace(setting.site, p=1, t=1, d=1)
-            whole = memory.static(
-                replace(setting, parallel=Parallel(), site=one, backend=self._backends[group]), copied
-            )
+            home = {"backend": self._backends[group], "workload": self._workloads[group]}
+            whole = memory.static(replace(setting, parallel=Parallel(), site=one, **home), copied)
             beside = whole.static / plan.mesh.size if copied else memory.weights(setting)
         return max(0.0, self.capacity(plan) - beside - (memory.weights(setting) if copied else 0.0))
 

@@ -79,6 +79,12 @@ def test_adapters_have_the_elements_that_are_trained(targets):
     assert found == pytest.approx((2 * MODEL.num_parameters + 16 * elements) / 16)
 
 
+def test_targets_that_no_layer_has_are_refused():
+    wrong = FSDP(lora=LoRA(targets=("q_proj", "k_prj")))
+    with pytest.raises(ConfigError, match=r"'k_prj' matches no linear layer.* Did you mean 'k_proj'"):
+        simulator(wrong).cost(TRAIN, at(wrong))
+
+
 def test_lora_spares_gradients_of_the_model():
     lora = FSDP(lora=LoRA(rank=16))
     whole, thin = (simulator(s).cost(TRAIN, at(s)) for s in (FSDP(), lora))
@@ -125,6 +131,21 @@ def test_gradients_of_several_micro_batches_wait_whole_unless_they_are_reduced_o
     rarely, often = (simulator(s, small).memory(TRAIN, at(s)).gathered for s in (FSDP(), FSDP(reduce_often=True)))
     assert rarely - often > 3 * MODEL.num_parameters
     assert simulator(Megatron(), small).memory(TRAIN, at(Megatron())).gathered == 0
+
+
+def test_settings_that_a_strategy_chooses_are_those_that_it_is_priced_with():
+    whole, single = Megatron(), Megatron(dtype="float32")
+    assert simulator(single).cost(INFER, at(single)).seconds > 5 * simulator(whole).cost(INFER, at(whole)).seconds
+    assert simulator(single).static("actor", at(single)) == pytest.approx((4 + 4 + 8 / 16) * MODEL.num_parameters)
+    plan = CallPlan(SIXTEEN, Parallel(1, 2, 8))
+    assert simulator(single).cost(GENERATE, plan, 4e9) == simulator(whole).cost(GENERATE, plan, 4e9)
+    changes: tuple[dict[str, Any], ...] = ({"recompute": True}, {"micro_tokens": 2048})
+    for changed in changes:
+        by_work, by_strategy = simulator(whole, replace(WORK, **changed)), simulator(Megatron(**changed))
+        assert by_work.cost(TRAIN, plan) == by_strategy.cost(TRAIN, plan)
+        assert by_work.memory(TRAIN, plan) == by_strategy.memory(TRAIN, plan)
+    shared, whole = (simulator(s).cost(INFER, at(s, 2)).parts["memory"] for s in (Megatron(), FSDP()))
+    assert shared < whole  # FSDP's tensor parallel ranks do not share the sequence
 
 
 def test_layouts_that_a_strategy_has_not():

@@ -30,19 +30,14 @@ def modules(spec: Decoder, lora: LoRA) -> list[str]:
             f"LoRA(targets={list(lora.targets)}): this {spec.family} decoder has no linear layers that adapters could "
             f"be added to. Train it without lora=."
         )
-    if lora.targets == (ALL,):
-        return linear
-    found: set[str] = set()
     for target in lora.targets:
-        matched = {name for name in linear if name == target or name.endswith(f".{target}")}
-        if not matched:
+        if not any(lora.matches(target, name) for name in linear):
             known = [*suffixes(linear), ALL]
             raise ConfigError(
                 f"LoRA(targets={list(lora.targets)}): {target!r} matches no linear layer of this {spec.family} "
                 f"decoder, which has {', '.join(known[:-1])} in {spec.layers} layers.{nearest(target, known)}"
             )
-        found |= matched
-    return [name for name in linear if name in found]
+    return [name for name in linear if lora.adapts(name)]
 
 
 def module_names(spec: Decoder, lora: LoRA) -> dict[str, str]:
