@@ -116,7 +116,8 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     _check_target(given.save)
     ModelSpec.from_hf_config(configuration(given.model))  # nothing is started for a model that is none
     start = time.perf_counter()
-    session = Session.existing() or Session.open()
+    running = Session.existing()
+    session = running or Session.open()
     try:
         found = profile(
             given.model,
@@ -127,7 +128,8 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
             repeats=given.repeats,
         )
     finally:
-        session.shutdown()
+        if running is None:
+            session.shutdown()
     found.save(given.save)
     print(found)
     print(f"\nmeasured in {time.perf_counter() - start:.0f} s, written to {given.save}")

@@ -89,8 +89,9 @@ def test_an_assignment_ends_with_its_driver(cluster):
     [(), (hf.Pin("actor", parallel=Parallel(1, 1, 1), generate=Parallel(1, 1, 2)),)],
     ids=["free", "apart"],
 )
-def test_a_driver_is_planned_and_runs_as_found(cluster, policy, constraints):
+def test_a_driver_is_planned_and_runs_as_found(cluster, settle, policy, constraints):
     """GRPO on two devices of this machine: found, placed, and trained."""
+    settle()
     groups: dict[str, Any] = {}
     prompts = [{"prompt": "abc"}, {"prompt": "hello you"}] * 8
 

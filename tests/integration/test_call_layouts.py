@@ -111,7 +111,8 @@ def test_followers_have_current_weights_and_get_them_only_when_they_changed(four
         assert group.look().get().shape == (4, 5)
 
 
-def test_each_call_of_an_iteration_has_its_own_layout(four):
+def test_each_call_of_an_iteration_has_its_own_layout(four, settle):
+    settle()
     where = matrix(Elsewhere("look", (3,), (1, 1, 1)), Elsewhere("look", (0, 1), (1, 1, 2)))
     with placed(Followed, where) as group:
         assert [len(group.look().get()) for _ in range(4)] == [13, 6, 13, 6]
@@ -244,9 +245,10 @@ def ppo(policy: Path, classifier: Path, made: dict[str, Any], steps: int = 3) ->
 
 
 @pytest.fixture(scope="module")
-def run(four, policy, classifier) -> Callable[[Mapping[str, GroupPlacement]], tuple[list, dict]]:
+def run(four, settle, policy, classifier) -> Callable[[Mapping[str, GroupPlacement]], tuple[list, dict]]:
     def run(groups: Mapping[str, GroupPlacement]) -> tuple[list, dict]:
         made: dict[str, Any] = {}
+        settle()
         try:
             groups = {**groups, "reward": GroupPlacement((0,), NODES)}
             return hf.auto(placement=Placement(NODES, groups))(ppo)(policy, classifier, made), made

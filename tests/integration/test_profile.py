@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tiny_models
 
-import hybridflow as hf
 from hybridflow import cli
+from hybridflow.cluster.session import Session
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.cluster_spec import ClusterSpec
@@ -20,13 +20,13 @@ from hybridflow.profiling import profile
 
 
 @pytest.mark.timeout(280)
-def test_layers_are_measured_and_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    hf.shutdown()
+def test_layers_are_measured_and_priced(cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = tiny_models.make_policy(tmp_path / "model")
     saved = tmp_path / "profile.yaml"
     sizes = ["--length", "32", "--tokens", "128", "--rows", "4", "--repeats", "1"]
     assert cli.main(["profile", str(model), "--devices", "2", "--save", str(saved), *sizes]) == 0
     assert str(saved) in capsys.readouterr().out
+    assert Session.existing() is cluster  # a session that ran before goes on
 
     found = LayerProfile.load(saved)
     assert found.device == "host"

@@ -153,3 +153,50 @@ def test_a_problem_knows_its_own_memory():
     problem = Problem(graph, spec, Simulator(spec, graph, WORK, replace(DEFAULT, usable_memory=0.5)))
     assert problem.capacity == (5e10,) * 4
     assert ClusterSpec.of(spec) is spec
+
+
+def test_files_that_were_edited_by_hand(tmp_path: Path):
+    """Whatever was written instead, it is refused or can be used: never met later."""
+    path = tmp_path / "plan.yaml"
+    where = GroupPlacement((0, 1), (2,), Megatron(tp=2, dp=1), (1, 2), (Elsewhere("compute", (1,), (1, 1, 1)),))
+    call = CallLayout("actor", "generation", (0, 1), (1, 2, 1), 3.0, limit="decode", capacity=1.0)
+    known = Placement((2,), {"actor": where}, {"actor.run": call}, 3.0, bars=(Bar("actor.run", "actor", (0,), 0, 3.0),))
+    known.save(path)
+    assert Placement.load(path) == known
+    plain = yaml.safe_load(path.read_text())
+
+    def places(node: Any, at: tuple = ()) -> Iterator[tuple]:
+        for key, inner in node.items() if isinstance(node, dict) else enumerate(node):
+            yield (*at, key)
+            if isinstance(inner, dict | list):
+                yield from places(inner, (*at, key))
+
+    refused = 0
+    for *front, last in places(plain):
+        for instead in (None, "abc", -1, 3.5, [], {}, "9999", "3-1", "0,0", True, float("nan"), {"Foo": {}}, 10**9):
+            changed = copy.deepcopy(plain)
+            functools.reduce(lambda node, key: node[key], front, changed)[last] = instead
+            path.write_text(yaml.safe_dump(changed, sort_keys=False))
+            try:
+                found = Placement.load(path)
+            except PlacementError as error:
+                assert "is not a placement" in str(error)
+                refused += 1
+            else:
+                assert all(text for text in (str(found), found.explain(), found._repr_html_()))
+    assert refused > 300
+    path.write_text("groups: [")
+    with pytest.raises(PlacementError, match="is not a placement"):
+        Placement.load(path)
+    with pytest.raises(PlacementError, match="cannot be read"):
+        Placement.load(tmp_path)
+
+
+def test_devices_that_the_nodes_have_not():
+    for devices in ((0, 2), (1, 0), (0, 0), (-1,), ()):
+        with pytest.raises(PlacementError, match="from 0 to 1 in ascending order"):
+            GroupPlacement(devices, (2,))
+    with pytest.raises(PlacementError, match="each node"):
+        GroupPlacement((0,), ())
+    with pytest.raises(PlacementError, match="p_g, t_g"):
+        GroupPlacement((0,), (1,), generate=(0, 1))
