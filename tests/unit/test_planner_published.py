@@ -4,6 +4,7 @@ generation size."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import isfinite
 
 import pytest
@@ -121,6 +122,18 @@ def test_calibrating_on_more_calls_does_not_make_them_worse():
     assert all(isfinite(error) for error in errors)
     assert max(errors) < 0.4
     assert sorted(errors)[len(errors) // 2] < 0.2
+
+
+def test_any_published_call_alone_keeps_the_plans_in_order():
+    """Also when it took twice or half as long: efficiencies stay shares, and costs positive."""
+    seen = observed(WORKLOAD, HEURISTIC, HEURISTIC_SECONDS) + observed(WORKLOAD, SEARCHED, SEARCHED_SECONDS)
+    for one, factor in product(seen, (0.5, 1.0, 2.0)):
+        fitted = calibrate([replace(one, seconds=one.seconds * factor)])
+        assert all(0 < getattr(fitted, name) <= 1 for name in ("compute", "attention", "memory", "link", "network"))
+        searched, heuristic = (
+            sum(predicted(Simulator(H100S, GRAPH, WORKLOAD, fitted), sizes)) for sizes in (SEARCHED, HEURISTIC)
+        )
+        assert searched < heuristic, (one.kind, one.parallel, factor)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 32])
