@@ -159,8 +159,19 @@ class AutoDriver:
             return driver()
         placement = self.placement or plan_driver(driver, **self.options)
         logger.info("%s runs as planned:\n%s", getattr(self.driver, "__name__", self.driver), placement)
-        with Session.assigning(placement):
-            return driver()
+        before = Session.existing()
+        try:
+            with Session.assigning(placement):
+                return driver()
+        except PlacementError as error:
+            opened = Session.existing()
+            if opened is None or opened is before or opened.pools:
+                raise
+            opened.shutdown()  # it was opened for a placement that it has no room for
+            where = placement.cluster or list(placement.nodes)
+            raise PlacementError(
+                f'this was planned for {where}, which is not here: {error} Plan with cluster="here" for what is here.'
+            ) from None
 
 
 def auto(

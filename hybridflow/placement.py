@@ -7,6 +7,7 @@ count through from node to node.
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,11 +17,20 @@ from typing import Any
 import yaml
 
 from hybridflow.config import FSDP, Megatron, ZeRO
-from hybridflow.errors import PlacementError, nearest
+from hybridflow.errors import HybridFlowError, PlacementError, nearest
 
 Strategy = Megatron | FSDP | ZeRO
 _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
 GIB = float(1 << 30)
+_MOST = 1 << 20  # devices of a range, so that a slip of the pen is told and not built
+_MEANT = MappingProxyType(
+    {
+        "float": "finite number of at least 0",
+        "str": "text",
+        "bool": "true or false",
+        "tuple[int, int, int]": "(p, t, d)",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,9 @@ class Elsewhere:
     devices: tuple[int, ...]
     sizes: tuple[int, int, int]
 
+    def __post_init__(self) -> None:
+        _check_values(self)
+
 
 @dataclass(frozen=True)
 class GroupPlacement:
@@ -39,6 +52,7 @@ class GroupPlacement:
     `nodes` are the devices of each node of the cluster. `generate` are (p_g, t_g), None for a group that does not
     generate. `elsewhere` are methods with layouts of their own; one that is called several times in an iteration, and
     not always in the group's layout, is there once for each call, in their order.
+    Errors: PlacementError for devices that the nodes have not, or that are not in ascending order.
     """
 
     devices: tuple[int, ...]
@@ -46,6 +60,13 @@ class GroupPlacement:
     train: Strategy | None = None
     generate: tuple[int, int] | None = None
     elsewhere: tuple[Elsewhere, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_nodes(self.nodes)
+        for where in (self, *self.elsewhere):
+            _check_devices(where.devices, self.nodes)
+        if self.generate is not None and (len(self.generate) != 2 or not all(map(_is_size, self.generate))):
+            raise PlacementError(f"generate={self.generate!r}: give (p_g, t_g), both at least 1.")
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,9 @@ class CallLayout:
     runner_up: str = ""
     lost: str = ""
 
+    def __post_init__(self) -> None:
+        _check_values(self)
+
     @property
     def layout(self) -> str:
         p, t, d = self.sizes
@@ -86,6 +110,9 @@ class Bar:
     start: float
     stop: float
     move: bool = False
+
+    def __post_init__(self) -> None:
+        _check_values(self)
 
 
 @dataclass(frozen=True)
@@ -105,6 +132,10 @@ class Placement:
     bars: tuple[Bar, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_nodes(self.nodes)
+        _check_values(self)
+        for one in (*self.calls.values(), *self.bars):
+            _check_devices(one.devices, self.nodes, least=0)
         object.__setattr__(self, "groups", MappingProxyType(dict(self.groups)))
         object.__setattr__(self, "calls", MappingProxyType(dict(self.calls)))
 
@@ -156,8 +187,14 @@ class Placement:
             return _from_plain(yaml.safe_load(Path(path).read_text()))
         except FileNotFoundError:
             raise PlacementError(f"there is no placement file {path}. Placement.save writes one.") from None
-        except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlacementError(f"{path} is not a placement as Placement.save writes it: {error!r}.") from None
+        except OSError as error:
+            raise PlacementError(f"{path} cannot be read: {error}.") from None
+        except HybridFlowError as error:
+            raise PlacementError(f"{path} is not a placement that can be used: {error}") from None
+        except KeyError as error:
+            raise PlacementError(f"{path} is not a placement as Placement.save writes it: it has no {error}.") from None
+        except (yaml.YAMLError, TypeError, AttributeError, ValueError, LookupError) as error:
+            raise PlacementError(f"{path} is not a placement as Placement.save writes it: {error}.") from None
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table: a heading, and a row for each call."""
@@ -240,6 +277,37 @@ class Placement:
         return figure
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _check_nodes(nodes: Sequence[int]) -> None:
+    if not nodes or not all(map(_is_size, nodes)):
+        raise PlacementError(f"nodes={nodes!r}: give the number of devices of each node.")
+
+
+def _check_devices(devices: Sequence[int], nodes: Sequence[int], least: int = 1) -> None:
+    whole = all(type(device) is int for device in devices)
+    if len(devices) < least or not whole or any(a >= b for a, b in itertools.pairwise((-1, *devices, sum(nodes)))):
+        raise PlacementError(
+            f"devices={devices!r}: give device numbers from 0 to {sum(nodes) - 1} in ascending order, each once."
+        )
+
+
+def _check_values(value: Any) -> None:
+    """Numbers are finite and not negative, texts are texts, sizes at least 1."""
+    for one in fields(value):
+        found, good = getattr(value, one.name), True
+        if one.type == "float":
+            good = type(found) in (int, float) and 0.0 <= found < float("inf")
+        elif one.type in ("str", "bool"):
+            good = type(found).__name__ == one.type
+        elif one.name == "sizes":
+            good = len(found) == 3 and all(map(_is_size, found))
+        if not good:
+            raise PlacementError(f"{type(value).__name__}({one.name}={found!r}): that is no {_MEANT[one.type]}.")
+
+
 def _fit(label: Any, width: float, height: float) -> None:
     """Turns a label that is wider than its bar [pixels] on its side, and takes away what does not fit even so."""
     for rotation in (0, 90):
@@ -269,7 +337,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in str(text).split(","):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
+        found += range(int(first), min(int(last or first), int(first) + _MOST) + 1)
     return tuple(found)
 
 

@@ -122,8 +122,8 @@ class RolloutWorker(Worker):
             self._rest()
 
     def _rest(self) -> None:
+        self.engine.sleep()  # other groups may need what the cache held
         if self._rests:
-            self.engine.sleep()
             self.engine.memory().offload()
 
     @generates

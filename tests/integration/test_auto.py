@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,26 @@ def test_an_assignment_ends_with_its_driver(cluster):
     with pytest.raises(KeyError, match="of the driver"):
         hf.auto(placement=Placement(NODES, {}))(driver)()
     assert cluster.assignment is None
+
+
+ELSEWHERE = """
+import ray
+import hybridflow as hf
+from hybridflow.placement import GroupPlacement, Placement
+
+placement = Placement((64,) * 4, {"reward": GroupPlacement((0,), (64,) * 4)}, cluster="a100:4x64")
+try:
+    hf.auto(placement=placement)(lambda: hf.ResourcePool(1))()
+except hf.errors.PlacementError as error:
+    assert "planned for a100:4x64, which is not here" in str(error), error
+    assert not ray.is_initialized()
+    print("refused")
+"""
+
+
+def test_a_placement_for_another_cluster_leaves_nothing_behind():
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "refused\n", done.stderr
 
 
 @pytest.mark.parametrize(
