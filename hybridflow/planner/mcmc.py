@@ -35,8 +35,8 @@ def mcmc(
 
     Rounds begin at `starts`, at the fastest option of each call (greedy), at the best plan so far and at random; each
     is a chain whose temperature falls, and ends with the best single changes. It stops after `patience` rounds without
-    anything better. Equal seeds and `evaluations` give equal plans if time does not run out. Keywords for the timeline
-    as for `Schedule`.
+    anything better (default: never, unless there are few plans). Equal seeds and `evaluations` give equal plans if time
+    does not run out. Keywords for the timeline as for `Schedule`.
     """
     if not budget_s > 0:
         raise ConfigError(f"budget_s={budget_s!r}: give a positive number of seconds.")
@@ -46,6 +46,8 @@ def mcmc(
     evaluator = Evaluator(problem, options, **how)
     given = [state for plan in starts if (state := evaluator.state(plan)) is not None]
     limit = math.inf if evaluations is None else evaluations
+    if patience is None and math.prod(map(len, options)) <= ROUND:
+        patience = 12
     chain = _Chain(evaluator, random.Random(seed), time.monotonic() + budget_s, limit)
     return chain.search(given, math.inf if patience is None else patience)
 

@@ -20,7 +20,7 @@ from hybridflow.planner.stages import group_settings, undominated
 
 MOST_DEVICES = 1 << 15
 MOST_SAMPLED = 32
-SAMPLES = 1500  # plans whose calls have layouts of their own, on so many devices at most
+SAMPLES, SECONDS = 1500, 5.0  # plans whose calls have layouts of their own, on so many devices at most
 MOST_SEARCHED = 128
 """Devices on which all ways to place groups are tried; on more, all groups on all devices."""
 
@@ -109,7 +109,7 @@ def fits(problem: Problem, per_call: bool = False) -> bool:
         return True
     if size <= MOST_SEARCHED and Search(problem).fits():
         return True
-    return per_call and size <= MOST_SAMPLED and mcmc(problem, budget_s=60, evaluations=SAMPLES) is not None
+    return per_call and size <= MOST_SAMPLED and mcmc(problem, budget_s=SECONDS, evaluations=SAMPLES) is not None
 
 
 def smallest_cluster(

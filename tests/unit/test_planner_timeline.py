@@ -110,6 +110,10 @@ def timed(draw) -> tuple[Graph, ExecutionPlan, dict[str, float]]:
     return graph, plan, seconds
 
 
+def _no_time(group: str, source: CallPlan, target: CallPlan) -> float:
+    return 0.0
+
+
 @settings(max_examples=60, deadline=None)
 @given(timed(), st.sampled_from(["ready", "program"]), st.integers(1, 4))
 def test_laws_of_timelines(given_, order, iterations):
@@ -132,6 +136,8 @@ def test_laws_of_timelines(given_, order, iterations):
     work = [sum(seconds[n] for n, at in plan.items() if d in at.mesh.devices) for d in range(8)]
     assert found.per_iteration >= max(work) - 1e-9
     assert found.seconds <= iterations * sum(seconds.values()) + 1e-9
+    still = simulate(graph, plan, seconds, order=order, iterations=iterations, in_flight=2, reallocation=_no_time)
+    assert still.spans == found.spans, "what moves in no time keeps nobody waiting"
     names = list(plan)
     assert busiest([seconds[n] for n in names], [plan[n].mesh.bits for n in names]) == pytest.approx(max(work))
 
