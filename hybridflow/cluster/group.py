@@ -38,6 +38,7 @@ from hybridflow.topology import RankGrid
 
 _DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
 _DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute_advantage(batch, "safe_rlhf", ...)')
+_DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat(n)"}
 
 
 class WorkerGroup:

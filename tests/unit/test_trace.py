@@ -319,6 +319,15 @@ def test_a_column_that_nobody_has_written(small: Path):
     assert Session.existing() is None
 
 
+def test_groups_of_responses_that_were_not_drawn(small: Path):
+    def step(prompts, actor, reward):
+        batch = actor.generate_sequences(prompts)
+        hf.compute_advantage(batch | reward.compute_reward(batch), "grpo")
+
+    with pytest.raises(MissingColumnError, match=r"reads 'group_id'.*call generate_sequences\(batch, n=\.\.\.\)"):
+        hf.trace(step, groups(small))
+
+
 def test_models_that_are_names_are_taken_to_have_a_tokenizer(small: Path):
     def step(prompts, actor):
         batch = actor.generate_sequences(prompts, n=2)
