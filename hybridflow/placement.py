@@ -305,7 +305,7 @@ def _check_values(value: Any) -> None:
         elif one.name == "sizes":
             good = len(found) == 3 and all(map(_is_size, found))
         if not good:
-            raise PlacementError(f"{type(value).__name__}({one.name}={found!r}): that is no {_MEANT[one.type]}.")
+            raise PlacementError(f"{type(value).__name__}({one.name}={found!r}): that is no {_MEANT[str(one.type)]}.")
 
 
 def _fit(label: Any, width: float, height: float) -> None:

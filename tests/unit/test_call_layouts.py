@@ -169,6 +169,34 @@ def test_generation_within_the_groups_processes_is_at_home():
     assert parts.settings["generate"].tp == 2
 
 
+@pytest.mark.parametrize(
+    ("train", "generate", "followed"),
+    [
+        (hf.FSDP(tp=2, dp=4), (1, 8), False),
+        (hf.ZeRO(stage=3, dp=8), (1, 4), False),
+        (hf.ZeRO(stage=1, dp=8), (1, 8), True),
+        (hf.Megatron(tp=2, dp=4), (1, 4), True),
+        (hf.Megatron(tp=4, dp=2), (1, 2), False),
+    ],
+)
+def test_sharded_weights_are_gathered_to_any_generation_sizes(train, generate, followed):
+    """As `CallPlan.within` prices it."""
+    p, t = generate
+    away = Elsewhere("generate_sequences", tuple(range(8)), (p, t, 8 // t))
+    where = GroupPlacement(away.devices, NODES, train, generate, (away,))
+    settings = {"model": "m", "train": train, "generate": hf.VLLM(), "optim": None}
+    parts = divided(hf.ActorWorker, where, settings, "actor")
+    assert [part.worker_class for part in parts.followers] == [hf.RolloutWorker] * followed
+    assert (parts.settings["generate"] is None) == followed
+
+
+def test_sharded_followers_have_sizes_of_their_own():
+    away = Elsewhere("compute_values", (4, 5), (1, 2, 1))
+    where = GroupPlacement((0, 1, 2, 3), NODES, hf.FSDP(dp=4), None, (away,))
+    (part,) = divided(hf.CriticWorker, where, {"model": "m", "train": hf.FSDP(), "optim": None}, "critic").followers
+    assert part.settings["train"] == hf.FSDP(tp=2)
+
+
 def test_who_can_have_followers():
     class Own(hf.ActorWorker):
         @hf.register(hf.THREE_D_PROTO, repeat=lambda settings, call: 1, carries=True)
