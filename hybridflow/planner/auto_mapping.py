@@ -36,8 +36,8 @@ from hybridflow.planner.stages import (
 
 GRID = 4_000_000
 """Allocations looked at for one way to colocate; with more, sets get fewer different sizes."""
-PLACES = 64
-"""Ways to place an allocation on unlike devices that are looked at."""
+PLACES = 256
+"""Ways to place an allocation on unlike devices that are looked at, by the square of the nodes; at least 4."""
 NOTHING = Front.of((), 0, 0.0)
 
 
@@ -89,6 +89,7 @@ class Search:
     problem: Problem
     sizes: list[int] = field(init=False)
     usual: frozenset[int] = field(init=False)
+    most_places: int = field(init=False)
     keys: dict[str, int] = field(init=False)
     _fronts: dict[tuple, Front] = field(default_factory=dict)
     _ready: dict[tuple, Front] = field(default_factory=dict)
@@ -103,6 +104,7 @@ class Search:
         pinned = {size for pin in pins for size in pin.sizes}
         self.usual = frozenset(sizes(cluster)) | {size for size in pinned if size % cluster.nodes[0].count == 0}
         self.sizes = sorted(self.usual | pinned)
+        self.most_places = max(4, PLACES // len(cluster.nodes) ** 2)
         known: dict[tuple, int] = {}
         self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in self.problem.graph.groups}
         self.example = {key: group for group, key in self.keys.items()}
@@ -173,8 +175,13 @@ class Search:
         if not self.problem.homogeneous:
             for fewer in range(last, -1, -1):
                 allocated = [some[i] for i in (*others, fewer)]
-                for where in islice(self.packed(sets, allocated), PLACES):
-                    yield [self.generating(own, mesh) for own, mesh in zip(keys, where, strict=True)], where
+                alone = [self.alone(own, size).tolist() for own, size in zip(keys, allocated, strict=True)]
+                if stage_cost(alone) >= limit:
+                    continue
+                for where in islice(self.packed(sets, allocated), self.most_places):
+                    bounds = [self._alone_on(own, mesh).tolist() for own, mesh in zip(keys, where, strict=True)]
+                    if stage_cost(bounds) < limit:
+                        yield [self.generating(own, mesh) for own, mesh in zip(keys, where, strict=True)], where
             return
         for fewer in range(last, -1, -1):
             numbers = (*others, fewer)
@@ -223,12 +230,12 @@ class Search:
     def alone(self, keys: tuple[int, ...], size: int) -> Floats:
         """[stages] Least seconds of a set if each of its groups had the devices for itself, on the best ones."""
         if (keys, size) not in self._lone:
-            each = [
-                np.sum([self.generating((key,), mesh).least for key in keys], axis=0)
-                for mesh in self.places(keys, size)
-            ]
+            each = [self._alone_on(keys, mesh) for mesh in self.places(keys, size)]
             self._lone[keys, size] = np.min([np.full(STAGES, np.inf), *each], axis=0)
         return self._lone[keys, size]
+
+    def _alone_on(self, keys: tuple[int, ...], mesh: Mesh) -> Floats:
+        return np.sum([self.generating((key,), mesh).least for key in keys], axis=0)
 
     def _least(self, keys: tuple[int, ...], some: list[int], exact: bool) -> Floats:
         """[sizes, stages] The same with so many devices or fewer; `exact`: none but its own where it is pinned."""

@@ -55,7 +55,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Pipeline, tensor and data parallel sizes; `micro_batches` per data parallel rank (None: the model decides).
+    """Pipeline, tensor and data parallel sizes. `micro_batches` per data parallel rank are those of another system's
+    runs, for `calibrate`; searches leave None: the engines cut rows by `micro_tokens`, and are priced so.
 
     `shards` data parallel ranks, neighbours among these, share one copy of the parameters (FSDP, ZeRO 3); with 1 each
     has its own. Errors: PlacementError for a size below one, and for shards that do not divide d.

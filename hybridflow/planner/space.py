@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.model_spec import ModelSpec
 from hybridflow.planner.backends import Backend
-from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.constraints import Constraint, Rules
 from hybridflow.planner.graph import Call, Graph
 from hybridflow.planner.pinning import check_pin
@@ -163,9 +163,14 @@ class Problem:
         """Meshes of equal shape cost the same: how many devices of which nodes."""
         if mesh.bits not in self._shapes:
             counts = self.counts(mesh)
-            kinds = ((self.cluster.nodes[node], count) for node, count in counts.items())
+            kinds = ((self._kinds[self.cluster.nodes[node]], count) for node, count in counts.items())
             self._shapes[mesh.bits] = tuple(counts.values()) if self.homogeneous else tuple(kinds)
         return self._shapes[mesh.bits]
+
+    @cached_property
+    def _kinds(self) -> dict[NodeSpec, int]:
+        """A number for each kind of node: numbers are quicker to compare."""
+        return {node: number for number, node in enumerate(dict.fromkeys(self.cluster.nodes))}
 
     @cached_property
     def _shapes(self) -> dict[int, tuple]:
