@@ -54,14 +54,14 @@ def everywhere(spec: ClusterSpec, taken: frozenset[int]) -> Iterator[Mesh]:
 def by_force(problem: Problem) -> float:
     """The least stage-wise cost of all ways to colocate, of all meshes of the sets, and of all layouts there."""
     rules, best = problem.constraints, math.inf
-    pins = {c.group: c.devices for c in rules if isinstance(c, Pin)}
+    pins = {c.group: c.devices for c in rules if isinstance(c, Pin) and c.devices}
 
     def place(sets: list[list[str]], taken: frozenset[int], stages: np.ndarray) -> None:
         nonlocal best
         if not sets:
             best = min(best, stages.sum(axis=1).min())
             return
-        asked = {pins[group] for group in sets[0] if pins.get(group)}
+        asked = {pins[group] for group in sets[0] if group in pins}
         some = [Mesh(devices) for devices in asked] if asked else everywhere(problem.cluster, taken)
         for mesh in some if len(asked) < 2 else ():
             own = choices(problem, sets[0], mesh)
@@ -74,7 +74,7 @@ def by_force(problem: Problem) -> float:
         pairs = [c for c in rules if isinstance(c, Apart | Together)]
         if all((at[c.first] == at[c.second]) == isinstance(c, Together) for c in pairs):
             # sets that are pinned first: the others go where those are not
-            place(sorted(sets, key=lambda names: not any(pins.get(x) for x in names)), frozenset(), np.zeros((1, 3)))
+            place(sorted(sets, key=lambda names: not any(x in pins for x in names)), frozenset(), np.zeros((1, 3)))
     return best
 
 
