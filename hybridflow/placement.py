@@ -51,7 +51,8 @@ class GroupPlacement:
 
     `nodes` are the devices of each node of the cluster. `generate` are (p_g, t_g), None for a group that does not
     generate. `elsewhere` are methods with layouts of their own; one that is called several times in an iteration, and
-    not always in the group's layout, is there once for each call, in their order.
+    not always in the group's layout, is there once for each call, in their order. `memory_fraction` is the share of a
+    device's memory that weights and KV cache of generation may have beside all that stays there.
     Errors: PlacementError for devices that the nodes have not, or that are not in ascending order.
     """
 
@@ -60,6 +61,7 @@ class GroupPlacement:
     train: Strategy | None = None
     generate: tuple[int, int] | None = None
     elsewhere: tuple[Elsewhere, ...] = ()
+    memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
         _check_nodes(self.nodes)
@@ -67,6 +69,8 @@ class GroupPlacement:
             _check_devices(where.devices, self.nodes)
         if self.generate is not None and (len(self.generate) != 2 or not all(map(_is_size, self.generate))):
             raise PlacementError(f"generate={self.generate!r}: give (p_g, t_g), both at least 1.")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
+            raise PlacementError(f"memory_fraction={self.memory_fraction!r}: a share of a device's memory, in (0, 1).")
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ class Placement:
                 "devices": ranges(group.devices),
                 "train": _plain_strategy(group.train),
                 "generate": group.generate and list(group.generate),
+                "memory_fraction": group.memory_fraction,
                 "elsewhere": [
                     {"method": one.method, "devices": ranges(one.devices), "sizes": list(one.sizes)}
                     for one in group.elsewhere
@@ -373,6 +378,7 @@ def _from_plain(plain: Mapping[str, Any]) -> Placement:
             _strategy(group["train"]),
             (group["generate"][0], group["generate"][1]) if group["generate"] else None,
             tuple(_elsewhere(one) for one in group.get("elsewhere", ())),
+            group.get("memory_fraction"),
         )
         for name, group in plain["groups"].items()
     }

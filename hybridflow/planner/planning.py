@@ -6,6 +6,7 @@ goes, and MCMC starts from there to give calls of a group layouts of their own w
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -115,7 +116,8 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
         train = problem.backends[group].sized(home.parallel) if has_model else None
         generate = (sizes.p, sizes.t) if sizes else None
         away = _elsewhere(problem, found, group)
-        groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, away)
+        share = _memory_fraction(problem, found, generation.name) if generation else None
+        groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, away, share)
     middle = (max(span.iteration for span in timeline.spans) + 1) // 2
     spans = [span for span in timeline.of(middle) if span.mesh is not None]
     first = min((span.start for span in spans), default=0.0)
@@ -132,6 +134,16 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
     )
     calls = _calls(problem, found, order)
     return Placement(nodes, groups, calls, timeline.per_iteration, str(problem.cluster), found_by, bars)
+
+
+def _memory_fraction(problem: Problem, found: ExecutionPlan, call: str) -> float:
+    """The share of a device's memory that is left for generation: its weights and its KV cache."""
+    group = problem.graph.call(call).group
+    here, static = found[call], problem.static(found)
+    stays = here == found[problem.homes[group]] and group not in problem.graph.trained  # the weights it generates with
+    own = problem.costs.static(group, here) if stays else 0.0
+    left = min((problem.capacity[d] - static[d] + own) / problem.cluster.device(d).memory for d in here.mesh.devices)
+    return max(0.01, math.floor(100 * left) / 100)
 
 
 def _elsewhere(problem: Problem, found: ExecutionPlan, group: str) -> tuple[Elsewhere, ...]:

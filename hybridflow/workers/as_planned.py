@@ -16,13 +16,14 @@ PRICED = ("micro_tokens", "recompute", "sequence_parallel")
 
 
 def as_planned(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with the sizes of `where` in `train` and `generate`, and those of `PRICED` that have their default
-    values; everything else stays as the driver says."""
+    """`settings` with the sizes of `where` in `train` and `generate`, and those of `PRICED` and the share of memory for
+    generation that have their default values; everything else stays as the driver says."""
     out = dict(settings)
     if where.train is not None and isinstance(given := settings.get("train"), TrainStrategy):
         out["train"] = _train(where.train, given)
     if where.generate is not None and isinstance(given := settings.get("generate"), VLLM):
-        out["generate"] = replace(given, pp=where.generate[0], tp=where.generate[1])
+        share = chosen(given, "memory_fraction") or where.memory_fraction or given.memory_fraction
+        out["generate"] = replace(given, pp=where.generate[0], tp=where.generate[1], memory_fraction=share)
     return out
 
 

@@ -32,6 +32,14 @@ def test_what_a_price_rests_on_is_the_placements_unless_the_driver_chose():
     assert as_planned(where, {"train": hf.Megatron(micro_tokens=512)})["train"].micro_tokens == 512
 
 
+def test_generation_has_the_memory_that_it_was_priced_with():
+    where = GroupPlacement((0,), (1,), hf.Megatron(), (1, 1), memory_fraction=0.73)
+    assert as_planned(where, {"generate": hf.VLLM()})["generate"].memory_fraction == 0.73
+    assert as_planned(where, {"generate": hf.VLLM(memory_fraction=0.3)})["generate"].memory_fraction == 0.3
+    without = GroupPlacement((0,), (1,), hf.Megatron(), (1, 1))
+    assert as_planned(without, {"generate": hf.VLLM()})["generate"] == hf.VLLM()
+
+
 def test_stages_that_are_as_many_stay():
     where = GroupPlacement((0, 1), (2,), hf.Megatron(pp=2, dp=1))
     assert as_planned(where, {"train": hf.Megatron(pp=2, stage_layers=(3, 1))})["train"].stage_layers == (3, 1)

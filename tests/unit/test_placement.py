@@ -53,6 +53,10 @@ def test_a_placement_has_every_group_and_call(found: Placement):
     p_g, t_g, _ = found.calls["actor.generate_sequences"].sizes
     assert found["actor"].generate == (p_g, t_g)
     assert found["critic"].generate is None
+    generation, share = found.calls["actor.generate_sequences"], found["actor"].memory_fraction
+    assert share is not None
+    assert 0.2 < share < generation.capacity / 80e9, "what stays there has its place beside"
+    assert generation.memory <= generation.capacity
     with pytest.raises(PlacementError, match="Did you mean 'critic'"):
         found["crtic"]
 
