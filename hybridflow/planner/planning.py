@@ -143,7 +143,7 @@ def _memory_fraction(problem: Problem, found: ExecutionPlan, call: str) -> float
     stays = here == found[problem.homes[group]] and group not in problem.graph.trained  # the weights it generates with
     own = problem.costs.static(group, here) if stays else 0.0
     left = min((problem.capacity[d] - static[d] + own) / problem.cluster.device(d).memory for d in here.mesh.devices)
-    return max(0.01, math.floor(100 * left) / 100)
+    return min(0.99, max(0.01, math.floor(100 * left) / 100))
 
 
 def _elsewhere(problem: Problem, found: ExecutionPlan, group: str) -> tuple[Elsewhere, ...]:
