@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from hybridflow.engines.profile import BIG, Points, Probe
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.model_spec import ModelSpec
+from hybridflow.planner.cluster_spec import slowed
 from hybridflow.planner.devices import DEVICES
 from hybridflow.planner.profiles import Curve, LayerProfile, Pass, architecture
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
@@ -192,6 +195,7 @@ class _Profiling:
         if d > 1:
             return
         for kind, output in _PASSES:
+            busy = _share(chain(*ranks))
             layer, rest, rest_value = [], [], []
             for i, count in enumerate(tokens):
                 one, two, value = (_seconds(found, kind, i) for found in (less, more, other))
@@ -201,8 +205,8 @@ class _Profiling:
                 rest.append((answers, one - few * each))
                 rest_value.append((answers, value - few * each))
             for head, beside in (("lm", rest), ("value", rest_value)):
-                self._add(kind, t, layer, head=head)
-                self._add(output, t, beside, head=head)
+                self._add(kind, t, layer, head=head, busy=busy)
+                self._add(output, t, beside, head=head, busy=busy)
 
     def _decode(self, t: int, device: str) -> None:
         few, many = self._layers(t)
@@ -213,21 +217,30 @@ class _Profiling:
             return
         rows = _powers(self.amounts.rows)
         with self._group(t, 1) as group:
-            at = {n: _slowest(group.measure("decode", (n, rows, self.amounts.steps)))["decode"] for n in (few, many)}
+            ranks = {n: group.measure("decode", (n, rows, self.amounts.steps)) for n in (few, many)}
+        at, busy = {n: _slowest(found)["decode"] for n, found in ranks.items()}, _share(chain(*ranks.values()))
         layer, rest = [], []
         for (count, one), (_, more) in zip(at[few], at[many], strict=True):
             each = max(_LEAST, (more - one) / (many - few))
             layer.append((count, each))
             rest.append((count, one - few * each))
-        self._add("decode", t, layer)
-        self._add("step", t, rest)
+        self._add("decode", t, layer, busy=busy)
+        self._add("step", t, rest, busy=busy)
 
-    def _add(self, kind: Pass, t: int, points: Sequence[tuple[float, float]], d: int = 1, head: str = "lm") -> None:
+    def _add(
+        self,
+        kind: Pass,
+        t: int,
+        points: Sequence[tuple[float, float]],
+        d: int = 1,
+        head: str = "lm",
+        busy: float = 1.0,
+    ) -> None:
         """A curve as of devices that have their node for themselves, and which more work never makes faster."""
-        alone = self.slow[t * d]
+        alone = slowed(sorted(self.slow.items()), t * d * busy)
         model = architecture(ModelSpec(**{**vars(self.spec), "head": head}))
         kept = [max(_LEAST, seconds) / alone for seconds in rising([seconds for _, seconds in points])]
-        self.curves.append(Curve(model, kind, t, tuple(zip((n for n, _ in points), kept, strict=True)), d))
+        self.curves.append(Curve(model, kind, t, tuple(zip((n for n, _ in points), kept, strict=True)), d, busy))
 
     def _layers(self, t: int) -> tuple[int, int]:
         """The numbers of layers that are measured: the model's own at most, and what fits."""
@@ -273,6 +286,11 @@ def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
         kind: [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*(one[kind] for one in found))]
         for kind in found[0]
     }
+
+
+def _share(found: Iterable[Mapping[str, Points]]) -> float:
+    """Of what each rank measured: the mean share of the time in which it worked."""
+    return min(1.0, statistics.fmean(share for one in found for _, share in one["busy"]))
 
 
 def _answers(tokens: int, length: int) -> int:

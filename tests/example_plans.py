@@ -62,6 +62,7 @@ def cluster(nodes: int, count: int, memory: float = 1e12) -> ClusterSpec:
 class Priced:
     seconds: float
     limit: str = "arithmetic"
+    busy: float = 1.0
 
 
 @dataclass

@@ -50,12 +50,13 @@ class Probe:
 
     def passes(self, models: Sequence[tuple[int, Head]], tokens: Sequence[int]) -> list[dict[str, Points]]:
         """Of each model, given as (layers, head): by tokens "forward" and "both" (that and backward), by elements on
-        this rank "update" (an optimizer step). Models take turns: what disturbs one of them disturbs all."""
+        this rank "update" (an optimizer step), and "busy", see `_share`. Models take turns: what disturbs one of them
+        disturbs all."""
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         grid = self.context.grid
         strategy = Megatron(tp=grid.t, dp=grid.d, micro_tokens=max(tokens), sequence_parallel=grid.t > 1)
-        found: list[dict[str, Points]] = [{"forward": [], "both": [], "update": []} for _ in models]
+        found: list[dict[str, Points]] = [{"forward": [], "both": [], "update": [], "busy": []} for _ in models]
         with ExitStack() as undo:
             engines = []
             for layers, head in models:
@@ -64,11 +65,12 @@ class Probe:
                 engines.append((engine, _LOSSES[head](), _OUTPUTS[head]))
             for count in tokens:
                 rows = self._rows(engines[0][0].spec, count)
-                forward, both, steps = zip(
-                    *self._medians([self._turn(engine, loss, outputs, rows) for engine, loss, outputs in engines]),
-                    strict=True,
-                )
+                turns = [self._turn(engine, loss, outputs, rows) for engine, loss, outputs in engines]
+                share = self._share()
+                forward, both, steps = zip(*self._medians(turns), strict=True)
+                worked = share()
                 for i in range(len(models)):
+                    found[i]["busy"].append((count, worked))
                     found[i]["forward"].append((count, forward[i]))
                     found[i]["both"].append((count, both[i]))
                     if count == min(tokens):
@@ -111,7 +113,7 @@ class Probe:
         return [statistics.median(found) for found in took if found]
 
     def decode(self, layers: int, rows: Sequence[int], steps: int) -> dict[str, Points]:
-        """ "decode": seconds of a step of one generation replica over all ranks, by its rows."""
+        """ "decode": seconds of a step of one generation replica over all ranks, by its rows; "busy", see `_share`."""
         from hybridflow.engines.vllm.engine import VLLMEngine
 
         grid, spec = self.context.grid, self._spec(layers, "lm")
@@ -119,6 +121,7 @@ class Probe:
         strategy = VLLM(tp=grid.t, max_length=prompt + steps + 1, max_tokens=1, ignore_eos=True, seed=1)
         one, several = strategy.sampling(), strategy.sampling(max_tokens=1 + steps)
         found: Points = []
+        busy: Points = []
         with TemporaryDirectory() as directory, ExitStack() as undo:
             (Path(directory) / "config.json").write_text(json.dumps(self._few(layers)))
             engine = VLLMEngine(self.context, strategy, grid.generation(), spec, directory)
@@ -133,9 +136,11 @@ class Probe:
 
                 # what is left of the prompts in the cache would make the second one faster
                 forget = engine.weights_changed
+                share = self._share()
                 took = self._median(drawn(several), forget) - self._median(drawn(one), forget)
+                busy.append((count, share()))
                 found.append((count, max(took, 0.0) / steps))
-        return {"decode": found}
+        return {"decode": found, "busy": busy}
 
     def link(self) -> tuple[float, float]:
         """Seconds of an all-reduce of one number over all ranks, and of one of `BIG` bytes."""
@@ -151,6 +156,14 @@ class Probe:
             if after is not None:
                 after()
         return statistics.median(took[1:])
+
+    def _share(self) -> Callable[[], float]:
+        """Asked later: the share of the time since now in which this process ran, and did not wait for its peers. What
+        works on an accelerator has it for itself: 1."""
+        if self.context.device.type == "cuda":
+            return lambda: 1.0
+        wall, ran = time.perf_counter(), time.process_time()
+        return lambda: min(1.0, (time.process_time() - ran) / (time.perf_counter() - wall))
 
     def _clocked(self, run: Callable[[], object]) -> float:
         self._finished()

@@ -21,6 +21,19 @@ _HERE = re.compile(r"here(?::(?P<devices>\d+))?")
 _FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4", "here" or "here:4".'
 
 
+def slowed(known: Sequence[tuple[float, float]], busy: float) -> float:
+    """How much slower each of `busy` devices that work at once is, from some such pairs, ascending: 1 for one device;
+    between two known figures on the straight line through both, beyond the last in proportion."""
+    before, factor = 1.0, 1.0
+    if busy <= 1:
+        return factor
+    for n, found in known:
+        if busy <= n:
+            return factor + (found - factor) * (busy - before) / (n - before) if n > before else found
+        before, factor = n, found
+    return factor * busy / before if known else 1.0
+
+
 @dataclass(frozen=True)
 class NodeSpec:
     """`count` equal devices; `bandwidth` [bytes/s per device, one way] and `latency` [s] of a message between them.
@@ -47,17 +60,9 @@ class NodeSpec:
         if any(a[0] >= b[0] for a, b in pairwise(self.slowdown)):
             raise ConfigError(f"NodeSpec(slowdown={self.slowdown}): numbers of devices must ascend.")
 
-    def slow(self, busy: int) -> float:
-        """How much slower a device is when `busy` of the node work at once: 1 for one; between two known figures on
-        the straight line through both, beyond the last in proportion."""
-        before, factor = 1.0, 1.0
-        if busy <= 1:
-            return factor
-        for n, known in self.slowdown:
-            if busy <= n:
-                return factor + (known - factor) * (busy - before) / (n - before) if n > before else known
-            before, factor = n, known
-        return factor * busy / before if self.slowdown else 1.0
+    def slow(self, busy: float) -> float:
+        """How much slower a device is when `busy` of the node work at once, see `slowed`."""
+        return slowed(self.slowdown, busy)
 
 
 @dataclass(frozen=True)
@@ -205,4 +210,4 @@ def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
     return [NodeSpec(spec, count, spec.link)] * nodes, network
 
 
-__all__ = ["GIB", "ClusterSpec", "NodeSpec", "slowest"]
+__all__ = ["GIB", "ClusterSpec", "NodeSpec", "slowed", "slowest"]

@@ -21,11 +21,16 @@ LIMITS: Mapping[str, str] = MappingProxyType(
         "fixed": "fixed costs per launch, step and call",
     }
 )
+WAITS = ("tensor_parallel", "pipeline", "data_parallel")
+"""Causes of time in which a device does nothing itself."""
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """`seconds` of one call of one iteration; `parts` are their causes and add up to them."""
+    """`seconds` of one call of one iteration; `parts` are their causes and add up to them.
+
+    `busy` is the share of them in which a device works; in the rest it waits for messages or for other stages.
+    """
 
     seconds: float
     parts: Mapping[str, float]
@@ -33,6 +38,11 @@ class CallCost:
     @classmethod
     def of(cls, **parts: float) -> CallCost:
         return cls(sum(parts.values()), MappingProxyType({name: value for name, value in parts.items() if value > 0}))
+
+    @property
+    def busy(self) -> float:
+        waits = sum(self.parts.get(name, 0.0) for name in WAITS)
+        return 1.0 - waits / self.seconds if self.seconds else 1.0
 
     @property
     def limit(self) -> str:

@@ -90,7 +90,7 @@ def _layouts(problem: Problem, calls: Sequence[Call], mesh: Mesh, prune: bool) -
     kept = {}
     for call in calls:
         options = [option for parallel in layouts if (option := problem.option(call, mesh, parallel)) is not None]
-        values = np.array([option[1:] for option in options]).reshape(len(options), -1)
+        values = np.array([option[1:5] for option in options]).reshape(len(options), -1)
         kept |= {options[i].plan.parallel: None for i in undominated(values)}
     return [x for x in layouts if x in kept or problem.rules.pinned_sizes(group, x)]
 
@@ -162,7 +162,7 @@ class Evaluator:
         least = self.schedule.least(seconds, masks)
         if least * factor >= limit:
             return None
-        _, stops = self.schedule.run(seconds, masks)
+        _, stops = self.schedule.run(seconds, masks, self._shares(chosen))
         took = max(least, self.schedule.gap(stops))
         return Score(took * factor, took, excess, broken)
 
@@ -181,6 +181,12 @@ class Evaluator:
                 seconds.append(took)
                 masks.append(chosen[call].plan.mesh.bits | chosen[source].plan.mesh.bits if took else 0)
         return seconds, masks
+
+    def _shares(self, chosen: Sequence[Option]) -> list[float] | None:
+        """Of every node of the schedule: the share of its seconds in which its devices work, where that matters."""
+        if self.schedule.sharing is None:
+            return None
+        return [1.0 if call is None or source is not None else chosen[call].busy for call, source in self.nodes]
 
     def moved(self, call: int, source: int, number: int, source_number: int) -> float:
         """Seconds in which weights get from one call's option to another's."""

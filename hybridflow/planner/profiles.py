@@ -31,13 +31,15 @@ Pass = Literal["forward", "backward", "output", "output_backward", "decode", "st
 @dataclass(frozen=True)
 class Curve:
     """Seconds at some numbers of tokens (of rows for "decode" and "step", of elements on a device for "update"),
-    ascending; `t` devices share the layer, and an update has `d` data parallel ranks."""
+    ascending; `t` devices share the layer, and an update has `d` data parallel ranks. `busy` is the share of the time
+    in which a device works, and does not wait for others."""
 
     model: str
     kind: Pass
     t: int
     points: tuple[tuple[float, float], ...]
     d: int = 1
+    busy: float = 1.0
 
     def __post_init__(self) -> None:
         points = tuple((float(n), float(seconds)) for n, seconds in self.points)
@@ -47,6 +49,7 @@ class Curve:
         )
         good = bool(points) and all(n > 0 and seconds > 0 and math.isfinite(seconds) for n, seconds in points)
         rising = all(a[0] < b[0] for a, b in pairwise(points))
+        require(0 < self.busy <= 1, f"the profile of {self.kind!r} needs a share in (0, 1], got busy={self.busy}.")
         require(good and rising, f"the profile of {self.kind!r} needs ascending, positive numbers, got {points[:4]}.")
 
     def at(self, tokens: float) -> float:
@@ -112,13 +115,14 @@ class LayerProfile:
 
     def layer(self, model: ModelSpec, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
         """What was measured; `formula` where nothing was."""
-        seconds = self.seconds(model, kind, t, tokens)
-        if seconds is None:
+        curve = self._curve(model, kind, t)
+        if curve is None:
             return formula
-        known = formula.compute + formula.memory
+        seconds, known = curve.at(tokens), formula.compute + formula.memory
+        works = seconds * (curve.busy if t > 1 else 1.0)
+        waits = seconds - works if t > 1 else formula.tensor_parallel
         share = formula.compute / known if known else 1.0
-        inside = 0.0 if t > 1 else formula.tensor_parallel
-        return replace(formula, compute=seconds * share, memory=seconds * (1 - share), tensor_parallel=inside, fixed=0)
+        return replace(formula, compute=works * share, memory=works * (1 - share), tensor_parallel=waits, fixed=0)
 
     def __str__(self) -> str:
         lines = [f"profile of {self.device}"]

@@ -1,8 +1,8 @@
 """Sharing: devices of a node that slow each other down, as logical devices on the cores of one host do. Pure.
 
-A call takes `slow(n)` times as long when n devices of its node work as it does when one does. Seconds of a call count
-its own devices already; in a timeline those of other calls come and go, so what a call still has to do is followed from
-one start or end of a call to the next (processor sharing).
+A call takes `slow(n)` times as long when n devices of its node work as it does when one does; a device that waits half
+of the time is half a device. Seconds of a call count its own devices already; in a timeline those of other calls come
+and go, so what a call still has to do is followed from one start or end of a call to the next (processor sharing).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridflow.planner.cluster_spec import ClusterSpec
+from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
 
 _DONE = 1e-9  # of a call's seconds: what is left when it ends, by rounding
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """By node: its devices, one bit for each, and how much slower they are by how many of them work."""
+    """Nodes with their devices, one bit for each."""
 
-    nodes: tuple[tuple[int, tuple[float, ...]], ...]
+    nodes: tuple[tuple[int, NodeSpec], ...]
 
     @classmethod
     def of(cls, cluster: ClusterSpec) -> Sharing | None:
@@ -30,22 +30,25 @@ class Sharing:
         nodes = []
         for i, node in enumerate(cluster.nodes):
             devices = cluster.devices_of(i)
-            factors = tuple(node.slow(busy) for busy in range(len(devices) + 1))
-            nodes.append((((1 << len(devices)) - 1) << devices[0], factors))
+            nodes.append((((1 << len(devices)) - 1) << devices[0], node))
         return cls(tuple(nodes))
 
-    def factor(self, mask: int, busy: int) -> float:
-        """How much longer a call on the devices of `mask` takes while those of `busy` work, its own among them."""
+    def load(self, mask: int, busy: float) -> tuple[float, ...]:
+        """Of each node, how many of the devices of `mask` work at a time if each does for the share `busy`."""
+        return tuple((mask & devices).bit_count() * busy for devices, _ in self.nodes)
+
+    def factor(self, own: Sequence[float], total: Sequence[float]) -> float:
+        """How much longer a call with the load `own` takes while `total` works, its own part included."""
         most = 1.0
-        for devices, slow in self.nodes:
-            if own := (mask & devices).bit_count():
-                most = max(most, slow[(busy & devices).bit_count()] / slow[own])
+        for (_, node), mine, all_of_it in zip(self.nodes, own, total, strict=True):
+            if mine:
+                most = max(most, node.slow(all_of_it) / node.slow(mine))
         return most
 
 
 class Shared:
-    """One run of a schedule whose calls slow each other down: `waiting`, `after`, `seconds` and `masks` are as
-    `Schedule.run` has them, nodes of later iterations behind those of earlier ones."""
+    """One run of a schedule whose calls slow each other down: `waiting`, `after`, `seconds`, `masks` and `shares` are
+    as `Schedule.run` has them, nodes of later iterations behind those of earlier ones."""
 
     def __init__(
         self,
@@ -54,8 +57,10 @@ class Shared:
         after: Sequence[Sequence[int]],
         seconds: Sequence[float],
         masks: Sequence[int],
+        shares: Sequence[float],
         in_program: bool,
     ) -> None:
+        self.loads = [sharing.load(mask, share) for mask, share in zip(masks, shares, strict=True)]
         self.sharing, self.waiting, self.after = sharing, list(waiting), after
         self.seconds, self.masks, self.in_program = seconds, masks, in_program
         total = len(waiting)
@@ -70,7 +75,9 @@ class Shared:
         """Start and stop of each node."""
         self._begin()
         while self.left:
-            factors = {i: self.sharing.factor(self._mask(i), self.busy) for i in self.left}
+            loads = {i: self.loads[i % len(self.loads)] for i in self.left}
+            total = [sum(own) for own in zip(*loads.values(), strict=True)]
+            factors = {i: self.sharing.factor(own, total) for i, own in loads.items()}
             passed = min(self.left[i] * factors[i] for i in self.left)
             self.now += passed
             for i, factor in factors.items():

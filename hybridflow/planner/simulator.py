@@ -53,7 +53,7 @@ class Simulator:
         self._moves: dict[tuple[str, CallPlan, CallPlan], float] = {}
         self._sites: dict[tuple[CallPlan, DType, int], Site] = {}
         self._meshes: dict[tuple[Mesh, DType], Site] = {}
-        self._slowdowns: dict[Mesh, float] = {}
+        self._shared = any(node.slowdown for node in cluster.nodes)
         self._capacities: dict[Mesh, float] = {}
 
     def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
@@ -74,18 +74,15 @@ class Simulator:
             found = inference(setting, rows)
         else:
             found = generation(setting, rows, self.room(name, plan) if room is None else room)
-        return found.times(self.slowdown(plan.mesh))
+        return found.times(self.slowdown(plan.mesh, found.busy))
 
-    def slowdown(self, mesh: Mesh) -> float:
-        """How much longer its devices take than one that has its node for itself, as they all work at once."""
-        found = self._slowdowns.get(mesh)
-        if found is None:
-            found = 1.0
-            if any(node.slowdown for node in self.cluster.nodes):
-                busy = self.cluster.counts(mesh.devices).items()
-                found = max(self.cluster.nodes[node].slow(count) for node, count in busy)
-            self._slowdowns[mesh] = found
-        return found
+    def slowdown(self, mesh: Mesh, busy: float = 1.0) -> float:
+        """How much longer its devices take than one that has its node for itself, as they all work at once for the
+        share `busy` of their time."""
+        if not self._shared:
+            return 1.0
+        counts = self.cluster.counts(mesh.devices).items()
+        return max(self.cluster.nodes[node].slow(count * busy) for node, count in counts)
 
     def updates(self, call: Call) -> tuple[int, int]:
         """Mini-batches and epochs of a training call: its own where it has some, else the workload's."""

@@ -24,10 +24,13 @@ STEPS = 64
 
 
 class Cost(Protocol):
-    """Seconds of a call of one iteration, and what most of them are spent on, as a phrase."""
+    """Seconds of a call of one iteration, what most of them are spent on, as a phrase, and the share of them in which
+    a device works."""
 
     @property
     def seconds(self) -> float: ...
+    @property
+    def busy(self) -> float: ...
     @property
     def limit(self) -> str: ...
 
@@ -65,13 +68,15 @@ class Costs(Protocol):
 
 class Option(NamedTuple):
     """One way to run a call: seconds (generation: with all memory for it), bytes that stay if the weights are at home
-    here, bytes on top while it runs, and those of a second copy of the weights if they are at home elsewhere."""
+    here, bytes on top while it runs, those of a second copy of the weights if they are at home elsewhere, and the share
+    of the seconds in which devices work."""
 
     plan: CallPlan
     seconds: float
     static: float
     active: float
     copy: float
+    busy: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -214,19 +219,15 @@ class Problem:
         elsewhere = CallPlan(Mesh((plan.mesh.devices[-1] + 1,)), Parallel())
         try:
             active = self.costs.active(call.name, plan)
-            return Option(
-                plan,
-                self._seconds(call, plan, 0.0),
-                self.costs.static(call.group, plan),
-                active,
-                self.costs.active(call.name, plan, elsewhere) - active,
-            )
+            cost = self._cost(call, plan, 0.0)
+            static, other = self.costs.static(call.group, plan), self.costs.active(call.name, plan, elsewhere)
+            return Option(plan, cost.seconds, static, active, other - active, cost.busy)
         except (PlacementError, ModelError):
             return None
 
-    def _seconds(self, call: Call, plan: CallPlan, beside: float) -> float:
+    def _cost(self, call: Call, plan: CallPlan, beside: float) -> Cost:
         room = self.costs.room(call.name, plan, beside) if call.kind == "generation" else None
-        return self.costs.cost(call.name, plan, room).seconds
+        return self.costs.cost(call.name, plan, room)
 
     def generation(self, call: Call, plan: CallPlan, beside: float) -> float:
         """Seconds of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
@@ -234,13 +235,12 @@ class Problem:
         steps = math.ceil(beside / self.step - 1e-9)
         key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
         if key not in self._generation:
-            self._generation[key] = self._seconds(call, plan, steps * self.step)
+            self._generation[key] = self._cost(call, plan, steps * self.step).seconds
         return self._generation[key]
 
     def limit(self, call: Call, plan: CallPlan, beside: float) -> str:
         """What most of a call's time is spent on; `beside` as for `generation`."""
-        room = self.costs.room(call.name, plan, beside) if call.kind == "generation" else None
-        return self.costs.cost(call.name, plan, room).limit
+        return self._cost(call, plan, beside).limit
 
     @cached_property
     def _generation(self) -> dict[tuple, float]:
@@ -297,12 +297,13 @@ class Problem:
             if call.kind == "generation":
                 found[call.name] = self.generation(call, here, max(static[d] for d in here.mesh.devices))
             else:
-                found[call.name] = self._seconds(call, here, 0.0)
+                found[call.name] = self._cost(call, here, 0.0).seconds
         return found
 
     def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
         """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""
-        how = {"reallocation": self.reallocation, "sharing": self.sharing, **how}
+        busy = {call.name: self._cost(call, plan[call.name], 0.0).busy for call in self.calls} if self.sharing else None
+        how = {"reallocation": self.reallocation, "sharing": self.sharing, "busy": busy, **how}
         return simulate(self.graph, plan, self.seconds(plan), **how)
 
     def obeys(self, plan: ExecutionPlan) -> bool:

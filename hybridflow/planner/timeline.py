@@ -145,13 +145,17 @@ class Schedule:
                     after[j].append(iteration * count + i)
         return waiting, after
 
-    def run(self, seconds: Sequence[float], masks: Sequence[int]) -> tuple[list[float], list[float]]:
+    def run(
+        self, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None = None
+    ) -> tuple[list[float], list[float]]:
         """Start and stop of each node of each iteration, from `seconds` and device `masks` of the nodes.
 
-        A node of mask 0 needs no device.
+        A node of mask 0 needs no device. `shares` are those of the seconds in which its devices work (default: 1).
         """
         if self.sharing is not None:
-            return Shared(self.sharing, self._waiting, self._after, seconds, masks, self.order == "program").run()
+            shares = shares or [1.0] * len(masks)
+            in_program = self.order == "program"
+            return Shared(self.sharing, self._waiting, self._after, seconds, masks, shares, in_program).run()
         count, total = len(self.nodes), len(self._waiting)
         waiting, ready_at = self._waiting.copy(), [0.0] * total
         starts, stops = [0.0] * total, [0.0] * total
@@ -235,18 +239,20 @@ def simulate(
     in_flight: int | None = 2,
     order: Order = "ready",
     sharing: Sharing | None = None,
+    busy: Mapping[str, float] | None = None,
 ) -> Timeline:
     """The timeline of `plan`. `seconds` of a call are given by name, or asked for as seconds(call, its plan).
 
     `reallocation(group, source, target)` are the seconds that weights take from one call's layout to another's (None:
     they are there at once). Calls that the plan leaves out need no device, and take no time unless `seconds` names
-    them. Errors: ConfigError when a call of a placed group has no plan or no seconds.
+    them. With `sharing`, `busy` are the shares of their seconds in which devices of calls work (default: 1).
+    Errors: ConfigError when a call of a placed group has no plan or no seconds.
     """
     schedule = Schedule(graph, iterations=iterations, in_flight=in_flight, order=order, sharing=sharing)
     for call in graph.calls:
         if call.name not in plan and call.group in graph.groups and call.kind != "function":
             raise ConfigError(f"the plan says nothing of {call.name}. It names {', '.join(plan)}.")
-    durations, masks, meshes = [], [], []
+    durations, masks, shares, meshes = [], [], [], []
     for node in schedule.nodes:
         call = graph.calls[node.call]
         here = plan.get(call.name)
@@ -262,8 +268,9 @@ def simulate(
                 mask = source.mesh.bits | here.mesh.bits if took else 0  # nothing moves: nobody waits for it
             durations.append(took)
         masks.append(mask)
+        shares.append(1.0 if busy is None or node.moved_from is not None else busy.get(call.name, 1.0))
         meshes.append(mesh)
-    starts, stops = schedule.run(durations, masks)
+    starts, stops = schedule.run(durations, masks, shares)
     return Timeline(
         _spans(schedule, meshes, starts, stops), max(stops), schedule.per_iteration(stops, durations, masks)
     )

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hybridflow.errors import ConfigError
 from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
-from hybridflow.planner.layer_costs import Sizes
+from hybridflow.planner.cost import CallCost
+from hybridflow.planner.layer_costs import Seconds, Sizes
 from hybridflow.planner.planning import plan
 from hybridflow.planner.plans import CallPlan, Mesh, Parallel
 from hybridflow.planner.profiles import Curve, LayerProfile, architecture
@@ -95,12 +96,38 @@ def test_a_call_takes_longer_on_devices_that_share():
     simulator = Simulator(CORES, GRAPH, WORK)
     free = Simulator(ClusterSpec((replace(CORES.nodes[0], slowdown=()),), 1e9), GRAPH, WORK)
     for name in ("actor.generate_sequences", "critic.compute_values", "actor.update_actor"):
-        for size, factor in zip(SIZES, (1, 1, 2), strict=True):
-            cost = simulator.cost(name, on(0, size))
-            assert cost.seconds == pytest.approx(factor * free.cost(name, on(0, size)).seconds)
+        for size in SIZES:
+            cost, alone = simulator.cost(name, on(0, size)), free.cost(name, on(0, size))
+            assert cost.seconds == pytest.approx(CORES.nodes[0].slow(size * alone.busy) * alone.seconds)
+            assert (cost.seconds > alone.seconds) == (size == 4)
             assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
     moved = [s.reallocation("actor", on(0, 1), on(0, 4)) for s in (simulator, free)]
     assert moved[0] == pytest.approx(2 * moved[1])
+
+
+def test_devices_that_wait_leave_their_part_to_others():
+    """Two pairs of devices on two cores: their calls take as long as alone if each waits half of the time."""
+    layouts = {call.name: on(0, 2) for call in GRAPH.calls if call.group in GRAPH.groups}
+    layouts |= {name: on(2, 2) for name in ("critic.compute_values", "critic.update_critic")}
+    seconds = dict.fromkeys(layouts, 0.0) | {"critic.compute_values": 3.0, "actor.compute_log_prob": 3.0}
+    how = {"iterations": 1, "sharing": Sharing.of(CORES)}
+    took = {
+        busy: simulate(GRAPH, layouts, seconds, busy=dict.fromkeys(layouts, busy), **how).seconds
+        for busy in (0.5, 0.75, 1.0)
+    }
+    assert took == {0.5: pytest.approx(3.0), 0.75: pytest.approx(4.5), 1.0: pytest.approx(6.0)}
+
+
+def test_what_a_device_does_not_do_itself_is_waiting():
+    whole = CallCost.of(compute=2.0, memory=1.0, tensor_parallel=0.5, pipeline=0.25, data_parallel=0.25)
+    assert whole.busy == pytest.approx(0.75)
+    assert whole.times(3.0).busy == pytest.approx(0.75)
+    assert CallCost.of().busy == 1.0
+    profile = LayerProfile("host", (Curve(architecture(SMALL), "forward", 2, ((64, 1.0),), busy=0.6),))
+    found = profile.layer(SMALL, "forward", 2, 64, Seconds(compute=3.0, memory=1.0, tensor_parallel=9.0))
+    assert (found.compute, found.memory, found.tensor_parallel) == pytest.approx((0.45, 0.15, 0.4))
+    with pytest.raises(ConfigError, match="busy=0"):
+        Curve("m", "forward", 2, ((64, 1.0),), busy=0.0)
 
 
 def measured(**changes) -> LayerProfile:
