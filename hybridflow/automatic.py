@@ -188,9 +188,10 @@ def auto(
     works on, where the driver does not tell (rows, a `Workload`, or some of its figures: `{"response": (300, 1024)}`).
     Further options are those of `plan_driver`. With `placement` (or a file of one) nothing is searched.
 
-    The driver stays as it is. It is run twice: traced up to the third batch, then for good; its pools become one over
+    The driver stays as it is. It is run twice: traced for a few iterations, then for good; its pools become one over
     the whole cluster, of which each group gets the devices that were found for it, and the sizes in `train=` and
-    `generate=` those that were found. All other settings are the driver's own.
+    `generate=` those that were found, as are the settings in which a price lies (`PRICED`, `memory_fraction`) where
+    they have their defaults. All other settings are the driver's own.
     """
     if placement is not None and (batch is not None or options):
         raise ConfigError("auto(placement=...) searches nothing: leave out batch and the options of the search.")

@@ -69,8 +69,9 @@ class GroupPlacement:
             _check_devices(where.devices, self.nodes)
         if self.generate is not None and (len(self.generate) != 2 or not all(map(_is_size, self.generate))):
             raise PlacementError(f"generate={self.generate!r}: give (p_g, t_g), both at least 1.")
-        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
-            raise PlacementError(f"memory_fraction={self.memory_fraction!r}: a share of a device's memory, in (0, 1).")
+        share = self.memory_fraction
+        if share is not None and not (isinstance(share, int | float) and 0 < share < 1):
+            raise PlacementError(f"memory_fraction={share!r}: a share of a device's memory, in (0, 1).")
 
 
 @dataclass(frozen=True)

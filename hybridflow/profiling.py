@@ -189,13 +189,14 @@ class _Profiling:
         with self._group(t, d) as group:
             ranks = group.measure("passes", (((few, "lm"), (many, "lm"), (few, "value")), tokens))
         less, more, other = (_slowest(column) for column in zip(*ranks, strict=True))
-        self._add("update", t, [less["update"][0], more["update"][0]], d=d)
+        busy = _share(chain(*ranks), "busy update")
+        self._add("update", t, [less["update"][0], more["update"][0]], d=d, busy=busy)
         grown = _grown(other["update"][0], less["update"][0], more["update"][0])
-        self._add("update", t, [other["update"][0], grown], d=d, head="value")
+        self._add("update", t, [other["update"][0], grown], d=d, head="value", busy=busy)
         if d > 1:
             return
+        busy = _share(chain(*ranks), "busy")
         for kind, output in _PASSES:
-            busy = _share(chain(*ranks))
             layer, rest, rest_value = [], [], []
             for i, count in enumerate(tokens):
                 one, two, value = (_seconds(found, kind, i) for found in (less, more, other))
@@ -218,7 +219,7 @@ class _Profiling:
         rows = _powers(self.amounts.rows)
         with self._group(t, 1) as group:
             ranks = {n: group.measure("decode", (n, rows, self.amounts.steps)) for n in (few, many)}
-        at, busy = {n: _slowest(found)["decode"] for n, found in ranks.items()}, _share(chain(*ranks.values()))
+        at, busy = {n: _slowest(found)["decode"] for n, found in ranks.items()}, _share(chain(*ranks.values()), "busy")
         layer, rest = [], []
         for (count, one), (_, more) in zip(at[few], at[many], strict=True):
             each = max(_LEAST, (more - one) / (many - few))
@@ -288,9 +289,9 @@ def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
     }
 
 
-def _share(found: Iterable[Mapping[str, Points]]) -> float:
+def _share(found: Iterable[Mapping[str, Points]], kind: str) -> float:
     """Of what each rank measured: the mean share of the time in which it worked."""
-    return min(1.0, statistics.fmean(share for one in found for _, share in one["busy"]))
+    return max(_LEAST, statistics.fmean(share for one in found for _, share in one[kind]))
 
 
 def _answers(tokens: int, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Trace: the dataflow graph of a loop, from running it once without processes, devices or weights (`hf.trace`)."""
+"""Trace: the dataflow graph of a loop, from running it without processes, devices or weights (`hf.trace`)."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class PlainCosts:
         each = 6.0 + 12.0 / d if group in self.graph.trained else 2.0
         return each * _parameters(model) / (p * t) if model else 0.0
 
-    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None) -> float:
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, room: float | None = None) -> float:
         found, (p, t, d) = self.graph.call(call), self._sizes(plan)
         model = self.graph.models[found.group]
         if model is None:

@@ -7,6 +7,7 @@ are collective over the ranks of the context's grid. Shapes: B rows, R response 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,13 +51,14 @@ class Probe:
 
     def passes(self, models: Sequence[tuple[int, Head]], tokens: Sequence[int]) -> list[dict[str, Points]]:
         """Of each model, given as (layers, head): by tokens "forward" and "both" (that and backward), by elements on
-        this rank "update" (an optimizer step), and "busy", see `_share`. Models take turns: what disturbs one of them
-        disturbs all."""
+        this rank "update" (an optimizer step), and of passes and updates "busy" and "busy update", see `_share`.
+        Models take turns: what disturbs one of them disturbs all."""
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         grid = self.context.grid
         strategy = Megatron(tp=grid.t, dp=grid.d, micro_tokens=max(tokens), sequence_parallel=grid.t > 1)
-        found: list[dict[str, Points]] = [{"forward": [], "both": [], "update": [], "busy": []} for _ in models]
+        kinds = ("forward", "both", "update", "busy", "busy update")
+        found: list[dict[str, Points]] = [{kind: [] for kind in kinds} for _ in models]
         with ExitStack() as undo:
             engines = []
             for layers, head in models:
@@ -66,25 +68,28 @@ class Probe:
             for count in tokens:
                 rows = self._rows(engines[0][0].spec, count)
                 turns = [self._turn(engine, loss, outputs, rows) for engine, loss, outputs in engines]
-                share = self._share()
-                forward, both, steps = zip(*self._medians(turns), strict=True)
-                worked = share()
-                for i in range(len(models)):
-                    found[i]["busy"].append((count, worked))
-                    found[i]["forward"].append((count, forward[i]))
-                    found[i]["both"].append((count, both[i]))
+                for own, (engine, *_), medians in zip(found, engines, self._medians(turns), strict=True):
+                    forward, both, step, busy, busy_step = medians
+                    own["forward"].append((count, forward))
+                    own["both"].append((count, both))
+                    own["busy"].append((count, busy))
                     if count == min(tokens):
-                        elements = sum(tensor.numel() for tensor in engines[i][0].storage().values())
-                        found[i]["update"].append((elements, steps[i]))
+                        elements = sum(tensor.numel() for tensor in engine.storage().values())
+                        own["update"].append((elements, step))
+                        own["busy update"].append((elements, busy_step))
         return found
 
     def _turn(self, engine: Any, loss: Any, outputs: tuple[Output, ...], rows: Batch) -> Callable[[], list[float]]:
-        """Seconds of a forward pass, of both passes, and of the optimizer step."""
-        return lambda: [
-            self._clocked(lambda: engine.forward(rows, outputs)),
-            self._clocked(lambda: engine.forward_backward(rows, loss, outputs)),
-            self._clocked(engine.step),
-        ]
+        """Seconds of a forward pass, of both passes, of the optimizer step; shares of the passes and of the step."""
+
+        def turn() -> list[float]:
+            share = self._share()
+            forward = self._clocked(lambda: engine.forward(rows, outputs))
+            both = self._clocked(lambda: engine.forward_backward(rows, loss, outputs))
+            passes, share = share(), self._share()
+            return [forward, both, self._clocked(engine.step), passes, share()]
+
+        return turn
 
     def _medians(self, turns: Sequence[Callable[[], list[float]]]) -> list[list[float]]:
         """Medians of what each of `turns` measures, taken in turn, once warm."""
@@ -158,12 +163,13 @@ class Probe:
         return statistics.median(took[1:])
 
     def _share(self) -> Callable[[], float]:
-        """Asked later: the share of the time since now in which this process ran, and did not wait for its peers. What
-        works on an accelerator has it for itself: 1."""
+        """Asked later: the share of the time since now in which this process worked, and did not wait for its peers, of
+        what its part of the cores allows. What works on an accelerator has it for itself: 1."""
         if self.context.device.type == "cuda":
             return lambda: 1.0
+        own = min(1.0, len(os.sched_getaffinity(0)) / self.context.grid.size)
         wall, ran = time.perf_counter(), time.process_time()
-        return lambda: min(1.0, (time.process_time() - ran) / (time.perf_counter() - wall))
+        return lambda: min(1.0, (time.process_time() - ran) / (time.perf_counter() - wall) / own)
 
     def _clocked(self, run: Callable[[], object]) -> float:
         self._finished()

@@ -8,6 +8,6 @@ Read in this order:
    `inference`, `generation`, `memory` and `reallocation`; `coefficients`, `calibration` and `profiles` fit it to a
    machine. `timeline` says when each call runs, and `sharing` what calls that run at once cost each other.
 3. What is searched: `space` under `constraints`; `auto_mapping` places groups by the seconds of their `stages`,
-   `overlap` by timelines; `exact`, `mcmc` and `similarity` place calls. `planning` is the one entry, `shortage` what it
-   says of a cluster that is too small.
+   `overlap` by timelines; `exact` and `mcmc` place calls. `planning` is the one entry, `shortage` what it says of a
+   cluster that is too small. `similarity` is for an actor alone: its best pair of layouts on given devices.
 """

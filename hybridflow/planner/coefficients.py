@@ -55,7 +55,7 @@ class Coefficients:
         try:
             found: Any = yaml.safe_load(Path(path).read_text())
         except FileNotFoundError:
-            raise ConfigError(f"there is no calibration file {path}. Run `hybridflow profile` to make one.") from None
+            raise ConfigError(f"there is no calibration file {path}. Save what `calibrate` found.") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}.") from None
         require(isinstance(found, dict), f"{path} holds a {type(found).__name__}, not the coefficients of a planner.")

@@ -59,7 +59,8 @@ def options_of(problem: Problem, *, prune: bool = True, also: Sequence[Execution
     """For each of the problem's calls, what it can choose from, and whatever the plans in `also` choose.
 
     With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of
-    the group: it could only save moves between them. Calls without any option have an empty list.
+    the group (and wait as much, where devices share something): it could only save moves between them. Calls without
+    any option have an empty list.
     """
     given = dict.fromkeys((problem.graph.call(name).group, at) for plan in also for name, at in plan.items())
     where = list(dict.fromkeys([*meshes(problem.cluster), *(at.mesh for _, at in given)]))
@@ -87,10 +88,10 @@ def _layouts(problem: Problem, calls: Sequence[Call], mesh: Mesh, prune: bool) -
     layouts = list(dict.fromkeys(x for g in (False, True) for x in problem.strategies(group, mesh, g)))
     if not prune:
         return layouts
-    kept = {}
+    kept, width = {}, 6 if problem.sharing else 5  # who waits more leaves more to others that share
     for call in calls:
         options = [option for parallel in layouts if (option := problem.option(call, mesh, parallel)) is not None]
-        values = np.array([option[1:5] for option in options]).reshape(len(options), -1)
+        values = np.array([option[1:width] for option in options]).reshape(len(options), -1)
         kept |= {options[i].plan.parallel: None for i in undominated(values)}
     return [x for x in layouts if x in kept or problem.rules.pinned_sizes(group, x)]
 

@@ -60,15 +60,15 @@ def generation(setting: Setting, rows: float, room: float) -> CallCost:
     step, passed = _decode(setting, waves.active / p)
     # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
     cycle = step.times(p)
-    prefill = _prefill(setting, each / setting.workload.responses_per_prompt)
+    prefill, filling = _prefill(setting, each / setting.workload.responses_per_prompt)
     host = k.step_seconds + k.row_seconds * waves.active
     if setting.profile and setting.profile.seconds(setting.model, "step", site.t, waves.active / p) is not None:
         host = 0.0  # measured with the step
     return CallCost.of(
-        prefill=prefill,
+        prefill=prefill.total - prefill.tensor_parallel,
         decode=waves.steps * (cycle.memory + cycle.compute),
-        tensor_parallel=waves.steps * cycle.tensor_parallel,
-        pipeline=waves.steps * p * passed,
+        tensor_parallel=prefill.tensor_parallel + waves.steps * cycle.tensor_parallel,
+        pipeline=filling + waves.steps * p * passed,
         fixed=waves.steps * (cycle.fixed + host) + k.call_seconds,
     )
 
@@ -90,8 +90,9 @@ def _decode(setting: Setting, rows: float) -> tuple[Seconds, float]:
     return layer.times(layers) + output + cache, site.stage_message(rows * size.hidden * setting.itemsize)
 
 
-def _prefill(setting: Setting, prompts: float) -> float:
-    """Seconds in which a replica reads `prompts` prompts (those of several responses once)."""
+def _prefill(setting: Setting, prompts: float) -> tuple[Seconds, float]:
+    """A replica reads `prompts` prompts (those of several responses once): what a stage does, and how long it waits for
+    other stages and their messages."""
     size, work, p = setting.size, setting.workload, setting.parallel.p
     tokens = prompts * work.prompt.mean
     passes = max(1.0, tokens / PREFILL_TOKENS)
@@ -100,4 +101,5 @@ def _prefill(setting: Setting, prompts: float) -> float:
     if setting.profile:
         layer = setting.profile.layer(setting.model, "forward", setting.site.t, tokens / passes, layer)
     message = setting.site.stage_message(tokens / passes * size.hidden * setting.itemsize)
-    return (passes + p - 1) * (layer.total * -(-size.layers // p) + message)
+    stage = layer.times(-(-size.layers // p))
+    return stage.times(passes), (p - 1) * stage.total + (passes + p - 1) * message

@@ -1,7 +1,8 @@
 """Site: the devices of one call's mesh and the links between them, with what they really reach. Pure.
 
 Ranks lie on a mesh with t fastest, then p, then d (paper, section 5.3), so tensor parallel groups are neighbours.
-Collectives are rings: n ranks that all-reduce b bytes each send and receive 2 (n-1)/n b (Thakur et al. 2005).
+Collectives move what rings do: n ranks that all-reduce b bytes each send and receive 2 (n-1)/n b (Thakur et al. 2005);
+those of tensor parallel ranks and between nodes wait for as many messages as trees do, others inside a node as rings.
 """
 
 from __future__ import annotations

@@ -165,8 +165,11 @@ def _calls(problem: Problem, found: ExecutionPlan, order: Order) -> dict[str, Ca
     others, calls = runner_ups(problem, found, order=order), {}
     for call in problem.calls:
         here, home = found[call.name], found[problem.homes[call.group]]
-        active = problem.costs.active(call.name, here, home)
         devices = here.mesh.devices
+        room = None
+        if call.kind == "generation":
+            room = problem.costs.room(call.name, here, max(static[d] for d in devices))
+        active = problem.costs.active(call.name, here, home, room)
         fullest = max(devices, key=lambda d: (static[d] + active) / problem.capacity[d])
         runner_up, lost = others.get(call.name, ("", ""))
         calls[call.name] = CallLayout(

@@ -113,14 +113,21 @@ class LayerProfile:
         curve = self._curve(model, kind, t, d)
         return None if curve is None else curve.at(number)
 
+    def parted(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:
+        """The same in parts: in which a device works, and in which it waits for others."""
+        curve = self._curve(model, kind, t, d)
+        if curve is None:
+            return None
+        seconds = curve.at(number)
+        return seconds * curve.busy, seconds * (1 - curve.busy)
+
     def layer(self, model: ModelSpec, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
         """What was measured; `formula` where nothing was."""
-        curve = self._curve(model, kind, t)
-        if curve is None:
+        found = self.parted(model, kind, t, tokens)
+        if found is None:
             return formula
-        seconds, known = curve.at(tokens), formula.compute + formula.memory
-        works = seconds * (curve.busy if t > 1 else 1.0)
-        waits = seconds - works if t > 1 else formula.tensor_parallel
+        works, waits = found if t > 1 else (sum(found), formula.tensor_parallel)
+        known = formula.compute + formula.memory
         share = formula.compute / known if known else 1.0
         return replace(formula, compute=works * share, memory=works * (1 - share), tensor_parallel=waits, fixed=0)
 

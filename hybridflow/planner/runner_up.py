@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from hybridflow.planner.evaluation import Evaluator, options_of
+from hybridflow.planner.graph import Call
 from hybridflow.planner.plans import ExecutionPlan
 from hybridflow.planner.space import Option, Problem
 
@@ -31,8 +33,18 @@ def runner_ups(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tuple[
                 best = (score.seconds, option.seconds, number)
         if best is not None:
             taken, other = evaluator.options[i][state[i]], evaluator.options[i][best[2]]
+            static = problem.static(plan)
+            taken, other = (_with_room(problem, call, option, static) for option in (taken, other))
             found[call.name] = (str(other.plan), _why(problem, call.name, taken, other, best[0] - own.seconds))
     return found
+
+
+def _with_room(problem: Problem, call: Call, option: Option, static: Sequence[float]) -> Option:
+    """Generation with the KV cache that static bytes leave."""
+    if call.kind != "generation":
+        return option
+    beside = max(static[device] for device in option.plan.mesh.devices)
+    return option._replace(seconds=problem.generation(call, option.plan, beside))
 
 
 def _why(problem: Problem, name: str, taken: Option, other: Option, more: float) -> str:

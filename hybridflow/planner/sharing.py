@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
 
@@ -90,24 +91,29 @@ class Shared:
         return self.starts, self.stops
 
     def _begin(self) -> None:
-        """Start all that can: it waits for nothing, and nobody before it claims one of its devices."""
+        """Start all that can: it waits for nothing, and nobody before it claims one of its devices.
+
+        Of those that became ready together, none claims a device before all that can start have started.
+        """
         begun = True
         while begun:  # what takes no time lets others begin at once
             begun, claimed = False, self.busy
-            for entry in list(self.queue):
-                i = entry[1]
-                mask = self._mask(i)
-                if self.waiting[i] or mask & claimed:
-                    claimed |= mask
-                    continue
-                self.queue.remove(entry)
-                self.starts[i], begun = self.now, True
-                if self._seconds(i) > 0:
-                    self.left[i] = self._seconds(i)
-                    self.busy |= mask
-                    claimed |= mask
-                else:
-                    self._end(i)
+            for _, together in groupby(list(self.queue), key=lambda entry: entry if self.in_program else entry[0]):
+                left = 0
+                for entry in together:
+                    i = entry[1]
+                    if self.waiting[i] or self._mask(i) & claimed:
+                        left |= self._mask(i)
+                        continue
+                    self.queue.remove(entry)
+                    self.starts[i], begun = self.now, True
+                    if self._seconds(i) > 0:
+                        self.left[i] = self._seconds(i)
+                        self.busy |= self._mask(i)
+                        claimed |= self._mask(i)
+                    else:
+                        self._end(i)
+                claimed |= left
 
     def _end(self, i: int) -> None:
         self.stops[i] = self.now

@@ -66,7 +66,8 @@ class Simulator:
         call = self.graph.call(name)
         setting = self.setting(call.group, plan, call.kind)
         if setting is None or call.kind == "function":
-            return function(self.workload.rows * call.rows, plan.mesh.size, self.coefficients)
+            found = function(self.workload.rows * call.rows, plan.mesh.size, self.coefficients)
+            return found.times(self.slowdown(plan.mesh))
         rows = self.workload.rows * call.rows
         if call.kind == "training":
             found = training(setting, rows, *self.updates(call))
@@ -114,7 +115,8 @@ class Simulator:
         elif backend is MEGATRON and sizes.shards > 1:
             raise ModelError(f"{group} cannot cut its parameters over {sizes.shards} data parallel ranks here.")
         site = self._site(plan, work.dtype, sizes.t if work.sequence_parallel else 1)
-        return Setting(site, model, Sizes.of(model), sizes, work, self.coefficients, self.profile, backend)
+        profile = self.profile if backend.lora is None else None  # it was measured with all parameters in training
+        return Setting(site, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
 
     def _site(self, plan: CallPlan, dtype: DType, shares: int) -> Site:
         found = self._sites.get((plan, dtype, shares))
@@ -180,12 +182,15 @@ class Simulator:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
         return self._still(group, plan).static
 
-    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None) -> float:
-        """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows.
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, room: float | None = None) -> float:
+        """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows; with
+        `room` for a KV cache, what generation uses of it.
 
         Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
         weights of its own.
         """
+        if room is not None:
+            return self.memory(call, plan, room, home).active
         return self._least(call, plan, _differs(plan, home)).active
 
     def _still(self, group: str, plan: CallPlan) -> DeviceMemory:

@@ -51,9 +51,9 @@ class Costs(Protocol):
         """What stays between calls of a group whose weights lie as `plan` says."""
         ...
 
-    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None) -> float:
-        """What a call needs on top while it runs; where `home`, the layout of the static bytes, is given and another,
-        with weights of its own."""
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, room: float | None = None) -> float:
+        """What a call needs on top while it runs, or with `room` for a KV cache, uses; where `home`, the layout of the
+        static bytes, is given and another, with weights of its own."""
         ...
 
     def room(self, call: str, plan: CallPlan, beside: float) -> float:

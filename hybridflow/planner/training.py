@@ -33,9 +33,9 @@ def training(setting: Setting, rows: float, minibatches: int, epochs: int) -> Ca
     if (
         setting.profile
         and backend.stage == 1
-        and (took := setting.profile.seconds(setting.model, "update", site.t, shard, site.d))
+        and (took := setting.profile.parted(setting.model, "update", site.t, shard, site.d))
     ):
-        parts["data_parallel"], parts["optimizer"] = 0.0, took  # measured together
+        parts["optimizer"], parts["data_parallel"] = took
     parts = {name: seconds * steps * epochs for name, seconds in parts.items()}
     parts["fixed"] += k.call_seconds * (1 + steps * epochs)
     return CallCost.of(**parts)

@@ -104,5 +104,7 @@ def _part(
     elif isinstance(train, FSDP):
         train = replace(train, tp=t, dp=d)
     follower, own = found
-    at = GroupPlacement(one.devices, where.nodes, train, generate if isinstance(own.get("generate"), VLLM) else None)
+    generates = isinstance(own.get("generate"), VLLM)
+    share = where.memory_fraction if generates else None
+    at = GroupPlacement(one.devices, where.nodes, train, generate if generates else None, memory_fraction=share)
     return Part(follower, one.devices, as_planned(at, own))

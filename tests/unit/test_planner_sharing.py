@@ -13,6 +13,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.coefficients import DEFAULT, Coefficients
 from hybridflow.planner.cost import CallCost
+from hybridflow.planner.graph import ppo
 from hybridflow.planner.layer_costs import Seconds, Sizes
 from hybridflow.planner.planning import plan
 from hybridflow.planner.plans import CallPlan, Mesh, Parallel
@@ -43,16 +44,16 @@ def test_devices_of_a_host_share_its_cores():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_what_shares_nothing_runs_as_ever(data: st.DataObject):
+@given(st.data(), st.sampled_from(["ready", "program"]))
+def test_what_shares_nothing_runs_as_ever(data: st.DataObject, order):
     """A timeline of devices whose slowdown is 1 is that of devices that share nothing."""
     starts = {call.name: data.draw(st.sampled_from([(0, 4), (0, 2), (2, 2), (0, 1), (3, 1)])) for call in GRAPH.calls}
     seconds = {name: data.draw(st.integers(0, 20)) / 2 for name in starts}
     layouts = {call.name: on(*starts[call.name]) for call in GRAPH.calls if call.group in GRAPH.groups}
     alone = Sharing.of(ClusterSpec((replace(CORES.nodes[0], slowdown=((4.0, 1.0),)),), 1e9))
     assert alone is not None
-    expected = simulate(GRAPH, layouts, seconds, order="program")
-    found = simulate(GRAPH, layouts, seconds, order="program", sharing=alone)
+    expected = simulate(GRAPH, layouts, seconds, order=order)
+    found = simulate(GRAPH, layouts, seconds, order=order, sharing=alone)
     assert found.seconds == pytest.approx(expected.seconds)
     assert found.per_iteration == pytest.approx(expected.per_iteration)
     for mine, theirs in zip(found.spans, expected.spans, strict=True):
@@ -116,6 +117,28 @@ def test_devices_that_wait_leave_their_part_to_others():
         for busy in (0.5, 0.75, 1.0)
     }
     assert took == {0.5: pytest.approx(3.0), 0.75: pytest.approx(4.5), 1.0: pytest.approx(6.0)}
+
+
+def test_prompts_are_read_with_waits_of_their_own():
+    free = replace(CORES.nodes[0], slowdown=())
+    simulator = Simulator(ClusterSpec((free,), 1e9), GRAPH, Workload(rows=64, prompt=4096, response=1))
+    plans = [CallPlan(Mesh.of(0, 4), Parallel(*sizes)) for sizes in ((1, 1, 4), (1, 4, 1), (4, 1, 1))]
+    alone, tensors, stages = (simulator.cost("actor.generate_sequences", at) for at in plans)
+    assert alone.busy == 1.0
+    decode = simulator.cost("actor.generate_sequences", plans[0]).parts["decode"]
+    assert decode < 0.01 * alone.seconds, "nearly all is prompts"
+    assert tensors.busy == pytest.approx(1 - tensors.parts["tensor_parallel"] / tensors.seconds)
+    assert stages.busy == pytest.approx(1 - stages.parts["pipeline"] / stages.seconds)
+    assert max(tensors.busy, stages.busy) < 0.95
+
+
+def test_functions_share_cores_too():
+    graph = ppo(SMALL, LARGE, SMALL, None)
+    found = {}
+    for pairs in (HALVES, ()):
+        cluster = ClusterSpec((replace(CORES.nodes[0], slowdown=pairs),), 1e9)
+        found[pairs] = Simulator(cluster, graph, WORK).cost("reward.compute_reward", on(0, 4)).seconds
+    assert found[HALVES] == pytest.approx(2 * found[()])
 
 
 def test_what_a_device_does_not_do_itself_is_waiting():

@@ -121,7 +121,7 @@ ACTOR = {
 
 def where(*elsewhere: Elsewhere) -> GroupPlacement:
     train = hf.Megatron(pp=2, tp=2, dp=1, sequence_parallel=True, recompute=True)
-    return GroupPlacement((0, 1, 2, 3), NODES, train, (1, 2), elsewhere)
+    return GroupPlacement((0, 1, 2, 3), NODES, train, (1, 2), elsewhere, memory_fraction=0.8)
 
 
 def test_followers_have_what_their_calls_need():
@@ -138,7 +138,7 @@ def test_followers_have_what_their_calls_need():
     )
     train = hf.Megatron(tp=1, pp=1, dp=2, micro_tokens=512, recompute=True)
     inference = {**ACTOR, "train": train, "optim": None, "generate": None, "offload": True}
-    rollout = {"model": "m", "generate": hf.VLLM(tp=2, max_tokens=7), "offload": True}
+    rollout = {"model": "m", "generate": hf.VLLM(tp=2, max_tokens=7, memory_fraction=0.8), "offload": True}
     assert parts.followers == (
         Part(hf.RolloutWorker, (4, 5), rollout),
         Part(hf.ActorWorker, (6, 7), inference),
@@ -159,7 +159,7 @@ def test_calls_of_one_method_in_their_order():
     here, there = Elsewhere("compute_log_prob", (0, 1, 2, 3), (2, 2, 1)), Elsewhere("compute_log_prob", (4,), (1, 1, 1))
     parts = divided(hf.ActorWorker, where(here, there, here), ACTOR, "actor")
     assert parts.schedule == {"compute_log_prob": (None, 0, None)}
-    assert parts.settings["generate"] == hf.VLLM(tp=2, max_tokens=7)
+    assert parts.settings["generate"] == hf.VLLM(tp=2, max_tokens=7, memory_fraction=0.8)
 
 
 def test_generation_within_the_groups_processes_is_at_home():
