@@ -158,6 +158,7 @@ EXPECTED["reinforce_plus_plus"] = EXPECTED["rloo"]
 @pytest.mark.parametrize("recipe", EXPECTED)
 def test_graph_of_a_recipe(recipe: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    before = Session.existing(), ray.is_initialized()
     found = traced(recipe, small)
     graph = found.graph
     assert {call.name: data(graph, call.name) for call in graph.calls} == EXPECTED[recipe]
@@ -171,8 +172,7 @@ def test_graph_of_a_recipe(recipe: str, small: Path, tmp_path: Path, monkeypatch
     assert found.rows == 128
     assert all(call.rows == 1.0 for call in graph.calls)
     assert {call.minibatches for call in graph.calls if call.kind == "training"} <= {2, 1}
-    assert not ray.is_initialized()
-    assert Session.existing() is None
+    assert (Session.existing(), ray.is_initialized()) == before
     assert list(tmp_path.iterdir()) == [], "a trace leaves files"
 
 
@@ -314,9 +314,10 @@ def test_a_column_that_nobody_has_written(small: Path):
         batch = actor.generate_sequences(prompts)
         actor.update_actor(batch)
 
+    before = Session.existing()
     with pytest.raises(MissingColumnError, match=r"actor.update_actor reads 'old_log_probs'|reads 'advantages'"):
         hf.trace(step, {"actor": groups(small)["actor"]})
-    assert Session.existing() is None
+    assert Session.existing() is before
 
 
 def test_groups_of_responses_that_were_not_drawn(small: Path):
