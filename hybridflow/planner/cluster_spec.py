@@ -16,6 +16,8 @@ from hybridflow.planner.devices import GIB, GIGA, DeviceSpec, check_size, device
 
 LINK_LATENCY = 5e-6
 NETWORK_LATENCY = 15e-6
+MOST_DEVICES = 1 << 17
+"""Of a description: above it, it is a slip, which would keep a search busy for hours."""
 _PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>\d+(\.\d+)?)(?P<unit>[gt])bps)?")
 _HERE = re.compile(r"here(?::(?P<devices>\d+))?")
 _FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4", "here" or "here:4".'
@@ -204,6 +206,10 @@ def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
     spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
     if nodes < 1 or count < 1:
         raise ConfigError(f"cluster {text!r}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
+    if nodes * count > MOST_DEVICES:
+        raise ConfigError(
+            f"cluster {text!r}: {nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster."
+        )
     network = spec.network
     if match["network"]:
         network = float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8

@@ -84,6 +84,7 @@ def test_clusters_count_their_devices_through():
         ("a101:2x8", "Did you mean 'a100'"),
         ("a100:0x8", "must be >= 1"),
         ("a100:2x-8", "must be >= 1"),
+        ("a100:2x1000000", "2,000,000 devices are more than"),
         ("a100", "a100:16x8"),
         ("a100:2x8@1.2.3gbps", "not of the form"),
         ("", "a100:16x8"),
