@@ -20,7 +20,7 @@ def runner_ups(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tuple[
     state = evaluator.state(plan)
     if state is None:
         return {}
-    own, found = evaluator.score(state), {}
+    own, found, static = evaluator.score(state), {}, problem.static(plan)
     assert own is not None
     for i, call in enumerate(evaluator.calls):
         best: tuple[float, float, int] | None = None
@@ -33,7 +33,6 @@ def runner_ups(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tuple[
                 best = (score.seconds, option.seconds, number)
         if best is not None:
             taken, other = evaluator.options[i][state[i]], evaluator.options[i][best[2]]
-            static = problem.static(plan)
             taken, other = (_with_room(problem, call, option, static) for option in (taken, other))
             found[call.name] = (str(other.plan), _why(problem, call.name, taken, other, best[0] - own.seconds))
     return found
