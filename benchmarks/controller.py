@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import hybridflow as hf
+from hybridflow.topology import RankGrid
 
 MIB = 1 << 20
 
@@ -95,8 +96,8 @@ def measure(hop: Callable[[], Any], repeats: int) -> dict[str, float]:
 def measure_ranks(ranks: int, sizes: list[float], repeats: int) -> dict[str, Any]:
     with hf.ResourcePool([ranks]) as pool:
         a = hf.place(Sender, pool, name="a")
-        b = hf.place(Receiver, pool, name="b", grid=hf.RankGrid(t=2, d=ranks // 2))
-        rows = hf.BatchRef.from_batch(hf.Batch({"row": torch.arange(8 * ranks)}), pool.session)
+        b = hf.place(Receiver, pool, name="b", grid=RankGrid(t=2, d=ranks // 2))
+        rows = hf.BatchRef.from_batch(hf.Batch({"row": torch.arange(8 * ranks)}))
 
         def by_reference(size: float) -> None:
             b.receive(a.send(rows, size)).get()
@@ -126,8 +127,8 @@ def many_calls(ranks: int, calls: int) -> float:
     """Growth of the driver (MiB) over `calls` calls whose ten columns have 20 to 200 kB."""
     with hf.ResourcePool([ranks]) as pool:
         a = hf.place(Sender, pool, name="a")
-        b = hf.place(Receiver, pool, name="b", grid=hf.RankGrid(t=2, d=ranks // 2))
-        rows = hf.BatchRef.from_batch(hf.Batch({"row": torch.arange(8 * ranks)}), pool.session)
+        b = hf.place(Receiver, pool, name="b", grid=RankGrid(t=2, d=ranks // 2))
+        rows = hf.BatchRef.from_batch(hf.Batch({"row": torch.arange(8 * ranks)}))
         for size in (0.2, 2.0):
             b.receive(a.send(rows, size)).get()
         gc.collect()

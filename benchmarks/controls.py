@@ -38,7 +38,7 @@ def rewards(pool: hf.ResourcePool, files: arithmetic.ArithmeticFiles, cfg: Any, 
         model=files.model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**{**cfg.actor.optim, "lr": rate * cfg.actor.optim.lr}),
-        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+        generate=hf.VLLM(**cfg.actor.generate),
     )
     critic = hf.CriticWorker.on(
         pool,

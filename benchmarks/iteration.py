@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import hybridflow as hf
+from hybridflow.cluster.future import Future
 
 SIZES = {
     "vocab_size": 64,
@@ -70,7 +71,9 @@ class Job:
             model=policy,
             train=train,
             optim=hf.Adam(lr=1e-5),
-            generate=hf.VLLM(max_tokens=RESPONSE, ignore_eos=True, seed=1, max_length=PROMPT + RESPONSE),
+            generate=hf.VLLM(
+                max_length=PROMPT + RESPONSE, sampling=hf.Sampling(max_tokens=RESPONSE, ignore_eos=True, seed=1)
+            ),
         )
         self.critic = hf.CriticWorker.on(self.pool, model=policy, train=train, optim=hf.Adam(lr=1e-5))
         self.reference = hf.ReferenceWorker.on(self.pool, model=policy, train=train)
@@ -81,11 +84,9 @@ class Job:
         ids = torch.randint(2, 64, (count * PROMPT,), generator=torch.Generator().manual_seed(self.rows))
         first, self.rows = self.rows, self.rows + count
         columns = {"prompt_ids": hf.Ragged.from_lengths(ids, [PROMPT] * count)}
-        return hf.BatchRef.from_batch(
-            hf.Batch({**columns, "row_id": torch.arange(first, first + count)}), self.pool.session
-        )
+        return hf.BatchRef.from_batch(hf.Batch({**columns, "row_id": torch.arange(first, first + count)}))
 
-    def ppo(self) -> Sequence[hf.Future]:
+    def ppo(self) -> Sequence[Future]:
         batch = self.actor.generate_sequences(self.prompts(128))
         batch |= self.actor.compute_log_prob(batch)
         batch |= self.reference.compute_ref_log_prob(batch)
@@ -94,7 +95,7 @@ class Job:
         batch |= hf.compute_advantage(batch, "gae", kl_coef=0.05)
         return self.critic.update_critic(batch), self.actor.update_actor(batch), batch.metrics()
 
-    def grpo(self) -> Sequence[hf.Future]:
+    def grpo(self) -> Sequence[Future]:
         batch = self.actor.generate_sequences(self.prompts(16), n=8)
         batch |= self.actor.compute_log_prob(batch)
         batch |= self.reference.compute_ref_log_prob(batch)
@@ -103,7 +104,7 @@ class Job:
         return self.actor.update_actor(batch, kl_coef=0.05), batch.metrics()
 
 
-def measure(job: Job, step: Callable[[], Sequence[hf.Future]], repeats: int) -> dict[str, Any]:
+def measure(job: Job, step: Callable[[], Sequence[Future]], repeats: int) -> dict[str, Any]:
     for _ in range(2):
         finish(step())
     iterations, times, calls = job.pool.session.iterations, [], []
@@ -122,7 +123,7 @@ def measure(job: Job, step: Callable[[], Sequence[hf.Future]], repeats: int) -> 
     }
 
 
-def finish(futures: Sequence[hf.Future]) -> None:
+def finish(futures: Sequence[Future]) -> None:
     for future in futures:
         future.get()
 

@@ -32,6 +32,9 @@ from torch import Tensor
 import hybridflow as hf
 from hybridflow.engines.micro_batches import Split
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
+from hybridflow.engines.train_backends import build_engine
+from hybridflow.models.spec import ModelSpec
+from hybridflow.topology import RankGrid
 
 WORD = re.compile(r"\d|[^\W\d]+|[^\w\s]|\n")
 QUESTION, ANSWER = (54.9, 20.9), (124.4, 54.6)  # mean and standard deviation of tokens in GSM8K
@@ -94,19 +97,13 @@ def make_batch(prompts: list[int], responses: list[int], vocab: int) -> hf.Batch
     return hf.Batch({"prompt_ids": ids(prompts), "response_ids": ids(responses)})
 
 
-def make_engine(backend: str, context: RankContext, spec: hf.ModelSpec, micro_tokens: int) -> Any:
-    if backend == "megatron":
-        from hybridflow.engines.megatron.engine import MegatronEngine
-
-        return MegatronEngine(context, hf.Megatron(micro_tokens=micro_tokens), spec, None, hf.SGD(lr=0.0))
-    from hybridflow.engines.fsdp.engine import FSDPEngine
-
-    strategy = SHARDED[backend](micro_tokens=micro_tokens)
-    return FSDPEngine(context, strategy, spec, None, hf.SGD(lr=0.0))
+def make_engine(backend: str, context: RankContext, spec: ModelSpec, micro_tokens: int) -> Any:
+    strategy = {"megatron": hf.Megatron, **SHARDED}[backend](micro_tokens=micro_tokens)
+    return build_engine(context, strategy, spec, None, hf.SGD(lr=0.0))
 
 
 def one_rank(name: str, device: torch.device, store: dist.Store) -> RankContext:
-    return RankContext("actor", 0, hf.RankGrid(), device, ProcessGroups(store, name, [0], 0, device, 60.0))
+    return RankContext("actor", 0, RankGrid(), device, ProcessGroups(store, name, [0], 0, device, 60.0))
 
 
 def loss(found: Any, rows: hf.Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -177,7 +174,7 @@ def main() -> None:
     world, timeout = dist.PrefixStore("world", store), datetime.timedelta(seconds=60)
     dist.init_process_group("nccl" if cuda else "gloo", store=world, rank=0, world_size=1, timeout=timeout)
     sizes = {"model_type": "qwen2", "num_key_value_heads": 2, "vocab_size": 512 if args.model == "tiny" else 151936}
-    spec = hf.ModelSpec.from_hf_config({**sizes, **MODELS[args.model]})
+    spec = ModelSpec.from_hf_config({**sizes, **MODELS[args.model]})
     lengths = read_lengths(args.prompts, args.rows) if args.prompts else draw_lengths(args.rows)
     batch = make_batch(*lengths, spec.vocab)
     rows = [prompt + response for prompt, response in zip(*lengths, strict=True)]

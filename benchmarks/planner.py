@@ -17,15 +17,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.model_spec import ModelSpec
-from hybridflow.planner.auto_mapping import auto_map
-from hybridflow.planner.cluster_spec import ClusterSpec
-from hybridflow.planner.graph import Graph, ppo
-from hybridflow.planner.mcmc import mcmc
-from hybridflow.planner.overlap import overlap_map
-from hybridflow.planner.simulator import Simulator
-from hybridflow.planner.space import Problem
-from hybridflow.planner.workload import Workload
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.graph import Graph, ppo
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
+from hybridflow.planner.search.mcmc import mcmc
+from hybridflow.planner.search.problem import Problem
 
 SIZES = {"7B": (4096, 14336, 32, 32, 8), "13B": (5120, 13824, 40, 40, 40), "34B": (8192, 22016, 48, 64, 8)}
 SIZES["70B"] = (8192, 28672, 80, 64, 8)

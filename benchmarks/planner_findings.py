@@ -21,16 +21,15 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from hybridflow.model_spec import ModelSpec
-from hybridflow.planner.auto_mapping import Mapped, auto_map
-from hybridflow.planner.cluster_spec import ClusterSpec
-from hybridflow.planner.constraints import Apart, Constraint, Together
-from hybridflow.planner.graph import Graph, ppo
-from hybridflow.planner.overlap import overlap_map
-from hybridflow.planner.plans import CallPlan, Mesh, Parallel
-from hybridflow.planner.simulator import Simulator
-from hybridflow.planner.space import Problem
-from hybridflow.planner.workload import Workload
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.constraints import Apart, Constraint, Together
+from hybridflow.planner.describe.graph import Graph, ppo
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.auto_mapping import AutoMapping, Mapped, auto_map, overlap_map
+from hybridflow.planner.search.problem import Problem
 
 SIZES = {
     "7B": (4096, 14336, 32, 32, 8),
@@ -80,7 +79,8 @@ def placements(case: Case, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for kind in kinds:
         problem = problem_of(case, KINDS[kind])
-        mapped, overlapped = auto_map(problem), overlap_map(problem)
+        mapping = AutoMapping(problem)
+        mapped, overlapped = mapping.best, overlap_map(problem, search=mapping)
         if mapped is not None and overlapped is not None:
             found[kind] = {
                 "stages": round(mapped.seconds, 1),

@@ -24,19 +24,19 @@ import torch
 
 import hybridflow as hf
 from benchmarks.iteration import PROMPT, RESPONSE, make_models
-from hybridflow.automatic import as_priced
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
-from hybridflow.planner.cluster_spec import ClusterSpec
-from hybridflow.planner.coefficients import DEFAULT
-from hybridflow.planner.graph import Call, Graph, ppo
-from hybridflow.planner.planning import placement_of, plan
-from hybridflow.planner.plans import CallPlan, Mesh, Parallel
-from hybridflow.planner.profiles import LayerProfile
-from hybridflow.planner.simulator import Simulator
-from hybridflow.planner.space import Problem
-from hybridflow.planner.workload import Workload
+from hybridflow.planner.cost.hardware import DEFAULT
+from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.graph import Call, Graph, ppo
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.planning import placement_of, plan
+from hybridflow.planner.search.problem import Problem
 from hybridflow.profiling import profile
+from hybridflow.tracing.auto import as_priced
 
 DEVICES, ROWS, MINIBATCHES = 4, 128, 2
 WORKLOAD = Workload(rows=ROWS, prompt=PROMPT, response=RESPONSE, minibatches=MINIBATCHES, dtype="float32")
@@ -113,7 +113,9 @@ class Job:
 
     def __init__(self, placement: Placement, policy: str, reward: str) -> None:
         optim = hf.Adam(lr=1e-5)
-        generate = hf.VLLM(max_tokens=RESPONSE, ignore_eos=True, seed=1, max_length=PROMPT + RESPONSE)
+        generate = hf.VLLM(
+            max_length=PROMPT + RESPONSE, sampling=hf.Sampling(max_tokens=RESPONSE, ignore_eos=True, seed=1)
+        )
         own = {"model": policy, "train": hf.Megatron()}
         self.actor = hf.ActorWorker.on(placement["actor"], optim=optim, generate=generate, **own)
         self.critic = hf.CriticWorker.on(placement["critic"], optim=optim, **own)
@@ -136,7 +138,7 @@ class Job:
         first, self.rows = self.rows, self.rows + ROWS
         columns = {"prompt_ids": hf.Ragged.from_lengths(ids, [PROMPT] * ROWS)}
         batch = hf.Batch({**columns, "row_id": torch.arange(first, first + ROWS)})
-        return hf.BatchRef.from_batch(batch, self.actor.session)
+        return hf.BatchRef.from_batch(batch)
 
     def close(self) -> None:
         for name in GROUPS:

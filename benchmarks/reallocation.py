@@ -21,29 +21,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybridflow as hf
+from benchmarks.designs import whole_layout
 from benchmarks.transition import CONFIG
-from hybridflow.engine3d.designs import storage_regions, whole_layout
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer import Transfer
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines.megatron.layout import megatron_layout
+from hybridflow.models.spec import ModelSpec
+from hybridflow.topology import RankGrid
 
 RANKS = 8
 Sizes = tuple[int, int, int]
 
 
-def spec() -> hf.ModelSpec:
-    return hf.ModelSpec.from_hf_config(CONFIG)
+def spec() -> ModelSpec:
+    return ModelSpec.from_hf_config(CONFIG)
 
 
 def layout_of(sizes: Sizes) -> Layout:
-    return megatron_layout(spec(), hf.RankGrid(*sizes))
+    return megatron_layout(spec(), RankGrid(*sizes))
 
 
 def storage_of(layout: Layout, rank: int) -> dict[str, Tensor]:
     """Tensors just large enough for the regions of `rank`, bfloat16."""
     out = {}
-    for name, regions in storage_regions(layout, rank).items():
+    for name, regions in layout.storages(rank).items():
         ends = [[part.stop for part in region.index()] for region in regions]
         out[name] = torch.full([max(end) for end in zip(*ends, strict=True)], float(rank), dtype=torch.bfloat16)
     return out

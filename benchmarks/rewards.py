@@ -1,7 +1,7 @@
 """How many rows per second rewards judge on this machine, in one process that calls them as a RewardWorker does.
 
 `exact` and `math` judge solutions in GSM8K's style; `math_verify` is the library itself on the same rows, one by one
-in this process; `formulas` are LaTeX answers, which go through the child process. `code` runs a small program against
+in this process; `formulas` are LaTeX answers, which go through a worker process. `code` runs a small program against
 three asserts, in each mechanism that this machine offers; `subprocess` runs the same source in a bare Python process,
 one after the other, which contains nothing. Prints one JSON line.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from hybridflow import rewards
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.contain.sandbox import Sandbox
+from hybridflow.rewards.sandbox.sandbox import Sandbox
 
 PROGRAM = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
@@ -57,7 +57,7 @@ def by_math_verify(pairs: list[tuple[str, str]]) -> Callable[[], object]:
 
 def mechanisms() -> list[str]:
     found = []
-    for name in ("namespaces", "landlock"):
+    for name in ("bubblewrap", "landlock"):
         try:
             Sandbox(name).close()  # type: ignore[arg-type]
             found.append(name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
 import re
 import resource
@@ -28,6 +27,8 @@ import hybridflow as hf
 from benchmarks.packing import loss, make_batch, one_rank, synchronise
 from hybridflow.engines.contract import UNSET
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.train_backends import build_engine
+from hybridflow.models.spec import ModelSpec
 
 # TFLOP/s with dense bfloat16 operands (data sheets often give those with sparsity), by words of a device's name; the
 # first that fits
@@ -47,11 +48,11 @@ PEAKS = {
 }
 
 
-def qwen(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocab: int, tied: bool) -> hf.ModelSpec:
+def qwen(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocab: int, tied: bool) -> ModelSpec:
     """Sizes of a Qwen2 model; `heads` are those of queries and of keys."""
     config = {"model_type": "qwen2", "hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab}
     config |= {"num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    return hf.ModelSpec.from_hf_config({**config, "max_position_embeddings": 32768, "tie_word_embeddings": tied})
+    return ModelSpec.from_hf_config({**config, "max_position_embeddings": 32768, "tie_word_embeddings": tied})
 
 
 MODELS = {
@@ -75,20 +76,18 @@ def peak_flops(name: str, dtype: str) -> float | None:
     return next((peak * 1e12 for peak in found), None)
 
 
-def update_flops(spec: hf.ModelSpec, prompt: int, response: int, rows: int) -> float:
+def update_flops(spec: ModelSpec, prompt: int, response: int, rows: int) -> float:
     """FLOP of forward and backward passes over `rows` rows."""
     unread = 2.0 * spec.hidden * spec.vocab * prompt
     forward = float(spec.cost(torch.tensor(prompt + response))) - unread
     return 3.0 * rows * forward
 
 
-def make_engine(backend: str, context: RankContext, spec: hf.ModelSpec, optimizer: Any, **settings: Any) -> Any:
+def make_engine(backend: str, context: RankContext, spec: ModelSpec, optimizer: Any, **settings: Any) -> Any:
     """An engine whose weights are drawn on its device."""
     kinds = {"fsdp": hf.FSDP, "megatron": hf.Megatron}
     strategy: Any = kinds[backend](**settings) if backend in kinds else hf.ZeRO(stage=int(backend[-1]), **settings)
-    module, name = ("megatron", "MegatronEngine") if backend == "megatron" else ("fsdp", "FSDPEngine")
-    kind = getattr(importlib.import_module(f"hybridflow.engines.{module}.engine"), name)
-    engine = kind(context, strategy, spec, UNSET, optimizer)
+    engine = build_engine(context, strategy, spec, UNSET, optimizer)
     with torch.no_grad():
         for tensor in engine.storage().values():
             tensor.fill_(1.0) if tensor.ndim == 1 else tensor.normal_(0.0, 0.02)

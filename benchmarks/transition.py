@@ -2,32 +2,36 @@
 
 A Llama of 100 M parameters in bfloat16, trained at 1-4-1 and generating at 1-2-2-1: real Megatron-core and vLLM on four
 Ray hosts. `full_tensors` is what other systems do: every parameter is gathered in full on every rank, turned into
-Hugging Face tensors and handed to vLLM's `load_weights`. All ways take turns in one run; seconds are those of the
-slowest rank, the median over `--repeats`. `memcpy` copies the bytes that the hybridflow design receives. `overlap` is
-an Adam step with the move of all weights, one after the other and as asynchronous weight transformation. Prints one
-JSON line.
+Hugging Face tensors and handed to vLLM's `load_weights`; `messages` is hybridflow where ranks cannot read each other's
+memory. All ways take turns in one run; seconds are those of the slowest rank, the median over `--repeats`. `memcpy`
+copies the bytes that the hybridflow design receives, into fresh pages and into touched ones. `overlap` is an Adam step
+with the move of all weights, one after the other and as asynchronous weight transformation. Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import hybridflow as hf
-from hybridflow.engine3d.designs import storage_regions
-from hybridflow.engine3d.hybrid_engine import HybridEngine
+from benchmarks.designs import WEAKER, WeakerTransition
+from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import UNSET
+from hybridflow.models.spec import ModelSpec
+from hybridflow.topology import RankGrid
 
 CONFIG = {
     "model_type": "llama",
@@ -43,7 +47,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
-WAYS = ("hybridflow", "vanilla", "gather_all", "full_tensors")
+WAYS = ("hybridflow", "messages", *WEAKER, "full_tensors")
 
 
 class Regrouped:
@@ -63,14 +67,14 @@ class Transitions:
     """One rank with all ways from the same training weights into the same generation storage."""
 
     def __init__(self, *, model: str, optimizer: hf.Adam | None) -> None:
-        from hybridflow.engines.megatron.engine import MegatronEngine
+        from hybridflow.engines.train_backends import build_engine
         from hybridflow.engines.vllm.engine import VLLMEngine
         from hybridflow.engines.vllm.layout import vllm_layout
 
-        context, spec = self.context, hf.ModelSpec.from_checkpoint(model)  # type: ignore[attr-defined]
+        context, spec = self.context, ModelSpec.from_checkpoint(model)  # type: ignore[attr-defined]
         self.rank, self.grid, self.group = context.rank, context.grid, context.groups.everyone()
         strategy = hf.Megatron(tp=self.grid.t, pp=self.grid.p, dtype="bfloat16")
-        self.train = MegatronEngine(context, strategy, spec, UNSET, optimizer)
+        self.train = build_engine(context, strategy, spec, UNSET, optimizer)
         with torch.no_grad():
             for tensor in self.train.storage().values():
                 tensor.normal_(0, 0.02)
@@ -79,19 +83,21 @@ class Transitions:
         vllm = hf.VLLM(tp=generation.t, pp=generation.p, dtype="bfloat16", kv_cache_gb=0.05)
         self.generator = VLLMEngine(context, vllm, generation, spec, model)
         vanilla = vllm_layout(spec, self.grid.generation(rule="vanilla"))
-        self.engines = {}
-        for name in ("hybridflow",) if optimizer else WAYS[:3]:
-            holder = self.generator if name == "hybridflow" else Regrouped(self.generator, vanilla)
-            self.generator.memory().acquire()
-            self.engines[name] = HybridEngine(
-                self.train,
-                holder,
-                self.group,
-                self.rank,
-                transition=name,  # type: ignore[arg-type]
-                overlap=optimizer is not None,
-                overlap_group=context.groups.new("overlap", range(self.grid.size)) if optimizer else None,
-            )
+        self.engines: dict[str, Any] = {"hybridflow": self._hybrid(overlap=optimizer is not None)}
+        if optimizer is None:
+            with patch.dict(os.environ, {"HYBRIDFLOW_PEER_MEMORY": "0"}):
+                self.engines["messages"] = self._hybrid()
+            for name in WEAKER:
+                self.generator.memory().acquire()
+                regrouped = Regrouped(self.generator, vanilla)
+                self.engines[name] = WeakerTransition(name, self.train, regrouped, self.group, self.rank)
+
+    def _hybrid(self, overlap: bool = False) -> HybridEngine:
+        self.generator.memory().acquire()
+        groups = self.context.groups  # type: ignore[attr-defined]
+        overlap_group = groups.new("overlap", range(self.grid.size)) if overlap else None
+        settings: dict[str, Any] = {"overlap": overlap, "overlap_group": overlap_group}
+        return HybridEngine(self.train, self.generator, self.group, self.rank, **settings)
 
     @hf.register(hf.ONE_TO_ALL)
     def transit(self, way: str) -> dict[str, float]:
@@ -125,7 +131,7 @@ class Transitions:
     def _full_tensors(self, received: list[int]) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensors, one Megatron parameter at a time gathered over the tensor parallel ranks."""
         layout, storage = self.train.layout(), self.train.storage()
-        peers = [storage_regions(layout, rank) for rank in range(self.grid.size)]
+        peers = [layout.storages(rank) for rank in range(self.grid.size)]
         for name, own in storage.items():
             gathered = [torch.empty_like(own) for _ in peers]
             dist.all_gather(gathered, own, group=self.group)
@@ -139,14 +145,17 @@ class Transitions:
             yield from full.items()
 
     @hf.register(hf.ONE_TO_ALL)
-    def memcpy(self, megabytes: float) -> float:
-        """Seconds to copy that many bytes within this process's memory."""
+    def memcpy(self, megabytes: float) -> dict[str, float]:
+        """Seconds to copy that many bytes within this process's memory, into pages that are new and into the same."""
         source = torch.ones(int(megabytes * 1e6), dtype=torch.uint8)
-        into = torch.empty_like(source).zero_()
-        dist.barrier(self.group)
-        start = time.perf_counter()
-        into.copy_(source)
-        return time.perf_counter() - start
+        into = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(source.nbytes)).view_as(source)
+        seconds = {}
+        for pages in ("fresh", "touched"):
+            dist.barrier(self.group)
+            start = time.perf_counter()
+            into.copy_(source)
+            seconds[pages] = time.perf_counter() - start
+        return seconds
 
     @hf.register(hf.ONE_TO_ALL)
     def step(self, overlapped: bool) -> dict[str, float]:
@@ -189,7 +198,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measure_ways(pool: hf.ResourcePool, model: str, repeats: int) -> dict[str, Any]:
-    grid = hf.RankGrid(t=4, p_g=1, t_g=2)
+    grid = RankGrid(t=4, p_g=1, t_g=2)
     group = hf.place(Transitions, pool, name="transitions", grid=grid, model=model, optimizer=None)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     copies = []
@@ -198,18 +207,18 @@ def measure_ways(pool: hf.ResourcePool, model: str, repeats: int) -> dict[str, A
             figures = slowest(group.transit(way).get())
             if turn >= 2:  # the first ones touch memory for the first time
                 found[way].append(figures)
-        copies.append(max(group.memcpy(found["hybridflow"][-1]["received_mb"] if turn >= 2 else 1.0).get()))
+        copies.append(slowest(group.memcpy(found["hybridflow"][-1]["received_mb"] if turn >= 2 else 1.0).get()))
     out: dict[str, Any] = {way: medians(rounds) for way, rounds in found.items()}
-    ours, copied = out["hybridflow"]["seconds"], statistics.median(copies[2:])
-    out["memcpy_seconds"] = round(copied, 5)
-    out["seconds_per_memcpy"] = round(ours / copied, 2)
+    ours, copied = out["hybridflow"]["seconds"], medians(copies[2:])
+    out["memcpy_seconds"] = copied
+    out["seconds_per_memcpy"] = {pages: round(ours / seconds, 2) for pages, seconds in copied.items()}
     out["speedup_over"] = {way: round(out[way]["seconds"] / ours, 2) for way in WAYS[1:]}
     group.close()
     return out
 
 
 def measure_overlap(pool: hf.ResourcePool, model: str, repeats: int) -> dict[str, Any]:
-    grid = hf.RankGrid(t=4, p_g=1, t_g=2)
+    grid = RankGrid(t=4, p_g=1, t_g=2)
     group = hf.place(Transitions, pool, name="steps", grid=grid, model=model, optimizer=hf.Adam(lr=1e-5))
     found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     for turn in range(repeats + 1):
@@ -238,7 +247,7 @@ def main() -> None:
         result: dict[str, Any] = {
             "benchmark": "transition",
             "layouts": "1-4-1 -> 1-2-2-1",
-            "parameters": hf.ModelSpec.from_hf_config(CONFIG).num_parameters,
+            "parameters": ModelSpec.from_hf_config(CONFIG).num_parameters,
             **measure_ways(pool, directory, args.repeats),
             "overlap": measure_overlap(pool, directory, args.repeats),
         }

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GROUP=DEVICES",
         help="such as actor=0-7,12 or actor=2-4-1 (p-t-d)",
     )
-    add("--cap", action="append", default=[], metavar="GROUP=DEVICES", help="at most so many devices")
+    add("--cap", action="append", default=[], metavar="GROUP=DEVICES", help="at most this number of devices")
     add("--apart", action="append", default=[], metavar="GROUP,GROUP", help="never on the same device")
     add("--together", action="append", default=[], metavar="GROUP,GROUP", help="on the same devices")
     add("--whole", action="append", default=[], metavar="GROUP", help="one layout for all its calls, but generation")
@@ -81,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
     add("--budget", type=float, default=10.0, metavar="SECONDS", help="for the search (default: 10)")
     add("--seed", type=int, default=0)
+    searches = ("auto", "auto_mapping", "exact", "mcmc", "similarity")
+    add("--search", choices=searches, default="auto", help="one search instead of those that suit the size")
     add("--save", metavar="FILE", help="the placement as YAML, for hf.auto(placement=FILE)")
     add("--chart", metavar="FILE", help="devices over time as PNG")
     add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
@@ -107,14 +109,14 @@ def _add_profile(commands: Any) -> None:
 
 def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     from hybridflow.cluster.session import Session
-    from hybridflow.model_spec import ModelSpec
+    from hybridflow.models.spec import ModelSpec
     from hybridflow.profiling import profile
-    from hybridflow.tracing import configuration
+    from hybridflow.tracing.trace import configuration
 
     if rest:
         raise ConfigError(f"profile takes one model, got {rest[0]!r} as well.")
     _check_target(given.save)
-    ModelSpec.from_hf_config(configuration(given.model))  # nothing is started for a model that is none
+    ModelSpec.from_hf_config(configuration(given.model))  # refuse what is not a model before anything starts
     start = time.perf_counter()
     running = Session.existing()
     session = running or Session.open()
@@ -137,7 +139,7 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
 def _devices(session: Any) -> int:
     """The accelerators of one node of the session, or the cores of this machine."""
-    return max(session.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
+    return max(session.backend.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
 
 
 def _check_target(path: str | None) -> None:
@@ -153,20 +155,20 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
     _file(given.driver)
     for target in (given.save, given.chart):
         _check_target(target)
-    from hybridflow.automatic import plan_driver
-    from hybridflow.planner.coefficients import DEFAULT, Coefficients
-    from hybridflow.planner.profiles import LayerProfile
+    from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+    from hybridflow.planner.cost.layer_profile import LayerProfile
+    from hybridflow.tracing.auto import plan_driver
 
     settings = [*given.settings, *rest]
     models = {m["role"]: m["model"] for m in map(_ROLE_MODEL.fullmatch, settings) if m}
     if empty := [role for role, model in models.items() if not model]:
         raise ConfigError(f"{empty[0]}.model=: give a model, such as {empty[0]}.model=llama3-7b.")
     settings = [setting for setting in settings if not _ROLE_MODEL.fullmatch(setting)]
-    batch = {"rows": given.rows, "prompt": given.prompt, "response": given.response, "dtype": given.dtype}
+    workload = {"rows": given.rows, "prompt": given.prompt, "response": given.response, "dtype": given.dtype}
     placement = plan_driver(
         load_driver(given.driver, settings),
         cluster=given.cluster,
-        batch={name: value for name, value in batch.items() if value is not None},
+        workload={name: value for name, value in workload.items() if value is not None},
         constraints=_constraints(given),
         models=models,
         coefficients=Coefficients.load(given.coefficients) if given.coefficients else DEFAULT,
@@ -174,6 +176,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
         budget_s=given.budget,
         seed=given.seed,
         per_call=not given.one_layout,
+        search=given.search,
     )
     print(placement)
     if not given.quiet:
@@ -247,7 +250,7 @@ def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _constraints(given: argparse.Namespace) -> list[Any]:
-    from hybridflow.planner.constraints import Apart, Cap, OneLayout, Pin, Together
+    from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 
     pins: dict[str, dict[str, Any]] = {}
     for group, value in (_assigned("--pin", pin) for pin in given.pin):
@@ -260,7 +263,7 @@ def _constraints(given: argparse.Namespace) -> list[Any]:
 
 
 def _pinned(value: str) -> dict[str, Any]:
-    from hybridflow.planner.plans import Parallel
+    from hybridflow.planner.describe.mesh import Parallel
 
     if sizes := re.fullmatch(r"(\d+)-(\d+)-(\d+)", value):
         return {"parallel": Parallel(*map(int, sizes.groups()))}

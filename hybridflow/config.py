@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.settings import as_tuple, at_least, one_of, require, settings, true_or_false, whole
@@ -115,6 +115,11 @@ class TrainStrategy(Protocol):
         ...
 
 
+def is_strategy(value: object) -> bool:
+    """Whether `value` is a TrainStrategy, and neither a class nor another object that has a grid."""
+    return isinstance(value, TrainStrategy) and not isinstance(value, type) and callable(value.grid)
+
+
 @settings
 class Megatron:
     """Megatron-core 3D parallelism: pipeline, tensor and data parallel sizes (`dp` follows from the pool).
@@ -205,8 +210,8 @@ class FSDP:
     """Torch's fully sharded data parallelism (FSDP2) of transformers' own model (Zhao et al. 2023).
 
     Parameters, gradients and optimizer state are cut over the `dp` data parallel ranks (default: all of the pool), a
-    decoder layer is gathered while it computes. `replicate` > 1 is HSDP: so many copies, each cut over dp / replicate
-    ranks. `tp` cuts every layer first, by tensor parallelism (rank = d * tp + t).
+    decoder layer is gathered while it computes. `replicate` > 1 is HSDP: that number of copies, each cut over
+    dp / replicate ranks. `tp` cuts every layer first, by tensor parallelism (rank = d * tp + t).
 
     `dtype` computes: None means bfloat16 on CUDA and float32 on CPU; what is trained is kept in float32 all the same.
     `micro_tokens` and `packed` are as for `Megatron`. Gradients of the micro-batches of a mini-batch are added up on
@@ -256,8 +261,8 @@ class FSDP:
     def _check_replicate(self, dp: int) -> None:
         if dp % self.replicate:
             raise PlacementError(
-                f"FSDP(replicate={self.replicate}) makes so many copies on dp={dp} data parallel ranks, which do not "
-                f"divide by it. Use replicate in {[n for n in range(1, dp + 1) if dp % n == 0]}."
+                f"FSDP(replicate={self.replicate}) makes {self.replicate} copies, which dp={dp} data parallel ranks "
+                f"cannot be divided into. Use replicate in {[n for n in range(1, dp + 1) if dp % n == 0]}."
             )
 
 
@@ -302,14 +307,15 @@ class ZeRO:
 
 @settings
 class Sampling:
-    """How responses are drawn. `top_k=0` and `top_p=1` do not truncate; `greedy=True` ignores the temperature.
+    """How responses are sampled. `top_k=0` and `top_p=1` do not truncate; `greedy=True` ignores the temperature.
 
-    `n` responses are drawn per prompt. Log-probabilities returned with the responses are those of the distribution
-    after temperature and before top-k/top-p (truncation renormalises: with it, the ratio to a training policy's
-    log-probabilities is that of the untruncated policies). `ignore_eos=True` always draws `max_tokens` tokens.
+    `n` responses are sampled per prompt, of at most `max_tokens` tokens (None: 256, or fewer where the context has no
+    room for them). Log-probabilities returned with the responses are those of the distribution after temperature and
+    before top-k/top-p (truncation renormalises: with it, the ratio to a training policy's log-probabilities is that of
+    the untruncated policies). `ignore_eos=True` always samples `max_tokens` tokens.
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -329,20 +335,29 @@ class Sampling:
         )
         as_tuple(self, "stop")
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a response, as far as the sampling decides."""
+        return self.max_tokens or 256
+
 
 @settings
 class VLLM:
     """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
 
-    `max_tokens` ... `ignore_eos` are the default `Sampling` of `generate_sequences`. `max_length` bounds prompt plus
-    response (None: the model's context); `memory_fraction` (CUDA) is the share of device memory for weights and KV
-    cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
+    `sampling` is the default of `generate_sequences`, whose arguments override it call by call. `max_length` bounds
+    prompt plus response (None: the model's context): a response ends there, unfinished, also before `max_tokens`, and
+    `max_tokens` that leave no room for any prompt are refused. `memory_fraction` (CUDA) is the share of device memory
+    for weights and KV cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
 
     On CUDA vLLM captures graphs, which hold addresses: its weights are then released and acquired as a whole, and
     never share memory with training. `eager=True` goes without graphs: generation is slower, the transition works
     layer by layer and shares what is equal. On CPU it is always so.
     """
 
+    _instead: ClassVar[Mapping[str, str]] = {
+        field.name: f"Write VLLM(sampling=hf.Sampling({field.name}=...))." for field in fields(Sampling)
+    }
     tp: int = 1
     pp: int = 1
     dtype: DType | None = None
@@ -351,26 +366,16 @@ class VLLM:
     memory_fraction: float = 0.5
     kv_cache_gb: float = 0.25
     eager: bool = False
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    n: int = 1
-    greedy: bool = False
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    sampling: Sampling = Sampling()
 
     def __post_init__(self) -> None:
         whole(self, 1, "tp", "pp", "max_length", "max_sequences")
         at_least(self, 0, "kv_cache_gb", "memory_fraction")
-        as_tuple(self, "stop")
         require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
         if self.dtype is not None:
             one_of(self, "dtype", DType)
-        _ = self.sampling()
-
-    def sampling(self, **changes: Any) -> Sampling:
-        """The default sampling with `changes`. Errors: ConfigError for an unknown setting."""
-        own = {field.name: getattr(self, field.name) for field in fields(Sampling)}
-        return Sampling(**(own | changes))
+        if isinstance(given := cast("object", self.sampling), Mapping):  # a section of a YAML file
+            object.__setattr__(self, "sampling", Sampling(**given))
+        require(
+            isinstance(self.sampling, Sampling), f"VLLM(sampling={self.sampling!r}): give hf.Sampling(max_tokens=...)."
+        )

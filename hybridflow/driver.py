@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from hybridflow.algorithms.kl import AdaptiveKL, FixedKL, KLState
-from hybridflow.algorithms.lagrange import Lagrange, LagrangeState
-from hybridflow.batch import Batch
+from hybridflow.algorithms.advantages.estimator import Estimator
+from hybridflow.algorithms.kl import AdaptiveKL
+from hybridflow.batch.batch import Batch
 from hybridflow.cluster import reallocation
+from hybridflow.cluster.backend import Deadlines
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.host import Deadlines
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
-from hybridflow.cluster.traced import TracedSession
-from hybridflow.cluster.weight_link import WEIGHTS
-from hybridflow.config import VLLM, TrainStrategy
+from hybridflow.cluster.weight_transfer import WEIGHTS
+from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, LayoutError, PlacementError
 from hybridflow.topology import RankGrid
-from hybridflow.workers.worker import Worker, planned
+from hybridflow.workers.worker import Worker, ranks_on
 
-_STATE_OF: dict[type, Callable[[Any], KLState | LagrangeState]] = {AdaptiveKL: KLState, Lagrange: LagrangeState}
-"""What an argument that learns becomes on the helper process, which keeps it between iterations."""
 _USE = ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
 _LABELS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "_token_id")  # how names end
 
@@ -40,33 +36,34 @@ def init(
 ) -> None:
     """Connect to the Ray cluster at `address` (or `RAY_ADDRESS`), or start a local one with `devices` logical devices.
 
-    Called by the first `ResourcePool` if the driver does not. Timeouts in seconds: to wait for results of other
-    groups, and to be inside a collective. Errors: ConfigError when a session is open.
+    Called by the first `ResourcePool` if the driver does not. Timeouts in seconds: to wait for results of other groups
+    and for a group to be built, its checkpoint read included; and to be inside a collective. Until `shutdown`, SIGTERM
+    ends the driver as Ctrl-C does, with status 143, unless there is a handler. Errors: ConfigError when one is open.
     """
-    if isinstance(Session.existing(), TracedSession):
+    if (session := Session.existing()) is not None and session.traces:
         return
     Session.open(address=address, devices=devices, deadlines=Deadlines(peer_timeout, collective_timeout))
 
 
 def shutdown() -> None:
     """Free all models and devices and stop the Ray that was started. Can be called again; runs at exit too."""
-    if Session._current is not None:
-        Session._current.shutdown()
+    if (session := Session.existing()) is not None:
+        session.shutdown()
 
 
 def compute_advantage(
     batch: BatchRef | Batch,
-    estimator: str | Callable[..., Any],
+    estimator: str | Estimator | Callable[..., Any],
     *,
-    kl_coef: float | FixedKL | AdaptiveKL | None = None,
+    kl_coef: float | AdaptiveKL | None = None,
     kl: str | None = None,
     **options: Any,
 ) -> BatchRef:
-    """`advantages` and `returns`, ragged [B, R] float32, computed on the helper process (paper, table 4).
+    """`advantages` and `returns`, ragged [B, R] float32, computed on the controller worker (paper, table 4).
 
-    `estimator` is a name with its `options`: "gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo",
-    "remax", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", or "safe_rlhf", which writes
-    `cost_advantages`, `cost_returns` and `lagrange` as well. Or a function
+    `estimator` is a value such as `hf.GAE(lam=0.95)`, or a name with its `options`: "gae", "grpo", "dr_grpo", "rloo",
+    "opo", "gpg", "grpo_passk", "gdpo", "remax", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", or
+    "safe_rlhf", which writes `cost_advantages`, `cost_returns` and `lagrange` as well. Or a function
     `f(token_rewards, batch, **options) -> (advantages, returns)`, or -> a mapping of columns with these two; its
     attributes `reads` and `writes` name the other columns.
 
@@ -82,13 +79,10 @@ def compute_advantage(
     """
     session = Session.current()
     if isinstance(batch, Batch):
-        batch = BatchRef.from_batch(batch, session)
+        batch = BatchRef.from_batch(batch)
     if not isinstance(batch, BatchRef):
         raise BatchError(f"compute_advantage takes a batch, got {type(batch).__name__}.")
-    given = {"kl_coef": kl_coef, **options}
-    states = {name: _identity(rule) for name, rule in given.items() if type(rule) in _STATE_OF}
-    given |= {name: _STATE_OF[type(given[name])](given[name]) for name in states}
-    return session.helper.compute_advantage(batch, estimator, given.pop("kl_coef"), kl, given, states)
+    return session.controller.compute_advantage(batch, estimator, kl_coef, kl, options)
 
 
 def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
@@ -114,28 +108,39 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     destination.worker_class.check_written(destination.settings)
 
     def layouts() -> tuple[Layout, Layout]:
-        here, there = reallocation.weights_layout(source.placed), reallocation.weights_layout(destination.placed)
+        here, there = (reallocation.weights_layout(group.session, group.ranks) for group in (source, destination))
         reallocation.check_same_model(here, there, source.name, destination.name)
         _check_same_use(source, destination)
         return here, there
 
-    moving = source.session.links.send(source.placed, destination.placed, WEIGHTS, layouts)
+    moving = source.session.backend.channels.send(source.ranks, destination.ranks, WEIGHTS, layouts)
     destination.weights_changed()
     return moving
 
 
+class _Keep:
+    """The type of `KEEP`."""
+
+    def __repr__(self) -> str:
+        return "hf.KEEP"
+
+
+KEEP = _Keep()
+"""Stands for a setting that stays as it is."""
+
+
 def reallocate(
     group: WorkerGroup,
-    to: TrainStrategy | ResourcePool,
-    pool: ResourcePool | None = None,
     *,
-    generate: VLLM | Literal["as it was"] | None = "as it was",
+    strategy: TrainStrategy | None = None,
+    pool: ResourcePool | None = None,
+    generate: VLLM | _Keep | None = KEEP,
 ) -> WorkerGroup:
     """Move `group` to another strategy, another pool or slice, or both; returns it: the same object, in a new layout.
 
-    Weights, optimizer state and step counts come along, so it goes on training as if nothing had happened; calls that
-    were issued before run before, and batches that it wrote stay valid. An actor's generation engine is closed and
-    built again, as `generate` says. Blocks until the group is there.
+    Weights, optimizer state and step counts come along, so training continues as before; calls that were issued
+    earlier run first, and batches that it wrote stay valid. An actor's generation engine is closed and
+    built again, as `generate` says (None: it generates no more). Blocks until the group is there.
 
     Only when everything has arrived are the old ranks freed: until then, weights and optimizer state exist twice on
     devices that both layouts use, and a step that fails leaves the group as it was.
@@ -144,36 +149,38 @@ def reallocate(
     when the model does not divide, LayoutError, ConfigError. WorkerError of a rank that cannot be built.
     """
     _check_group("reallocate", group)
-    if isinstance(group.session, TracedSession):
+    if group.session.traces:
         return group
     settings = dict(group.settings)
-    if isinstance(to, ResourcePool):
-        if pool is not None:
-            raise ConfigError(f"reallocate({group.name}, {to}, pool={pool}): give one pool.")
-        pool = to
-    elif isinstance(to, type | WorkerGroup) or not isinstance(to, TrainStrategy):
-        raise ConfigError(f"reallocate({group.name}, to={to!r}): give a strategy such as hf.FSDP(), or a pool.")
-    elif "train" not in settings:
-        raise ConfigError(f"reallocate({group.name}, to={to!r}): {group.worker_class.__name__} does not train.")
-    else:
-        settings["train"] = to
-    if generate != "as it was":
+    if strategy is None and pool is None and generate is KEEP:
+        raise ConfigError(f"reallocate({group.name}): give strategy= (such as hf.FSDP()) or pool=, or both.")
+    if strategy is not None:
+        if not is_strategy(strategy):
+            raise ConfigError(f"reallocate({group.name}, strategy={strategy!r}): give a strategy such as hf.FSDP().")
+        if "train" not in settings:
+            raise ConfigError(
+                f"reallocate({group.name}, strategy={strategy!r}): {group.worker_class.__name__} does not train."
+            )
+        settings["train"] = strategy
+    if generate is not KEEP:
         settings = _generating(group, settings, generate)
     if pool is not None and not isinstance(pool, ResourcePool):
         raise ConfigError(f"reallocate({group.name}, pool={pool!r}): give a ResourcePool or a slice of one.")
     session = group.session
-    where = session.pool_of(group) if pool is None else pool
+    where = (
+        pool if pool is not None else next(p for p in session.pools if p.name == group.pool_name).part(group.members)
+    )
     where.check_open()
     if where.session is not session:
         raise PlacementError(f"{group.name} and the pool that it should move to belong to different sessions.")
     if (where.name, where.members) == (group.pool_name, group.members) and settings == group.settings:
         return group
     leaves = group if "train" in settings else None
-    grid = None if isinstance(to, TrainStrategy) else _own_grid(group, where, generate)
+    grid = _own_grid(group, where, generate) if strategy is None else None
     for now_or_then in (group.settings, settings):
         group.worker_class.check_written(now_or_then)
-    new = planned(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
-    here, there = (reallocation.weights_layout(placed, built=False) for placed in (group.placed, new))
+    new = ranks_on(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
+    here, there = (reallocation.weights_layout(session, ranks, built=False) for ranks in (group.ranks, new))
     reallocation.check_same_model(here, there, group.name, f"{group.name} as it would be")
     reallocation.reallocate(group, new)
     return group
@@ -181,7 +188,7 @@ def reallocate(
 
 def _generating(group: WorkerGroup, settings: dict[str, Any], generate: Any) -> dict[str, Any]:
     """The settings with another way to generate, or none. Errors: ConfigError where that is not the group's to say."""
-    if group.elsewhere("generate_sequences"):
+    if group.has_replica_for("generate_sequences"):
         raise ConfigError(f"reallocate({group.name}, generate=...): it generates where its placement says.")
     if "generate" not in settings:
         raise ConfigError(f"reallocate({group.name}, generate=...): {group.worker_class.__name__} cannot generate.")
@@ -198,15 +205,15 @@ def _check_group(what: str, group: WorkerGroup) -> None:
         raise ConfigError(f"{what}({group.name}): {group.worker_class.__name__} has no weights that could be moved.")
 
 
-def _own_grid(group: WorkerGroup, where: ResourcePool, generate: VLLM | str | None) -> RankGrid | None:
+def _own_grid(group: WorkerGroup, where: ResourcePool, generate: Any) -> RankGrid | None:
     """Where `group` was placed with a grid of its own: one of the same p and t on other devices.
 
     Errors: PlacementError when these sizes do not fit.
     """
     old = group.grid
-    if not group.placed.own_grid:
+    if not group.ranks.own_grid:
         return None
-    if where.size % (old.p * old.t) or generate != "as it was":
+    if where.size % (old.p * old.t) or generate is not KEEP:
         raise PlacementError(
             f"{group.name} was placed with a grid of its own, p={old.p} and t={old.t}, which reallocate keeps: give a "
             f"multiple of {old.p * old.t} devices (found {where.size}) and no generate=, or a strategy that says sizes."
@@ -234,17 +241,8 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
 
 
 def _use(spec: Any) -> dict[str, Any]:
-    """What says how a model computes with its tensors: of a TransformersSpec its whole config, but for labels."""
+    """The settings that decide how a model computes: of a TransformersSpec its config without labels."""
     config: dict[str, Any] | None = getattr(spec, "config", None)
     if config is None:
         return {name: getattr(spec, name) for name in _USE}
     return {name: value for name, value in config.items() if not name.endswith(_LABELS)}
-
-
-def _identity(rule: AdaptiveKL | Lagrange) -> str:
-    """Names one object: two runs with equal settings do not share a coefficient."""
-    name = getattr(rule, "_identity", None)
-    if name is None:
-        name = uuid.uuid4().hex
-        object.__setattr__(rule, "_identity", name)
-    return name

@@ -28,7 +28,12 @@ class ModelError(HybridFlowError, ValueError):
 
 
 class CheckpointError(HybridFlowError, ValueError):
-    """A checkpoint directory is missing, incomplete or does not match the model."""
+    """A checkpoint directory is missing, incomplete, does not match the model or cannot be written.
+
+    `rank` is the one that met it, where all ranks of a group raise the same.
+    """
+
+    rank: int | None = None
 
 
 class LayoutError(HybridFlowError, ValueError):
@@ -99,7 +104,8 @@ class WorkerError(HybridFlowError, RuntimeError):
         if not isinstance(self.cause, HybridFlowError) or isinstance(self.cause, WorkerError):
             return self
         both = type(kind.__name__, (WorkerError, kind), {"__module__": kind.__module__, "__reduce__": _reduce_both})
-        error = both.__new__(both, self.args[0])
+        assert both.__base__ is not None
+        error = both.__base__.__new__(both, self.args[0])  # of the base that fixes the layout: OSError's, of a timeout
         error.args = self.args
         error.__dict__.update(self.__dict__)
         return error

@@ -7,9 +7,9 @@ from typing import Any
 
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
-from hybridflow.data.drawing import check_sizes
+from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
-from hybridflow.data.texts import TextSource
+from hybridflow.data.resumable_sampler import check_sizes
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import PromptError
 
@@ -27,8 +27,9 @@ class PromptLoader:
     Batches have `row_id` [B] int64, `prompt` and the further columns as objects, and `prompt_ids` (ragged int64) when a
     `tokenizer` (a checkpoint directory, hub name, or tokenizer of transformers) is given; otherwise the actor
     tokenises. Messages that end with one of the assistant are continued, else a turn of the assistant is opened. With
-    `max_prompt_tokens` longer prompts are left out: `filtered` says how many. `workers` processes map and tokenise
-    ahead.
+    `max_prompt_tokens` longer prompts are left out: `filtered` says how many. A prompt of more than 4,194,304
+    characters is never tokenised: it is left out as well, or refused without `max_prompt_tokens`. `workers` processes
+    map and tokenise ahead.
 
     The order follows from `seed`; `state()` and `load_state` continue a run exactly where it was, also in the middle of
     an epoch and with another number of `workers`. A state knows the prompts in their order and the names of the
@@ -84,7 +85,7 @@ class PromptLoader:
         session = Session.current()
         for batch in self.source:
             session.next_iteration(self.in_flight)
-            yield BatchRef.from_batch(batch, session)
+            yield BatchRef.from_batch(batch)
         session.drain()
 
     def state(self) -> dict[str, Any]:
@@ -101,9 +102,11 @@ class TextLoader:
 
     `texts` is anything that a `PromptLoader` takes. Of the column `text` ("text" if none is named) all but the first
     token is learned, between the tokenizer's tokens for beginning and end; of a text longer than `max_tokens` each
-    epoch takes the next piece. Or `prompt` and `completion` name two columns (text; a prompt may be chat messages, a
-    completion the assistant's one message): the completion and the end are learned, cut at `max_tokens` in all;
-    records whose prompt leaves no room are left out: `filtered` says how many.
+    epoch takes the next piece. A text of more than 65,536 characters (or 8 `max_tokens`, if that is more) is cut into
+    sections of at most that length, each epoch takes a piece of the next section, and no more than that is tokenised.
+    Or `prompt` and `completion` name two columns (text; a prompt may be chat messages, a completion the assistant's one
+    message): the completion and the end are learned, cut at `max_tokens` in all; records whose prompt leaves no room
+    are left out: `filtered` says how many.
 
     Batches have `row_id` [B] and `num_tokens` [B] int64, `prompt_ids` and `response_ids` ragged int64, `response_mask`
     ragged bool, all True. Unlike a `PromptLoader` it neither waits nor counts iterations: take `next(texts)` in the
@@ -158,7 +161,8 @@ class TextLoader:
         except PromptError:
             self._batches = iter(self.source)  # what has raised is over, and would end a loop in silence
             raise
-        return BatchRef.from_batch(batch, Session.current())
+        Session.current()  # its store takes large columns
+        return BatchRef.from_batch(batch)
 
     def state(self) -> dict[str, Any]:
         """What `load_state` needs to continue with the next batch: plain data, for JSON."""

@@ -22,7 +22,7 @@ from hybridflow.errors import HybridFlowError, PlacementError, nearest
 Strategy = Megatron | FSDP | ZeRO
 _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
 GIB = float(1 << 30)
-_MOST = 1 << 20  # devices of a range, so that a slip of the pen is told and not built
+_MOST = 1 << 20  # devices of a range: a typing error must not fill the memory
 _MEANT = MappingProxyType(
     {
         "float": "finite number of at least 0",
@@ -34,7 +34,7 @@ _MEANT = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class CallPlacement:
     """`method` runs on `devices` in the sizes (p, t, d), with weights that its group gives them."""
 
     method: str
@@ -60,7 +60,7 @@ class GroupPlacement:
     nodes: tuple[int, ...]
     train: Strategy | None = None
     generate: tuple[int, int] | None = None
-    elsewhere: tuple[Elsewhere, ...] = ()
+    elsewhere: tuple[CallPlacement, ...] = ()
     memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
@@ -365,9 +365,9 @@ def _strategy(plain: Mapping[str, Any] | None) -> Strategy | None:
     return _STRATEGIES[name](**settings)
 
 
-def _elsewhere(plain: Mapping[str, Any]) -> Elsewhere:
+def _elsewhere(plain: Mapping[str, Any]) -> CallPlacement:
     p, t, d = plain["sizes"]
-    return Elsewhere(plain["method"], _numbers(plain["devices"]), (p, t, d))
+    return CallPlacement(plain["method"], _numbers(plain["devices"]), (p, t, d))
 
 
 def _from_plain(plain: Mapping[str, Any]) -> Placement:

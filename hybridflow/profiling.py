@@ -18,23 +18,22 @@ from typing import Any
 
 import torch
 
-from hybridflow.batch import Batch
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import VLLM
-from hybridflow.engines.profile import BIG, Points, Probe
+from hybridflow.engines.profile import BIG, EngineProbe, Points
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.model_spec import ModelSpec
-from hybridflow.planner.cluster_spec import slowed
-from hybridflow.planner.devices import DEVICES
-from hybridflow.planner.profiles import Curve, LayerProfile, Pass, architecture
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, Pass, architecture
+from hybridflow.planner.describe.cluster_spec import DEVICES, slowed
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
-from hybridflow.ragged import Ragged
 from hybridflow.settings import require, settings, whole
 from hybridflow.topology import RankGrid
-from hybridflow.tracing import configuration
+from hybridflow.tracing.trace import configuration
 from hybridflow.workers.worker import Worker, place
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class ProfileWorker(Worker):
     role = "profile"
 
     def __init__(self, *, config: Mapping[str, Any], length: int, repeats: int) -> None:
-        self.probe = Probe(self.context, config, length, repeats)
+        self.probe = EngineProbe(self.context, config, length, repeats)
 
     @register(ONE_TO_ALL, blocking=True)
     def measure(self, what: str, arguments: tuple[Any, ...]) -> Any:
@@ -103,8 +102,8 @@ def profile(model: str | os.PathLike[str], devices: int, **how: Any) -> LayerPro
     """Measured on one node's first `devices` devices of the session's cluster; `how` says how much, see `Amounts`.
 
     `model` is a directory with a `config.json`, such a file, or a name of the hub; no weights are read.
-    Errors: ConfigError for amounts that are none, CheckpointError and ModelError for a model that is none or is not
-    supported, PlacementError for more devices than there are.
+    Errors: ConfigError for wrong amounts, CheckpointError and ModelError for a path without a model or an
+    unsupported one, PlacementError for more devices than there are.
     """
     amounts, config = Amounts(devices=devices, **how), configuration(model)
     spec = ModelSpec.from_hf_config(config)
@@ -163,7 +162,7 @@ class _Profiling:
         rows, half = 8 * self.amounts.devices, max(1, self.amounts.length // 2)
         ids = Ragged.from_lengths(torch.zeros(rows * half, dtype=torch.int64), [half] * rows)
         with self._group(1, self.amounts.devices) as group:
-            given = BatchRef.from_batch(Batch({"prompt_ids": ids, "response_ids": ids}), self.pool.session)
+            given = BatchRef.from_batch(Batch({"prompt_ids": ids, "response_ids": ids}))
             group.look(given).get()
             start = time.perf_counter()
             for _ in range(_CALLS):
@@ -211,14 +210,16 @@ class _Profiling:
 
     def _decode(self, t: int, device: str) -> None:
         few, many = self._layers(t)
+        steps = self.amounts.steps
+        prompt = max(1, min(self.amounts.length // 2, self.spec.context - steps - 1))
         try:
-            check_vllm(self.spec, VLLM(tp=t, max_length=min(self.spec.context, self.amounts.length)), device)
+            check_vllm(self.spec, VLLM(tp=t, max_length=prompt + steps + 1), device)
         except (ModelError, ConfigError) as error:
             logger.info("generation with t=%d is not measured: %s", t, error)
             return
         rows = _powers(self.amounts.rows)
         with self._group(t, 1) as group:
-            ranks = {n: group.measure("decode", (n, rows, self.amounts.steps)) for n in (few, many)}
+            ranks = {n: group.measure("decode", (n, rows, prompt, steps)) for n in (few, many)}
         at, busy = {n: _slowest(found)["decode"] for n, found in ranks.items()}, _share(chain(*ranks.values()), "busy")
         layer, rest = [], []
         for (count, one), (_, more) in zip(at[few], at[many], strict=True):

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
-from typing import Any, TypeVar, dataclass_transform, get_args
+from numbers import Integral, Real
+from typing import Any, TypeGuard, TypeVar, dataclass_transform, get_args
 
 from hybridflow.errors import ConfigError, nearest
 
@@ -35,7 +36,7 @@ def _check_names(cls: type, values: Mapping[str, Any]) -> None:
     for name in values:
         if name not in known:
             instead = getattr(cls, "_instead", {}).get(name)  # of what others have and this one does in its own way
-            hint = f" {instead}" if instead else nearest(name, known)
+            hint = f" {instead}" if instead else nearest(name, known) if known else " It takes none."
             raise ConfigError(f"{cls.__name__} has no setting {name!r}.{hint}")
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
@@ -48,23 +49,50 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number, of Python or numpy; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number, of Python or numpy; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def at_least(owner: Any, minimum: float, *names: str) -> None:
     """The settings `names` are finite numbers of at least `minimum`, or None where that is their default."""
-    for name in names:
-        value = getattr(owner, name)
-        if value is None and getattr(type(owner), name, 0) is None:
-            continue
-        good = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value >= minimum
+    for name, value in _given(owner, names):
+        good = is_number(value) and value >= minimum
         require(good, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
+
+
+def above(owner: Any, limit: float, *names: str) -> None:
+    """The settings `names` are finite numbers above `limit` (-inf: any), or None where that is their default."""
+    for name, value in _given(owner, names):
+        bound = "" if limit == -math.inf else f" above {limit:g}"
+        none = " or None" if getattr(type(owner), name, 0) is None else ""
+        good = is_number(value) and value > limit
+        require(good, f"{type(owner).__name__}({name}={value!r}): must be a finite number{bound}{none}.")
+
+
+def share(owner: Any, *names: str) -> None:
+    """The settings `names` are numbers from 0 to 1."""
+    for name, value in _given(owner, names):
+        good = is_number(value) and 0 <= value <= 1
+        require(good, f"{type(owner).__name__}({name}={value!r}): must be a number from 0 to 1.")
+
+
+def _given(owner: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
+    """The named settings with their values, without those that are None by default."""
+    values = [(name, getattr(owner, name)) for name in names]
+    return [(name, value) for name, value in values if value is not None or getattr(type(owner), name, 0) is not None]
 
 
 def whole(owner: Any, minimum: int, *names: str) -> None:
     """The settings `names` are whole numbers of at least `minimum`, or None where that is their default."""
-    for name in names:
-        value = getattr(owner, name)
-        if not (value is None and getattr(type(owner), name, 0) is None):
-            good = type(value) is int and value >= minimum
-            require(good, f"{type(owner).__name__}({name}={value!r}): must be a whole number of at least {minimum}.")
+    for name, value in _given(owner, names):
+        good = type(value) is int and value >= minimum
+        require(good, f"{type(owner).__name__}({name}={value!r}): must be a whole number of at least {minimum}.")
 
 
 def as_tuple(owner: object, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import logging
 import math
@@ -16,9 +17,9 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from hybridflow.cluster.session import Session
-from hybridflow.cluster.traced import TracedSession
 from hybridflow.errors import ConfigError
-from hybridflow.run_display import RunDisplay
+from hybridflow.kept_files import KeptFiles
+from hybridflow.tracker_display import RunDisplay
 
 logger = logging.getLogger(__name__)
 
@@ -38,26 +39,34 @@ class Tracker:
     """Writes a run's figures to `directory`, and shows them.
 
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
-      figures of `log`, in complete lines, so that it can be followed while the run goes on. With groups at work there
-      are `time/<role>.<method>` (s, of the slowest rank) too.
+      figures of `log`, in complete lines, so that a running file can be followed. Groups add
+      `time/<role>.<method>` (s, of the slowest rank).
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
 
     A directory that has such files already keeps them: they are renamed to `metrics.<n>.jsonl` and so on, and the new
     run starts afresh. `total` is the number of iterations to come, for the display. `console=False` shows nothing.
+
+    What cannot be written (a full disk, a directory that was removed) does not stop the run: each kind of error is one
+    warning, the figures are kept and written when they can be, and the end says what is missing then.
 
     `log` is one iteration behind; `finish` writes the last one and draws the curve. Who neither calls it nor uses
     `with` gets it at the end of the session (`hf.shutdown()`) or of the program.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, total: int | None = None, console: bool = True) -> None:
-        if isinstance(session := Session.existing(), TracedSession):
-            directory, console = session.scratch(), False
+        if (session := Session.existing()) is not None and session.traces:
+            directory, console = session.backend.scratch(), False
         self.directory = Path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"Tracker({str(directory)!r}): this is a file. Give a directory for the run.")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        _set_aside(self.directory)
-        self._file = (self.directory / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _set_aside(self.directory)
+            (self.directory / "metrics.jsonl").touch()
+        except OSError as error:
+            why = f"{error.strerror}: {error.filename}"
+            raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
+        self._files, self._closed = KeptFiles(self.directory), False
         self._display = RunDisplay(total) if console else None
         self._pending: tuple[tuple[Metrics, ...], int] | None = None
         self._step, self._start = 0, time.perf_counter()
@@ -73,7 +82,7 @@ class Tracker:
         So the driver is at most one iteration behind and never waits for the iteration that it has just issued.
         Errors: ConfigError for figures that are no mapping or no numbers, and whatever a failed call raises.
         """
-        if self._file.closed:
+        if self._closed:
             raise ConfigError("this run's tracker is finished: make a new Tracker to log more.")
         self._step += 1
         session = Session.existing()
@@ -87,33 +96,34 @@ class Tracker:
 
     def samples(self, rows: Sequence[Mapping[str, Any]], *, title: str = "samples") -> None:
         """Show rows (prompts, responses, rewards, ...) as a table, and append them to `samples.jsonl`."""
-        with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps({"step": self._step, "title": title, **row}, default=_plain) + "\n")
+        lines = [json.dumps({"step": self._step, "title": title, **row}, default=_plain) for row in rows]
+        self._files.append("samples.jsonl", lines)
         if self._display is not None:
-            self._display.samples(rows, title)
+            with self._files.forgiving("the display"):
+                self._display.samples(rows, title)
 
     def note(self, **figures: Any) -> None:
         """Single figures of the whole run (accuracy before and after), kept in `notes.json`."""
         self._notes |= figures
-        (self.directory / "notes.json").write_text(json.dumps(self._notes, default=_plain, indent=2) + "\n")
+        self._files.replace("notes.json", (json.dumps(self._notes, default=_plain, indent=2) + "\n").encode())
 
     def finish(self) -> None:
         """Wait for the last iteration, draw the reward curve, close. Can be called again."""
-        if self._file.closed:
+        if self._closed:
             return
         try:
             if self._pending is not None:
                 pending, self._pending = self._pending, None
                 self._write(*pending)
+            if self._rewards:
+                with self._files.forgiving("reward.png"):
+                    self._files.replace("reward.png", drawn_curve(self._rewards))
         finally:
             self._close()
-        if self._rewards:
-            draw_curve(self._rewards, self.directory / "reward.png")
 
     def _finish_late(self) -> None:
-        """`finish`, where nobody is left to catch what a failed call raises; nor to wait, if the program failed."""
-        if self._file.closed:
+        """`finish` at the end of the program: errors are logged, and a failed program is not waited for."""
+        if self._closed:
             return
         if _failed() and self._pending is not None and not all(map(_is_there, self._pending[0])):
             logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
@@ -142,20 +152,26 @@ class Tracker:
         if "response/tokens" in line:
             line["perf/tokens_per_second"] = line["response/tokens"] / max(line["time/iteration"], 1e-9)
         # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
-        self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
+        plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        self._files.append("metrics.jsonl", [json.dumps(plain)])
         if math.isfinite(line.get("reward/mean", math.nan)):
             self._rewards.append((step, line["reward/mean"]))
         if self._display is not None:
-            self._display.iteration(line)
+            with self._files.forgiving("the display"):
+                self._display.iteration(line)
 
     def _close(self) -> None:
         atexit.unregister(self._finish_late)
-        self._file.close()
+        self._closed = True
+        self._files.write()
+        if missing := self._files.missing():
+            logger.warning("%s lacks what could not be written: %s.", self.directory, missing)
         if self._display is not None:
-            self._display.close()
+            with self._files.forgiving("the display"):
+                self._display.close()
 
 
-def draw_curve(points: Sequence[tuple[int, float]], path: Path, window: int = 5) -> None:
+def drawn_curve(points: Sequence[tuple[int, float]], window: int = 5) -> bytes:
     """The mean reward over iterations, and its mean over `window` iterations, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -168,7 +184,8 @@ def draw_curve(points: Sequence[tuple[int, float]], path: Path, window: int = 5)
     axes.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"mean of {window}")
     axes.grid(alpha=0.3)
     axes.legend()
-    FigureCanvasAgg(figure).print_png(str(path))
+    FigureCanvasAgg(figure).print_png(png := io.BytesIO())
+    return png.getvalue()
 
 
 def _resolve(part: Metrics) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hybridflow as hf
-from hybridflow.columns import Objects
+from hybridflow.batch.columns import Objects
 from hybridflow.data.prompts import read_prompts
 from recipes.task import Task
 

@@ -63,9 +63,9 @@ class ArithmeticFiles:
     held_out: Path
 
 
-def exact_match(prompt: str, response: str, answer: str) -> float:
-    """The reward: 1.0 when the response is the answer and nothing else, else 0.0."""
-    return float(response.strip() == answer)
+def exact_match(completions: list[str], answer: list[str]) -> list[float]:
+    """The reward: 1.0 where the completion is the answer and nothing else, else 0.0."""
+    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def make(directory: str | os.PathLike[str], task: Arithmetic | None = None) -> ArithmeticFiles:

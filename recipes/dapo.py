@@ -24,12 +24,13 @@ batch_size: 16        # prompts of one draw
 n: 8                  # responses to each
 rows: 128             # responses in a batch: of groups whose rewards differ, from up to max_rounds draws
 max_rounds: 4
-overlong: 2           # so many tokens before max_tokens the penalty on length begins
+overlong: 2           # tokens before max_tokens at which the penalty on length begins
 minibatches: 2
 devices: [2]          # devices of each node
 clip: 0.2
 clip_high: 0.28
-actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+        optim: {lr: 5.0e-5, warmup_steps: 20}}
 """
 
 
@@ -43,9 +44,9 @@ def main(arguments: list[str]) -> None:
         model=job.model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
-        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+        generate=hf.VLLM(**cfg.actor.generate),
     )
-    overlong = hf.rewards.Overlong(cfg.actor.generate.max_tokens, cfg.overlong)
+    overlong = hf.rewards.Overlong(cfg.actor.generate.sampling.max_tokens, cfg.overlong)
     reward = hf.RewardWorker.on(pool, **scorers.together(job.reward, overlong=overlong))
     tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
     accuracy = Accuracy(actor, reward, job, tracker)

@@ -26,7 +26,8 @@ minibatches: 2
 devices: [2]          # devices of each node
 clip: 3.0e-4
 clip_high: 4.0e-4
-actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+        optim: {lr: 5.0e-5, warmup_steps: 20}}
 """
 
 
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> None:
         model=job.model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
-        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+        generate=hf.VLLM(**cfg.actor.generate),
     )
     reward = hf.RewardWorker.on(pool, **job.reward)
     tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)

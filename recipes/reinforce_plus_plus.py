@@ -25,7 +25,8 @@ minibatches: 2
 devices: [2]          # devices of each node
 kl_coef: 0.02
 clip: 0.2
-actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+        optim: {lr: 5.0e-5, warmup_steps: 20}}
 reference: {train: {tp: 2}}
 """
 
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> None:
         model=job.model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
-        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+        generate=hf.VLLM(**cfg.actor.generate),
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)

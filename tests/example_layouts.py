@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 
 SPEC = ModelSpec(
     family="qwen2", hidden=8, intermediate=12, layers=3, heads=4, kv_heads=2, head_dim=2, vocab=10, qkv_bias=True

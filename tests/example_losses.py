@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 import hybridflow as hf
-from hybridflow.algorithms.loss import Loss, policy_loss, value_loss
-from hybridflow.ragged import Ragged
+from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.registry import policy_loss, value_loss
+from hybridflow.batch.ragged import Ragged
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 SHARED = {"entropy_coef": 0.02, "kl_coef": 0.1}
@@ -26,10 +27,13 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "ppo-shared": ("ppo", {"dual_clip": 1.5, "clip_high": 0.3, "rollout_correction": "token", **SHARED}),
     "gspo": ("gspo", {"clip": 0.1, "clip_high": 0.1}),
     "gspo-shared": ("gspo", {"clip": 0.2, "clip_high": 0.2, "rollout_correction": "sequence", **SHARED}),
-    "cispo": ("cispo", {"rollout_correction": hf.RolloutCorrection("geometric", mode="reject", high=1.1)}),
+    "cispo": ("cispo", {"rollout_correction": hf.algorithms.RolloutCorrection("geometric", mode="reject", high=1.1)}),
     "geo_mean": ("geo_mean", {"clip": 0.2, **SHARED}),
     "sapo": ("sapo", {}),
-    "reinforce": ("reinforce", {"rollout_correction": hf.RolloutCorrection("sequence", mode="reject", high=1.5)}),
+    "reinforce": (
+        "reinforce",
+        {"rollout_correction": hf.algorithms.RolloutCorrection("sequence", mode="reject", high=1.5)},
+    ),
     "pretrain": ("pretrain", {"coef": 0.3}),
     "row_ratio": (row_ratio, SHARED),
     "value": ("value", {"clip": 0.1}),

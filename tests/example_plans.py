@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from hybridflow.errors import PlacementError
-from hybridflow.model_spec import ModelSpec
-from hybridflow.planner.cluster_spec import ClusterSpec, NodeSpec
-from hybridflow.planner.devices import DeviceSpec
-from hybridflow.planner.graph import Graph, grpo, ppo
-from hybridflow.planner.plans import CallPlan
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.hardware import Coefficients
+from hybridflow.planner.cost.pipeline_cost import CallCost
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
+from hybridflow.planner.describe.graph import Graph, grpo, ppo
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.problem import Problem
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int = 128256) -> ModelSpec:
@@ -58,42 +62,32 @@ def cluster(nodes: int, count: int, memory: float = 1e12) -> ClusterSpec:
     return ClusterSpec((NodeSpec(device, count, 1e11),) * nodes, 1e10)
 
 
-@dataclass(frozen=True)
-class Priced:
-    seconds: float
-    limit: str = "arithmetic"
-    busy: float = 1.0
-
-
-@dataclass
-class PlainCosts:
+class PlainCosts(Simulator):
     """Seconds and bytes by closed formulas. `asked` counts what was asked for."""
 
-    graph: Graph
-    cluster: ClusterSpec
-    tokens: float = 1e6
-    rows: int = 512
-    asked: int = 0
-    usable_memory: float = 1.0
+    def __init__(self, graph: Graph, cluster: ClusterSpec, tokens: float = 1e6, usable_memory: float = 1.0) -> None:
+        coefficients = Coefficients(usable_memory=usable_memory)
+        super().__init__(cluster, graph, Workload(rows=512, prompt=1, response=1), coefficients)
+        self.tokens, self.rows, self.asked = tokens, 512, 0
 
-    def cost(self, call: str, plan: CallPlan, room: float | None = None) -> Priced:
+    def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
         self.asked += 1
         found, (p, t, d) = self.graph.call(call), self._sizes(plan)
         if d > self.rows:
             raise PlacementError(f"{self.rows} rows cannot be spread over d={d}.")
         if (model := self.graph.models[found.group]) is None:
-            return Priced(0.5 / d)
+            return CallCost.of(compute=0.5 / d)
         flops = {"training": 6.0, "generation": 0.5}.get(found.kind, 2.0) * _parameters(model) * self.tokens
         compute = flops / (plan.mesh.size * 1e14 * (1 - 0.04 * math.log2(t)))
         if found.kind == "generation":
             steps = 200 * (2.0 * _parameters(model) / (p * t) / 1e12 + 1e-5 * model.layers) * p
             need = 20.0 * model.layers * model.hidden * self.tokens / (plan.mesh.size / t / p) / (t * p) / 16
             waves = 1 if room is None else min(16, math.ceil(need / max(room, 1.0)))
-            return Priced(compute + (steps + 200 * model.layers * 2e-5 * (t > 1)) * waves, "decode")
+            return CallCost.of(decode=compute + (steps + 200 * model.layers * 2e-5 * (t > 1)) * waves)
         wire = self.tokens / d / p * model.layers * model.hidden * 4 * (t - 1) / t / 1e11
         bubble = compute * (p - 1) / max(1.0, self.rows / d / 8)
         spread = 4.0 * _parameters(model) / (p * t) * (d - 1) / d / (1e10 if plan.mesh.size > 8 else 1e11)
-        return Priced(compute + wire + bubble + (spread if found.kind == "training" else 0.0))
+        return CallCost.of(compute=compute + wire + bubble + (spread if found.kind == "training" else 0.0))
 
     def static(self, group: str, plan: CallPlan) -> float:
         model, (p, t, d) = self.graph.models[group], self._sizes(plan)
@@ -109,10 +103,10 @@ class PlainCosts:
         copy = 2.0 * _parameters(model) / (p * t) if home is not None and home != plan else 0.0
         return each * model.hidden * 2048 * max(1.0, self.rows / d / 64) * model.layers / t / 4 + copy
 
-    def room(self, call: str, plan: CallPlan, beside: float) -> float:
+    def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         p, t, _ = self._sizes(plan)
         model = self.graph.models[self.graph.call(call).group]
-        taken = beside + (2.0 * _parameters(model) / (p * t) if model else 0.0)
+        taken = (beside or 0.0) + (2.0 * _parameters(model) / (p * t) if model else 0.0)
         return max(0.0, self.cluster.device(plan.mesh.devices[0]).memory - taken)
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
@@ -126,3 +120,20 @@ class PlainCosts:
 
     def _sizes(self, plan: CallPlan) -> tuple[int, int, int]:
         return plan.parallel.p, plan.parallel.t, plan.parallel.d
+
+
+def obeys(problem: Problem, plan: ExecutionPlan) -> bool:
+    """The plan keeps all constraints."""
+    for call in problem.calls:
+        here = plan[call.name]
+        if not problem.rules.allows(call.group, here.mesh, here.parallel, call.kind == "generation"):
+            return False
+    meshes = {group: [plan[c.name].mesh for c in problem.graph.of_group(group)] for group in problem.graph.groups}
+    for pair in problem.rules.apart:
+        if any(a.overlaps(b) for a in meshes[pair.first] for b in meshes[pair.second]):
+            return False
+    if any(len({plan[name] for name in names}) > 1 for names in problem.alike):
+        return False
+    if not all(plan[name].within(plan[home]) for name, home in problem.hybrid):
+        return False
+    return all(len({*meshes[pair.first], *meshes[pair.second]}) == 1 for pair in problem.rules.together)

@@ -1,4 +1,4 @@
-"""Reward functions, good and bad, for the answers "2", "3", "4" and "6". Imports little: children load this file."""
+"""Reward functions, good and bad, for the answers "2", "3", "4" and "6". Imports little: workers load this file."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ async def freezes_on_three(prompt, response, answer):
     return 1.0
 
 
-def ends_the_nursery_on_three(prompt, response, answer):
+def kills_the_template_on_three(prompt, response, answer):
     if answer == "3":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     return 1.0
 
 
-def ends_the_nursery_on_three_of_all(prompts, completions, answer):
-    return [ends_the_nursery_on_three(*row) for row in zip(prompts, completions, answer)]
+def kills_the_template_on_three_of_all(prompts, completions, answer):
+    return [kills_the_template_on_three(*row) for row in zip(prompts, completions, answer)]

@@ -7,7 +7,8 @@ Shapes: B rows, R response tokens.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ SIZES: dict[str, Any] = {
     "eos_token_id": TEXT.vocabulary[EOS],
     "pad_token_id": TEXT.vocabulary[PAD],
 }
+
+
+@contextmanager
+def away(directory: str | Path) -> Iterator[None]:
+    """The directory has another name within."""
+    there = Path(directory).rename(f"{directory}.away")
+    try:
+        yield
+    finally:
+        there.rename(directory)
 
 
 def make_policy(directory: Path, *, seed: int = 0, tokenizer: bool = True, **sizes: Any) -> Path:

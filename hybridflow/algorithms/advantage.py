@@ -1,138 +1,150 @@
-"""compute_advantage: from rewards to advantages and returns, by the name of an estimator.
+"""compute_advantage: from rewards to advantages and returns, by an estimator.
 
 Shapes: B rows, R response tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from numbers import Real
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.credit import token_rewards
-from hybridflow.algorithms.estimators import ESTIMATORS, Estimator, EstimatorFunction, Options
-from hybridflow.algorithms.kl import FixedKL, KLState, check_kl_kind, penalise
-from hybridflow.algorithms.lagrange import LagrangeState
-from hybridflow.algorithms.typed_columns import check_finite, mask_column, token_column, with_mask_of_bools
-from hybridflow.batch import Batch
-from hybridflow.errors import BatchError, ConfigError, EmptyBatchError, nearest
-from hybridflow.ragged import Ragged
-
-KLCoef = float | FixedKL | KLState
-
-
-def find_estimator(estimator: str | EstimatorFunction) -> Estimator:
-    """By name, or a user's function.
-
-    The function's attributes `reads` and `writes` name its columns, as those of `Estimator`; without `reads`, it is
-    sent all columns. Errors: ConfigError for an unknown name, with the nearest known one.
-    """
-    if callable(estimator):
-        name = getattr(estimator, "__name__", type(estimator).__name__)
-        reads, writes = getattr(estimator, "reads", None), getattr(estimator, "writes", ())
-        return Estimator(name=name, function=estimator, reads=reads, writes=writes, built_in=False)
-    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
-        raise ConfigError(f"advantage estimator {estimator!r} is unknown.{nearest(str(estimator), ESTIMATORS)}")
-    return ESTIMATORS[estimator]
-
-
-def check_advantage(
-    estimator: str | EstimatorFunction, options: Options, *, kl_coef: Any = None, kl: str | None = None
-) -> Estimator:
-    """Check a call of `compute_advantage` without data. Errors: ConfigError, with the nearest name."""
-    found = find_estimator(estimator)
-    found.check(options)
-    if kl is not None:
-        check_kl_kind(kl)
-        if kl_coef is None:
-            raise ConfigError(
-                f"compute_advantage(kl={kl!r}) without kl_coef takes no penalty: give kl_coef=..., or leave out kl."
-            )
-    if _uses_kl(kl_coef) and found.kl == "unused":
-        raise ConfigError(
-            f"advantage estimator {found.name!r} does not look at the total reward, so a KL penalty in it would be "
-            f"without effect. Leave out kl_coef here and use update_actor(batch, kl_coef=...)."
-        )
-    return found
-
-
-def advantage_reads(
-    estimator: str | EstimatorFunction, options: Options | None = None, *, kl_coef: Any = None
-) -> tuple[str, ...] | None:
-    """Columns that `compute_advantage` reads (None: every column)."""
-    own = find_estimator(estimator).columns_read(options or {})
-    if own is None:
-        return None
-    return ("rewards", "response_mask", *own, *(("old_log_probs", "ref_log_probs") if _uses_kl(kl_coef) else ()))
-
-
-def advantage_writes(estimator: str | EstimatorFunction, *, kl_coef: Any = None) -> tuple[str, ...]:
-    """Columns that `compute_advantage` writes."""
-    own = find_estimator(estimator).writes
-    return ("advantages", "returns", *own, *(("kl", "kl_coef") if _uses_kl(kl_coef) else ()))
+from hybridflow.algorithms.advantages.estimator import Estimator
+from hybridflow.algorithms.advantages.token_rewards import token_rewards
+from hybridflow.algorithms.kl import AdaptiveKL, Controller, check_kl_kind, kl_estimate
+from hybridflow.algorithms.masked import finite_column, mask_column, with_bool_mask
+from hybridflow.algorithms.registry import find_estimator
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.errors import BatchError, ConfigError, EmptyBatchError
+from hybridflow.settings import is_number
 
 
 def compute_advantage(
     batch: Batch,
-    estimator: str | EstimatorFunction,
+    estimator: str | Estimator | Callable[..., Any],
     *,
-    kl_coef: KLCoef | None = None,
+    kl_coef: float | AdaptiveKL | None = None,
     kl: str | None = None,
     **options: Any,
 ) -> Batch:
-    """A batch of `advantages` and `returns`, ragged [B, R] float32, exactly 0 at masked tokens (paper, table 4).
+    """`hf.compute_advantage` of a batch at hand: advantages and returns, ragged [B, R] float32, 0 at masked tokens.
 
-    Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards),
-    `response_mask` (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` and
-    `ref_log_probs`. The penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is taken from the reward of every
-    valid token; then `kl` [B] float32 (k1, nats per row) and `kl_coef` [B] float32 are written too. A `KLState` gives
-    the coefficient of this batch and then takes in its KL. Computed in float64, and rounded to float32 at the end.
-
-    Estimators over groups write as `returns` the score of the row, its summed reward, at every valid token (verl: the
-    advantages). They leave rows without a valid token out of the statistics of their group (verl and TRL count them).
+    Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards), `response_mask`
+    (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` and `ref_log_probs`. The
+    penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is taken from the reward of every valid token; then
+    `kl` [B] (k1, nats per row) and `kl_coef` [B] are written too. Computed in float64, rounded at the end.
 
     Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`; MissingColumnError;
     EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an estimator over groups
-    when every group has one row. A state that learns (`KLState`, `LagrangeState`) moves only when the call succeeds.
+    when every group has one row. An `AdaptiveKL` or `Lagrange` learns only from a call that succeeds.
     """
-    found = check_advantage(estimator, options, kl_coef=kl_coef, kl=kl)
-    if len(batch) == 0:
-        raise EmptyBatchError("compute_advantage was given a batch without rows.")
-    batch = with_mask_of_bools(batch)
-    mask = mask_column(batch)
-    rewards = token_rewards(batch.peek("rewards"), mask)
-    kl_rewards, kl_columns = _kl_rewards(batch, mask, kl_coef, kl or "k1")
-    trial = {name: replace(value) if isinstance(value, LagrangeState) else value for name, value in options.items()}
-    if found.kl == "split":
-        result = found.function(rewards, batch, kl_rewards, **trial)
-    else:
-        rewards = rewards.with_values(rewards.values + kl_rewards.values)
-        result = found.function(rewards if found.built_in else rewards.to(torch.float32), batch, **trial)
-    out = Batch({**_columns(found, result, mask), **kl_columns})
-    for name, state in trial.items():
-        if isinstance(state, LagrangeState):
-            options[name].log_multiplier = state.log_multiplier
-    if isinstance(kl_coef, KLState):
-        kl_coef.update(float(kl_columns["kl"].mean()), len(batch))
-    return out
+    return AdvantageCall.of(estimator, options, kl_coef, kl)(batch)
 
 
-def _kl_rewards(batch: Batch, mask: Ragged, kl_coef: KLCoef | None, kl: str) -> tuple[Ragged, dict[str, Tensor]]:
-    """-kl_coef * kl_t of every valid token, ragged [B, R] float64 (0 without a penalty), and `kl`, `kl_coef` [B]."""
-    nothing = mask.with_values(torch.zeros(len(mask.values), dtype=torch.float64))
-    if kl_coef is None or not _uses_kl(kl_coef):
-        return nothing, {}
-    coef = float(kl_coef.coef if isinstance(kl_coef, FixedKL | KLState) else kl_coef)
-    log_probs, reference = token_column(batch, "old_log_probs", mask), token_column(batch, "ref_log_probs", mask)
-    for name, column in (("old_log_probs", log_probs), ("ref_log_probs", reference)):
-        check_finite(name, column, mask.values)
-    row_kl = -penalise(nothing, log_probs, reference, mask, 1.0, "k1").row_sum()
-    columns = {"kl": row_kl.to(torch.float32), "kl_coef": torch.full((len(batch),), coef)}
-    return penalise(nothing, log_probs, reference, mask, coef, kl), columns
+@dataclass(frozen=True)
+class AdvantageCall:
+    """The arguments of `compute_advantage` besides the batch, checked without data. Errors: ConfigError."""
+
+    estimator: Estimator
+    kl_coef: float | AdaptiveKL | None = None
+    kl: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        estimator: str | Estimator | Callable[..., Any],
+        options: Mapping[str, Any],
+        kl_coef: float | AdaptiveKL | None = None,
+        kl: str | None = None,
+    ) -> AdvantageCall:
+        return cls(find_estimator(estimator, options), kl_coef, kl)
+
+    def __post_init__(self) -> None:
+        if self.kl is not None:
+            check_kl_kind(self.kl)
+            if self.kl_coef is None:
+                raise ConfigError(
+                    f"compute_advantage(kl={self.kl!r}) without kl_coef takes no penalty: give kl_coef=..., or leave "
+                    f"out kl."
+                )
+        coef = self.kl_coef
+        if not (coef is None or isinstance(coef, AdaptiveKL) or (is_number(coef) and coef >= 0)):
+            raise ConfigError(
+                f"kl_coef={coef!r} is not a KL coefficient: give a number of at least 0, or AdaptiveKL(...), which "
+                f"adapts the coefficient from one iteration to the next."
+            )
+        if self._penalises and self.estimator.kl == "unused":
+            raise ConfigError(
+                f"advantage estimator {self.estimator.name!r} does not look at the total reward, so a KL penalty in it "
+                f"would be without effect. Leave out kl_coef here and use update_actor(batch, kl_coef=...)."
+            )
+
+    @property
+    def _penalises(self) -> bool:
+        return isinstance(self.kl_coef, AdaptiveKL) or bool(self.kl_coef)
+
+    @property
+    def reads(self) -> tuple[str, ...] | None:
+        """The columns that the call reads (None: every column)."""
+        own = self.estimator.reads
+        penalty = ("old_log_probs", "ref_log_probs") if self._penalises else ()
+        return None if own is None else ("rewards", "response_mask", *own, *penalty)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        penalty = ("kl", "kl_coef") if self._penalises else ()
+        return ("advantages", "returns", *self.estimator.writes, *penalty)
+
+    @property
+    def controllers(self) -> list[Controller]:
+        """The arguments that learn from the call."""
+        return [value for value in (*self.estimator.options.values(), self.kl_coef) if isinstance(value, Controller)]
+
+    def __call__(self, batch: Batch) -> Batch:
+        """See `compute_advantage`. Controllers keep their states when the call fails."""
+        before = [(controller, controller.state) for controller in self.controllers]
+        try:
+            out = self._computed(batch)
+            before.clear()
+        finally:
+            for controller, state in before:
+                controller.state = state
+        if isinstance(self.kl_coef, AdaptiveKL):
+            self.kl_coef.update(float(out["kl"].mean()), len(batch))
+        return out
+
+    def _computed(self, batch: Batch) -> Batch:
+        if len(batch) == 0:
+            raise EmptyBatchError("compute_advantage was given a batch without rows.")
+        batch = with_bool_mask(batch)
+        mask = mask_column(batch)
+        rewards = token_rewards(batch.peek("rewards"), mask)
+        kl_rewards, kl_columns = self._kl_rewards(batch, mask)
+        if self.estimator.kl == "split":
+            result = self.estimator(rewards, batch, kl_rewards)  # type: ignore[call-arg]
+        else:
+            result = self.estimator(rewards.with_values(rewards.values + kl_rewards.values), batch)
+        return Batch({**_columns(self.estimator, result, mask), **kl_columns})
+
+    def _kl_rewards(self, batch: Batch, mask: Ragged) -> tuple[Ragged, dict[str, Tensor]]:
+        """-kl_coef * kl_t of valid tokens, ragged [B, R] float64 (0 without a penalty), and `kl`, `kl_coef` [B].
+
+        Ziegler et al., "Fine-tuning language models from human preferences" (2019), eq. 2; InstructGPT (2022), eq. 2.
+        """
+        nothing = torch.zeros(len(mask.values), dtype=torch.float64)
+        if not self._penalises:
+            return mask.with_values(nothing), {}
+        coef = self.kl_coef.state if isinstance(self.kl_coef, AdaptiveKL) else float(self.kl_coef or 0.0)
+        names = ("old_log_probs", "ref_log_probs")
+        policy, reference = (finite_column(batch, name, mask).values.to(torch.float64) for name in names)
+        k1 = torch.where(mask.values, kl_estimate(policy, reference, "k1"), 0.0)
+        penalty = torch.where(mask.values, -coef * kl_estimate(policy, reference, self.kl or "k1"), 0.0)
+        row_kl = mask.with_values(k1).row_sum().to(torch.float32)
+        return mask.with_values(penalty), {"kl": row_kl, "kl_coef": torch.full((len(batch),), coef)}
 
 
 def _columns(found: Estimator, result: Any, mask: Ragged) -> dict[str, Tensor | Ragged]:
@@ -170,17 +182,3 @@ def _column(estimator: str, name: str, column: Any, mask: Ragged) -> Tensor | Ra
             f"look at what else it reads, and at what it computes."
         )
     return mask.with_values(flat) if per_token else flat
-
-
-def _uses_kl(kl_coef: Any) -> bool:
-    """Errors: ConfigError when it is no coefficient."""
-    if isinstance(kl_coef, KLState | FixedKL):
-        return isinstance(kl_coef, KLState) or kl_coef.coef > 0
-    if kl_coef is None:
-        return False
-    if isinstance(kl_coef, bool) or not isinstance(kl_coef, Real):
-        raise ConfigError(
-            f"kl_coef={kl_coef!r} is no KL coefficient: give a number, FixedKL(...), or KLState(AdaptiveKL(...)), "
-            f"which keeps the coefficient from one iteration to the next."
-        )
-    return FixedKL(float(kl_coef)).coef > 0

@@ -1,21 +1,17 @@
-"""KL divergence to a reference policy: per-token estimators, the penalty in the reward, and its coefficient.
-
-Shapes: B rows, R response tokens, N response tokens of all rows.
-"""
+"""KL divergence to a reference policy: per-token estimators, and a coefficient of the penalty that adapts."""
 
 from __future__ import annotations
 
 import math
+import uuid
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.options import is_number
-from hybridflow.algorithms.precision import result_dtype
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.ragged import Ragged
+from hybridflow.settings import above
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
 MAX_LOG_RATIO = 20.0  # where log-ratios are exponentiated: exp stays finite in float32, and no inf - inf comes of it
@@ -47,39 +43,17 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "k1") -> T
     return difference.abs()
 
 
-def penalise(
-    rewards: Ragged, log_probs: Ragged, ref_log_probs: Ragged, mask: Ragged, coef: float, kind: str = "k1"
-) -> Ragged:
-    """Token rewards with the KL penalty: r_t - coef * kl_t, ragged [B, R], exactly 0 at masked tokens.
+@dataclass(eq=False)
+class Controller:
+    """A coefficient that learns from batches. One object is one coefficient: copies that travel to another process
+    share its `identity`, by which that process keeps the `state` between calls."""
 
-    Computed in float64; float64 where the rewards are, else float32.
-    Ziegler et al., "Fine-tuning language models from human preferences" (2019), eq. 2; InstructGPT (2022), eq. 2.
-    """
-    kl = kl_estimate(log_probs.values.to(torch.float64), ref_log_probs.values.to(torch.float64), kind)
-    penalised = rewards.values.to(torch.float64) - float(coef) * kl
-    return rewards.with_values(torch.where(mask.values, penalised, 0.0).to(result_dtype(rewards.dtype)))
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex, init=False, repr=False)
+    state: float = field(default=0.0, init=False, repr=False)
 
 
-@dataclass(frozen=True)
-class FixedKL:
-    """A KL coefficient that never changes. Errors: ConfigError when it is negative or not finite."""
-
-    coef: float
-
-    def __post_init__(self) -> None:
-        if not (is_number(self.coef) and self.coef >= 0):
-            raise ConfigError(f"FixedKL(coef={self.coef!r}): must be a finite number of at least 0.")
-
-    @property
-    def init(self) -> float:
-        return self.coef
-
-    def next(self, coef: float, measured: float, rows: int) -> float:
-        return coef
-
-
-@dataclass(frozen=True)
-class AdaptiveKL:
+@dataclass(eq=False)
+class AdaptiveKL(Controller):
     """A KL coefficient that steers the measured KL (nats per row) towards `target` over about `horizon` rows.
 
         e    = clip(measured / target - 1, -0.2, 0.2)
@@ -88,7 +62,7 @@ class AdaptiveKL:
     Measured is the k1 estimate summed over the valid tokens of a row, mean over the rows of the batch (the column
     `kl`), whatever estimator the penalty itself uses: `target` is in these units. One object is one coefficient, kept
     from iteration to iteration for as long as the session lives and in no checkpoint: a run that continues starts from
-    `init`, so give it the last figure `kl/coef`.
+    `init`, so give it the last value of `kl/coef`.
     Ziegler et al. (2019), section 2.2. Errors: ConfigError when a number is not positive and finite.
     """
 
@@ -97,30 +71,13 @@ class AdaptiveKL:
     horizon: float
 
     def __post_init__(self) -> None:
-        for name in ("init", "target", "horizon"):
-            if not (is_number(value := getattr(self, name)) and value > 0):
-                raise ConfigError(f"AdaptiveKL({name}={value!r}): must be a finite number above 0.")
-
-    def next(self, coef: float, measured: float, rows: int) -> float:
-        """The coefficient after a batch of `rows` rows whose mean KL per row was `measured`."""
-        error = min(max(measured / float(self.target) - 1.0, -0.2), 0.2)
-        # never below 0, which a batch of more than 5 horizons would reach
-        return coef * max(0.0, 1.0 + error * rows / float(self.horizon))
-
-
-@dataclass
-class KLState:
-    """The coefficient in use, between iterations. `compute_advantage` reads `coef` and then calls `update`."""
-
-    rule: FixedKL | AdaptiveKL
-    coef: float = field(default=math.nan)
-
-    def __post_init__(self) -> None:
-        if math.isnan(self.coef):
-            self.coef = float(self.rule.init)
+        above(self, 0, "init", "target", "horizon")
+        self.state = float(self.init)
 
     def update(self, measured: float, rows: int) -> float:
         """Take in the mean KL per row (nats) of a batch of `rows` rows; returns the next coefficient."""
         if math.isfinite(measured):
-            self.coef = self.rule.next(self.coef, measured, rows)
-        return self.coef
+            error = min(max(measured / float(self.target) - 1.0, -0.2), 0.2)
+            # never below 0, which a batch of more than 5 horizons would reach
+            self.state *= max(0.0, 1.0 + error * rows / float(self.horizon))
+        return self.state

@@ -1,4 +1,4 @@
-"""What a batch says about an iteration: reward, cost, length, KL, advantage, critic and drift figures.
+"""Metrics of an iteration from its batch: reward, cost, length, KL, advantage, critic and drift.
 
 Shapes: B rows, N response tokens of all rows.
 """
@@ -10,46 +10,21 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.credit import row_scores
+from hybridflow.algorithms.advantages.token_rewards import row_scores
 from hybridflow.algorithms.kl import MAX_LOG_RATIO, kl_estimate
-from hybridflow.algorithms.typed_columns import response_mask, token_column
-from hybridflow.algorithms.valid_lengths import valid_lengths
-from hybridflow.algorithms.whitening import masked_moments
-from hybridflow.batch import Batch
-from hybridflow.ragged import Ragged
+from hybridflow.algorithms.masked import masked_moments, response_mask, token_column, valid_lengths
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 
+_SCORES = {"rewards": "reward", "costs": "cost"}
+_MEANS = {"finished": "response/finished", "kl_coef": "kl/coef", "lagrange": "lagrange/multiplier"}
+_CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
+_TOKEN_COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", *sum(_CRITICS.values(), ()))
 METRIC_COLUMNS = (
-    "rewards",
-    "costs",
-    "response_ids",
-    "response_mask",
-    "finished",
-    "log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "kl_coef",
-    "advantages",
-    "values",
-    "returns",
-    "cost_values",
-    "cost_returns",
-    "lagrange",
-    "reward_failure",
-    "cost_failure",
+    *(*_SCORES, *_MEANS, *_TOKEN_COLUMNS),
+    *("response_ids", "response_mask", "reward_failure", "cost_failure"),
 )
 """Columns that `batch_metrics` looks at besides components; it uses those that are there."""
-
-_TOKEN_COLUMNS = (
-    "log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "advantages",
-    "values",
-    "returns",
-    "cost_values",
-    "cost_returns",
-)
-_SCORES = {"rewards": "reward", "costs": "cost"}
 
 
 def metric_columns(available: Iterable[str]) -> tuple[str, ...]:
@@ -58,7 +33,7 @@ def metric_columns(available: Iterable[str]) -> tuple[str, ...]:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Flat figures of one batch, from whatever columns are there; an empty batch has none.
+    """Flat metrics of one batch, from whatever columns are there; an empty batch has none.
 
     `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `reward/<name>/mean` of a component
     over the rows that it applies to; neither counts rows without a valid token or that could not be graded, of which
@@ -80,23 +55,18 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     out: dict[str, float] = {}
     mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
     for column, name in _SCORES.items():
-        out |= _score_figures(batch, column, name, mask)
+        out |= _score_metrics(batch, column, name, mask)
     if "response_ids" in batch:
         out |= _lengths(batch, mask)
-    if "finished" in batch:
-        out["response/finished"] = _dense(batch.peek("finished")).mean().item()
-    if "kl_coef" in batch:
-        out["kl/coef"] = _dense(batch.peek("kl_coef")).mean().item()
-    if "lagrange" in batch:
-        out["lagrange/multiplier"] = _dense(batch.peek("lagrange")).mean().item()
+    out |= {name: _dense(batch.peek(column)).mean().item() for column, name in _MEANS.items() if column in batch}
     if mask is not None and bool(mask.values.any()):
-        out |= _token_figures(batch, mask)
+        out |= _token_metrics(batch, mask)
         if "log_probs" in batch and "old_log_probs" in batch:
             out |= _mismatch(token_column(batch, "log_probs", mask), token_column(batch, "old_log_probs", mask), mask)
     return out
 
 
-def _score_figures(batch: Batch, column: str, name: str, mask: Ragged | None) -> dict[str, float]:
+def _score_metrics(batch: Batch, column: str, name: str, mask: Ragged | None) -> dict[str, float]:
     """Those of the columns `rewards`, `rewards/<component>` and `reward_failure`, or the same of costs."""
     counts = torch.ones(len(batch), dtype=torch.bool) if mask is None else valid_lengths(mask) > 0
     out: dict[str, float] = {}
@@ -105,7 +75,7 @@ def _score_figures(batch: Batch, column: str, name: str, mask: Ragged | None) ->
         out[f"{name}/failed"] = _dense(failed).mean().item()
         counts &= ~failed
     if column in batch and bool(counts.any()):
-        out |= _row_figures(name, row_scores(batch.peek(column), mask, column)[counts])
+        out |= _summary(name, row_scores(batch.peek(column), mask, column)[counts])
     for found in batch.columns:
         if found.startswith(f"{column}/"):
             scores = row_scores(batch.peek(found), mask, found)
@@ -114,12 +84,14 @@ def _score_figures(batch: Batch, column: str, name: str, mask: Ragged | None) ->
     return out
 
 
-def _row_figures(name: str, scores_B: Tensor) -> dict[str, float]:
+def _summary(name: str, values: Tensor) -> dict[str, float]:
+    std = values.std().item() if len(values) > 1 else 0.0  # with Bessel's correction
+    low, high = values.aminmax()
     return {
-        f"{name}/mean": scores_B.mean().item(),
-        f"{name}/std": _std(scores_B),
-        f"{name}/min": scores_B.min().item(),
-        f"{name}/max": scores_B.max().item(),
+        f"{name}/mean": values.mean().item(),
+        f"{name}/std": std,
+        f"{name}/min": low.item(),
+        f"{name}/max": high.item(),
     }
 
 
@@ -135,10 +107,9 @@ def _lengths(batch: Batch, mask: Ragged | None) -> dict[str, float]:
     return out
 
 
-def _token_figures(batch: Batch, mask: Ragged) -> dict[str, float]:
-    valid = mask.values
+def _token_metrics(batch: Batch, mask: Ragged) -> dict[str, float]:
     flat = {
-        name: token_column(batch, name, mask).values[valid].to(torch.float64)
+        name: token_column(batch, name, mask).values[mask.values].to(torch.float64)
         for name in _TOKEN_COLUMNS
         if name in batch
     }
@@ -147,19 +118,13 @@ def _token_figures(batch: Batch, mask: Ragged) -> dict[str, float]:
     if policy is not None and "ref_log_probs" in flat:
         kl = kl_estimate(policy, flat["ref_log_probs"], "k1")
         out |= {"kl/ref": kl.mean().item(), "kl/ref_row": kl.sum().item() / len(batch)}
-    if (advantages := flat.get("advantages")) is not None:
-        out |= {
-            "advantage/mean": advantages.mean().item(),
-            "advantage/std": _std(advantages),
-            "advantage/min": advantages.min().item(),
-            "advantage/max": advantages.max().item(),
-        }
-    if (returns := flat.get("returns")) is not None:
-        out["return/mean"] = returns.mean().item()
-        if (values := flat.get("values")) is not None:
-            out["critic/explained_variance"] = _explained_variance(values, returns)
-    if "cost_values" in flat and "cost_returns" in flat:
-        out["cost_critic/explained_variance"] = _explained_variance(flat["cost_values"], flat["cost_returns"])
+    if "advantages" in flat:
+        out |= _summary("advantage", flat["advantages"])
+    if "returns" in flat:
+        out["return/mean"] = flat["returns"].mean().item()
+    for critic, (values, returns) in _CRITICS.items():
+        if values in flat and returns in flat:
+            out[f"{critic}/explained_variance"] = _explained_variance(flat[values], flat[returns])
     return out
 
 
@@ -189,11 +154,6 @@ def _explained_variance(values: Tensor, returns: Tensor) -> float:
     _, variance = masked_moments(returns, everything)
     _, residual = masked_moments(returns - values, everything)
     return 1.0 - (residual / variance).item() if variance > 0 else 0.0
-
-
-def _std(values: Tensor) -> float:
-    """With Bessel's correction; 0 for a single value."""
-    return values.std().item() if len(values) > 1 else 0.0
 
 
 def _dense(column: object) -> Tensor:

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from hybridflow.batch import Batch
-from hybridflow.cluster.columns import (
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.columns import Column, names_of
+from hybridflow.batch.row_split import even_bounds
+from hybridflow.cluster.future import Future
+from hybridflow.cluster.row_refs import (
+    CallOrigin,
     ColumnRef,
     Concat,
+    Gather,
     Node,
-    Origin,
-    Part,
-    Picked,
-    Restored,
-    Taken,
-    View,
-    parts_of,
+    RankOutput,
+    RankRows,
+    SplitPart,
+    SplitSpec,
+    Unpermute,
+    outputs_of,
     sliced,
 )
-from hybridflow.cluster.splitting import Piece, Splitting
+from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Manifest, Reader, write
-from hybridflow.columns import Column, names_of
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError, nearest
-from hybridflow.rows import even_bounds
-
-if TYPE_CHECKING:
-    from hybridflow.cluster.future import Future
-    from hybridflow.cluster.session import Session
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,39 +38,49 @@ class BatchRef:
     """`rows` rows of named columns that lie wherever they were written.
 
     Combining, selecting, splitting and repeating rearrange references and return at once; `get` is the only way to
-    bring data home. Columns are those of `Batch`.
+    bring data home. Columns are those of `Batch`. `split_spec` says how `split` cuts the rows by default, `part` which
+    part of a split they are.
     """
 
     rows: int
     column_refs: Mapping[str, ColumnRef]
-    session: Session | None = field(default=None, compare=False)
-    splitting: Splitting = field(default_factory=Splitting)
-    piece: Piece | None = None
+    split_spec: SplitSpec = field(default_factory=SplitSpec, compare=False)
+    part: SplitPart | None = None
 
     @classmethod
-    def from_batch(cls, batch: Batch, session: Session | None = None, number: bool = True) -> BatchRef:
+    def from_batch(cls, batch: Batch, *, number: bool = True) -> BatchRef:
         """Store a batch that this process made. With `number`, rows without `row_id` get 0, 1, 2, ..."""
         if number and "row_id" not in batch:
             batch = batch.with_columns(row_id=torch.arange(batch.rows))
-        part = Part(write(batch, True, session.put if session else None), batch.rows, Origin("driver", 0, "from_batch"))
-        return cls(batch.rows, {name: ColumnRef(name, part) for name in batch.columns}, session)
+        output = RankOutput(write(batch, on_driver=True), batch.rows, CallOrigin("driver", 0, "from_batch"))
+        return cls.of_output(output, batch.columns)
+
+    @classmethod
+    def of_output(cls, output: RankOutput, columns: Sequence[str], part: SplitPart | None = None) -> BatchRef:
+        """The columns of what one rank returns for the rows of `part`."""
+        return cls(output.rows or 0, {name: ColumnRef(name, output) for name in columns}, part=part)
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.column_refs)
 
     @property
-    def stored_part(self) -> Part:
-        """The part that holds all columns of what one rank has just returned."""
-        node = next(iter(self.column_refs.values())).node
-        assert isinstance(node, Part)
-        return node
-
-    @property
     def may_fail(self) -> bool:
         """Whether any of it comes from a call (what the driver stored itself is there)."""
         nodes = {id(ref.node): ref.node for ref in self.column_refs.values()}
-        return any(not isinstance(part.ref, Manifest) for part in parts_of(nodes.values()))
+        return any(not isinstance(output.ref, Manifest) for output in outputs_of(nodes.values()))
+
+    def to_rank(self) -> RankRows:
+        """The rows as they travel to the host of a rank."""
+        return RankRows(self.rows, self.column_refs, self.part and self.part.chunk_rows)
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Where these rows lie in the batch that they were split from, if they are adjacent there."""
+        if self.part is None or not (split := self.part.split).contiguous:
+            return None
+        start, stop = even_bounds(split.rows, split.parts)[self.part.index : self.part.index + 2]
+        return start, stop
 
     def __repr__(self) -> str:
         return f"BatchRef({self.rows} rows by reference: {', '.join(self.columns)})"
@@ -92,7 +100,7 @@ class BatchRef:
             return OneColumn(self.select(key))
         if isinstance(key, int):
             at = range(self.rows)[key]
-            return self._rows(at, at + 1)
+            return self._slice(at, at + 1)
         if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
             return self.select(*key)
         if not isinstance(key, slice):
@@ -100,23 +108,22 @@ class BatchRef:
         start, stop, step = key.indices(self.rows)
         if step != 1:
             raise BatchError(f"rows can only be sliced with step 1, got {step}. Use .get() and Batch.reorder.")
-        return self._rows(start, max(start, stop))
+        return self._slice(start, max(start, stop))
 
     def __or__(self, other: BatchRef | Batch | Mapping[str, Any]) -> BatchRef:
         return self.union(other)
 
     def __ror__(self, other: Batch | Mapping[str, Any]) -> BatchRef:
-        return BatchRef.from_batch(_as_batch(other), self.session, number=False).union(self)
+        return _as_ref(other).union(self)
 
     def union(self, other: BatchRef | Batch | Mapping[str, Any]) -> BatchRef:
         """Columns of both, row by row; those of `other` win. Errors: BatchError when row counts differ."""
-        if not isinstance(other, BatchRef):
-            other = BatchRef.from_batch(_as_batch(other), self.session, number=False)
+        other = _as_ref(other)
         if other.rows != self.rows:
             raise BatchError(
                 f"cannot unite a batch of {self.rows} rows with one of {other.rows} rows: rows must correspond."
             )
-        return replace(self, column_refs={**self.column_refs, **other.column_refs}, piece=None)
+        return replace(self, column_refs={**self.column_refs, **other.column_refs}, part=None)
 
     def select(self, *names: str | Sequence[str]) -> BatchRef:
         """Some columns: `select("a", "b")` or `select(["a", "b"])`. Errors: MissingColumnError, with the nearest."""
@@ -146,31 +153,24 @@ class BatchRef:
         """`parts` batches that cover every row once; without options contiguous and even (sizes differ by one).
 
         `balance` spreads the sum of that column (or the lengths of a ragged one) evenly, `groups=True` never cuts rows
-        of one `group_id`, `chunks` splits each of so many row ranges on its own. Inside a call, the operation decides.
+        of one `group_id`, `chunks` splits each of that number of row ranges on its own. Inside a call, the operation
+        decides.
         """
         if type(parts) is not int or parts < 1:
             raise BatchError(f"split({parts!r}): must be a whole number of at least 1.")
-        splitting = self.splitting
+        spec = self.split_spec
         if balance is not None or groups or chunks is not None:
             refs = self.select(*([balance] if balance else []), *(["group_id"] if groups else [])).column_refs
-            splitting = Splitting(
-                refs[balance] if balance else None, refs.get("group_id") if groups else None, chunks or 1
-            )
-        planned = splitting.plan(self.rows, parts, self._timeout)
-        if planned is None:
-            bounds = even_bounds(self.rows, parts)
-            return [replace(self._rows(a, b), piece=Piece(start=a)) for a, b in itertools.pairwise(bounds)]
-        order, counts = planned
-        return [
-            replace(
-                self,
-                rows=sum(counts[i]),
-                column_refs=_mapped(self.column_refs, lambda node, i=i: Picked(node, order, i)),
-                piece=Piece(order, i, chunk_rows=tuple(counts[i])),
-                splitting=Splitting(),
-            )
-            for i in range(parts)
-        ]
+            spec = SplitSpec(refs[balance] if balance else None, refs.get("group_id") if groups else None, chunks or 1)
+        split = spec.over(self.rows, parts)
+        if split.contiguous:
+            bounds = itertools.pairwise(even_bounds(self.rows, parts))
+            return [replace(self._slice(a, b), part=SplitPart(split, i)) for i, (a, b) in enumerate(bounds)]
+        counts = split.plan.counts()
+        if split.groups is not None:  # group boundaries are data: the documented exception that waits
+            counts = [[len(chunk) for chunk in part] for part in Reader().assignment(split)]
+        cut = [SplitPart(split, i, tuple(chunk_rows)) for i, chunk_rows in enumerate(counts)]
+        return [replace(self._gathered(sum(part.chunk_rows or ()), part), part=part) for part in cut]
 
     def balance(self, parts: int, by: str = "num_tokens") -> list[BatchRef]:
         """`split` with the sum of column `by` (or the lengths of a ragged one) spread evenly."""
@@ -180,13 +180,12 @@ class BatchRef:
         """Each row n times, adjacent. `group_id` becomes the old row_id (unless it is there), row_id row_id*n + k."""
         if type(n) is not int or n < 1:
             raise BatchError(f"repeat({n!r}): must be a whole number of at least 1.")
-        rows = self.rows * n
-        repeated = _mapped(self.column_refs, lambda node: View(node, 0, rows, n) if n > 1 else node)
-        if "row_id" in repeated:
-            row_id = repeated["row_id"]
-            repeated.setdefault("group_id", replace(row_id, unique=False))
-            repeated["row_id"] = replace(row_id, unique=True)
-        return replace(self, rows=rows, column_refs=repeated, splitting=Splitting(), piece=None)
+        repeated = self._gathered(self.rows * n, range(self.rows * n), n) if n > 1 else self._new_rows(self.rows)
+        refs = dict(repeated.column_refs)
+        if "row_id" in refs:
+            refs.setdefault("group_id", replace(refs["row_id"], unique=False))
+            refs["row_id"] = replace(refs["row_id"], unique=True)
+        return replace(repeated, column_refs=refs)
 
     def take(self, rows: Sequence[int]) -> BatchRef:
         """The rows at these positions, in that order, each at most once. Errors: BatchError for others."""
@@ -195,49 +194,49 @@ class BatchRef:
             raise BatchError(f"take: positions must be whole numbers from 0 to {self.rows - 1}, got {list(rows)[:20]}.")
         if len(np.unique(wanted)) < len(wanted):
             raise BatchError("take: a row is named twice. Use repeat(n) to have each row several times.")
-        taken = _mapped(self.column_refs, lambda node: Taken(node, wanted))
-        return replace(self, rows=len(wanted), column_refs=taken, splitting=Splitting(), piece=None)
+        return self._gathered(len(wanted), wanted)
 
-    def _rows(self, start: int, stop: int) -> BatchRef:
-        refs = _mapped(self.column_refs, lambda node: sliced(node, start, stop, self.rows))
-        return replace(self, rows=stop - start, column_refs=refs, splitting=Splitting(), piece=None)
+    def _slice(self, start: int, stop: int) -> BatchRef:
+        return self._new_rows(stop - start, lambda node: sliced(node, start, stop, self.rows))
+
+    def _gathered(self, rows: int, selection: Any, repeat: int = 1) -> BatchRef:
+        return self._new_rows(rows, lambda node: Gather(node, selection, repeat))
+
+    def _new_rows(self, rows: int, change: Callable[[Node], Node] = lambda node: node) -> BatchRef:
+        """`change` applied to every node, keeping nodes that columns share shared."""
+        done: dict[int, Node] = {}
+        for ref in self.column_refs.values():
+            if id(ref.node) not in done:
+                done[id(ref.node)] = change(ref.node)
+        return BatchRef(rows, {name: replace(ref, node=done[id(ref.node)]) for name, ref in self.column_refs.items()})
 
     @staticmethod
     def concat(parts: Sequence[BatchRef]) -> BatchRef:
         """Rows of all parts, one after the other; the parts of one balanced split come back in their old order."""
         if not parts:
             raise BatchError("BatchRef.concat needs at least one batch.")
-        first = parts[0]
-        names = first.columns
+        first, rows = parts[0], tuple(part.rows for part in parts)
         for part in parts:
-            if set(part.columns) != set(names):
-                raise BatchError(f"cannot join batches with columns {sorted(names)} and {sorted(part.columns)}.")
-        piece = first.piece
-        order = piece.order if piece else None
-        together = order is not None and [(p.piece.order, p.piece.part) if p.piece else None for p in parts] == [
-            (order, i) for i in range(order.plan.parts)
-        ]
-        if len(parts) == 1 and not together:
+            if set(part.columns) != set(first.columns):
+                raise BatchError(
+                    f"cannot join batches with columns {sorted(first.columns)} and {sorted(part.columns)}."
+                )
+        split = _permuted_split(parts)
+        if len(parts) == 1 and split is None:
             return first
-        rows = tuple(part.rows for part in parts)
         joined: dict[tuple[int, ...], Node] = {}
         refs = {}
-        for name in names:
+        for name in first.columns:
             columns = [part.column_refs[name] for part in parts]
             if len({column.stored for column in columns}) > 1:
                 raise BatchError(f"column {name!r} had different names in the parts: rename after joining them.")
             nodes = tuple(column.node for column in columns)
             key = tuple(map(id, nodes))
             if key not in joined:
-                joined[key] = (
-                    Restored(nodes, order, piece.repeat) if together and order and piece else Concat(nodes, rows)
-                )
+                node = Concat(nodes, rows)
+                joined[key] = node if split is None else Gather(node, Unpermute(split, sum(rows) // split.rows))
             refs[name] = ColumnRef(columns[0].stored, joined[key], any(column.unique for column in columns))
-        return replace(first, rows=sum(rows), column_refs=refs, piece=None)
-
-    @property
-    def _timeout(self) -> float:
-        return self.session.deadlines.peers if self.session else 600.0
+        return replace(first, rows=sum(rows), column_refs=refs, part=None)
 
     def get(self, columns: str | Sequence[str] | None = None, timeout: float | None = None) -> Batch:
         """Bring the batch (or some columns) home; waits for the calls that write them.
@@ -245,37 +244,19 @@ class BatchRef:
         Errors: WorkerError of the call that failed, WaitTimeoutError after `timeout` seconds.
         """
         names = self.columns if columns is None else (columns,) if isinstance(columns, str) else tuple(columns)
-        reader = Reader(self._timeout if timeout is None else timeout)
         try:
-            return reader.read(self.select(*names).column_refs)
+            return Reader(timeout).read(self.select(*names).to_rank())
         except WorkerError as error:
             raise error.as_cause() from None
 
     def metrics(self) -> Future:
-        """Figures of rewards, lengths, KL, drift and advantages, computed on the helper process; a future."""
-        if self.session is None:
-            raise BatchError("this batch belongs to no session: metrics() needs the driver's batch.")
-        return self.session.helper.batch_metrics(self)
+        """Rewards, lengths, KL, drift and advantages as metrics, computed on the controller worker; a future.
 
-    def __reduce__(self):
-        return BatchRef, (
-            self.rows,
-            self.column_refs,
-            None,
-            Splitting(),
-            self.piece and Piece(chunk_rows=self.chunk_rows),
-        )
-
-    @property
-    def span(self) -> tuple[int, int] | None:
-        """Where these rows lie in the batch that they were split from, if they are adjacent there."""
-        start = self.piece.start if self.piece else None
-        return None if start is None else (start, start + self.rows)
-
-    @property
-    def chunk_rows(self) -> tuple[int, ...] | None:
-        """Rows in each mini-batch, for a part that was split in chunks."""
-        return self.piece.chunk_rows if self.piece else None
+        Errors: BatchError when no session is open.
+        """
+        if (session := Session.existing()) is None:
+            raise BatchError("no session is open, whose controller worker would compute the metrics.")
+        return session.controller.batch_metrics(self)
 
 
 @dataclass(frozen=True)
@@ -292,18 +273,19 @@ class OneColumn:
         return self.batch.get(timeout=timeout)[self.batch.columns[0]]
 
 
-def _as_batch(value: Any) -> Batch:
-    if isinstance(value, Batch):
+def _as_ref(value: Any) -> BatchRef:
+    if isinstance(value, BatchRef):
         return value
-    if isinstance(value, Mapping):
-        return Batch(value)
-    raise BatchError(f"only a batch or a mapping of columns can be united with a batch, got {type(value).__name__}.")
+    if not isinstance(value, Batch | Mapping):
+        raise BatchError(
+            f"only a batch or a mapping of columns can be united with a batch, got {type(value).__name__}."
+        )
+    return BatchRef.from_batch(value if isinstance(value, Batch) else Batch(value), number=False)
 
 
-def _mapped(refs: Mapping[str, ColumnRef], change: Any) -> dict[str, ColumnRef]:
-    """Apply `change` to every node, keeping nodes that columns share shared."""
-    done: dict[int, Node] = {}
-    for ref in refs.values():
-        if id(ref.node) not in done:
-            done[id(ref.node)] = change(ref.node)
-    return {name: ColumnRef(ref.stored, done[id(ref.node)], ref.unique) for name, ref in refs.items()}
+def _permuted_split(parts: Sequence[BatchRef]) -> SplitSpec | None:
+    """The split that moved rows, where these are all of its parts in their order."""
+    split = parts[0].part.split if parts[0].part else None
+    if split is None or split.contiguous or not split.rows:
+        return None
+    return split if [part.part for part in parts] == [SplitPart(split, i) for i in range(split.parts)] else None

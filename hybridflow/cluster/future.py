@@ -1,4 +1,4 @@
-"""Future: a value that a call will return."""
+"""Future: a value that a call will return; and the wait for the results of calls, on the driver and on hosts."""
 
 from __future__ import annotations
 
@@ -8,31 +8,43 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray.exceptions
 
-from hybridflow.cluster.columns import Part
-from hybridflow.cluster.store import Known, fetch
+from hybridflow.cluster.failure import first_failure
+from hybridflow.cluster.liveness import WaitNotice, blamed, unfinished, whom
+from hybridflow.cluster.row_refs import IssuedCall, RankOutput
+from hybridflow.errors import WaitTimeoutError, WorkerError
+
+_LOOK_SECONDS = 1.0
+_TIMEOUT = 600.0  # of results that no call of this process writes
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Stands where a reference would be for a value that no process computes: in a trace."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
 class Future:
     """The value of one rank (`merge=None`), or those of several: as a list, or with dicts of numbers averaged."""
 
-    parts: tuple[Part, ...]
+    outputs: tuple[RankOutput, ...]
     merge: str | None = None
-    timeout: float = 600.0
 
     @staticmethod
-    def concat(futures: Sequence[Future]) -> Future:
+    def concat(futures: Sequence[Future], merge: str = "join") -> Future:
         """Joined outputs of data parallel ranks: metrics are averaged, anything else becomes a list."""
-        return Future(tuple(p for f in futures for p in f.parts), "join", futures[0].timeout)
+        return Future(tuple(output for future in futures for output in future.outputs), merge)
 
     def done(self) -> bool:
-        pending = [part.ref for part in self.parts if not isinstance(part.ref, Known)]
+        pending = [output.ref for output in self.outputs if not isinstance(output.ref, Known)]
         return not pending or len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending)
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the value. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
-        values = fetch([p.ref for p in self.parts], self.parts, self.timeout if timeout is None else timeout)
+        values = fetch([output.ref for output in self.outputs], self.outputs, timeout)
         if self.merge is None:
             return values[0]
         if self.merge == "join" and all(map(_is_metrics, values)):
@@ -45,19 +57,93 @@ def _is_metrics(value: Any) -> bool:
 
 
 def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    out: dict[str, float] = {}
-    for name in metrics[0]:
-        column = [m[name] for m in metrics if name in m]
-        out[name] = sum(column) / len(column)
-    return out
+    columns = {name: [m[name] for m in metrics if name in m] for name in metrics[0]}
+    return {name: sum(column) / len(column) for name, column in columns.items()}
 
 
-class Deadline:
-    """What is left of a number of seconds."""
+def fetch(
+    refs: Sequence[Any], outputs: Sequence[RankOutput], timeout: float | None = None, follow: bool = True
+) -> list[Any]:
+    """The values of `refs`; `outputs`, one for each, say who writes them. Errors: WorkerError, WaitTimeoutError.
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+    A `Failure` is a value like others, but on the driver it raises: also that of a rank whose output is not collected,
+    and as soon as it is there, since the peers of a rank that failed may be inside a collective that it never joins.
+    `follow=False` does not look at the calls again. `timeout` seconds default to those of the calls.
+    """
+    if known := [ref.value for ref in refs if isinstance(ref, Known)]:
+        return known  # a trace: no other reference is there
+    if not refs:
+        return []
+    if not ray.is_initialized():
+        raise _gone(outputs)
+    calls = list({id(output.call): output.call for output in outputs if output.call is not None}.values())
+    if timeout is None:
+        timeout = max((call.timeout for call in calls), default=_TIMEOUT)
+    calls = calls if follow else []
+    statuses = [status for call in calls for status in call.statuses]
+    everything, writers = [*refs, *(status.ref for status in statuses)], [*outputs, *statuses]
+    try:
+        values = _get(everything, writers, calls, timeout)
+    except ray.exceptions.RayError as error:
+        raise _lost(everything, writers, error) from None
+    except ValueError as error:
+        if "owner is unknown" not in str(error):  # Ray's words for a reference of another session
+            raise
+        raise _gone(outputs) from None
+    if values is None:
+        raise WaitTimeoutError(f"waited {timeout:g} s for {whom(unfinished(outputs) or outputs)} without a result.")
+    if calls:
+        raise_failure(values, calls)
+    return values[: len(refs)]
 
-    @property
-    def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
+
+def _get(
+    refs: list[Any], writers: Sequence[RankOutput], calls: Sequence[IssuedCall], timeout: float
+) -> list[Any] | None:
+    """All values, or None after the deadline. A driver looks for failures meanwhile, and says whom it waits for."""
+    end, notice = time.monotonic() + timeout, WaitNotice()
+    while True:
+        left = end - time.monotonic()
+        try:
+            return ray.get(refs, timeout=max(0.0, min(left, _LOOK_SECONDS) if calls else left))
+        except ray.exceptions.GetTimeoutError:
+            if calls:
+                statuses = [status.ref for call in calls for status in call.statuses]
+                ready, _ = ray.wait(statuses, num_returns=len(statuses), timeout=0)
+                raise_failure(ray.get(ready), calls)
+                notice.look(lambda: unfinished(writers) or writers)
+            if end <= time.monotonic():
+                return None
+
+
+def raise_failure(values: Sequence[Any], calls: Sequence[IssuedCall]) -> None:
+    """Errors: WorkerError of the first failure among `values`, which are results and statuses of these calls."""
+    if (failure := first_failure(values)) is not None:
+        for call in calls:
+            call.observed = True
+            call.reported.add(failure.error.id)
+        raise blamed(failure.error, calls).as_cause()
+
+
+def _gone(outputs: Sequence[RankOutput]) -> WorkerError:
+    names = sorted({str(output.origin) for output in outputs})
+    writers = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return WorkerError(f"{writers} ran in a session that is closed: its results are gone.")
+
+
+def _lost(refs: Sequence[Any], outputs: Sequence[RankOutput], error: Exception) -> WorkerError:
+    """Name the output that was lost: Ray's own text names neither role nor rank."""
+    for ref, output in zip(refs, outputs, strict=True):
+        try:
+            ray.get(ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except ray.exceptions.RayError as own:
+            origin = output.origin
+            if isinstance(own, ray.exceptions.RayTaskError):  # our own code there raises nothing
+                why = f"could not take its arguments or give back its result: {str(own.cause).strip()}"
+            else:
+                reason = str(own).strip().splitlines()[0]
+                why = f"was lost: its host process died or its data cannot be reached ({type(own).__name__}: {reason})"
+            return WorkerError(f"{origin} {why}", role=origin.role, rank=origin.rank, method=origin.method)
+    return WorkerError(f"a result was lost: {type(error).__name__}: {error}")

@@ -3,27 +3,26 @@
 group.method(batch, key=value)
   -> operation.columns_read  -> batch.select          only what the method reads travels
   -> protocol.distribute     -> one input per rank    references are rearranged
-  -> host.call on each rank                           returns at once
+  -> backend.issue           -> one call per rank     returns at once
   -> protocol.collect        -> BatchRef | Future
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
-from hybridflow.batch import Batch
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.backend import RankCall, RankGroup
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
-from hybridflow.cluster.columns import ColumnRef, Issued, Origin
+from hybridflow.cluster.failure import Failure
 from hybridflow.cluster.future import Future
-from hybridflow.cluster.host import Call
-from hybridflow.cluster.invocation import Invocation, Outputs
-from hybridflow.cluster.placed import Placed, arguments_sent
-from hybridflow.cluster.splitting import Splitting
-from hybridflow.cluster.store import Failure
+from hybridflow.cluster.row_refs import ColumnRef, RankOutput, SplitSpec
+from hybridflow.cluster.session import Session
+from hybridflow.cluster.store import Reader
 from hybridflow.errors import (
     ConfigError,
     EmptyBatchError,
@@ -32,10 +31,11 @@ from hybridflow.errors import (
     PlacementError,
     nearest,
 )
-from hybridflow.model_spec import Cost
-from hybridflow.protocols import Operation, operations
+from hybridflow.models.spec import Cost
+from hybridflow.protocols import SKIP, Operation
 from hybridflow.topology import RankGrid
 
+_CLOSE_SECONDS = 60.0
 _DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "hf.compute_advantage(batch, ...)"}
 _DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute_advantage(batch, "safe_rlhf", ...)')
 _DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat(n)"}
@@ -49,69 +49,67 @@ class WorkerGroup:
     Errors: WorkerError when a rank cannot be built.
     """
 
-    listed: ClassVar[bool] = True
-    """The session knows it by its name."""
-
-    def __init__(self, placed: Placed) -> None:
-        self.placed, self.session, self.name = placed, placed.session, placed.name
-        self.operations = operations(self.worker_class)
+    def __init__(self, session: Session, ranks: RankGroup, listed: bool = True) -> None:
+        """The session knows a `listed` group by its name."""
+        self.session, self.ranks, self.name = session, ranks, ranks.name
+        self.operations = session.backend.operations(ranks.worker_class, ranks.settings)
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
-        self._closed = ""
+        self._closed, self._listed = "", listed
         if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
             raise ConfigError(
                 f"{self.worker_class.__name__} calls an operation {taken[0]!r}, which every group already has as an "
                 f"attribute of its own. Give the method another name."
             )
-        if self.listed:
-            self.session.groups[self.name] = self
+        if listed:
+            session.groups[self.name] = self
         try:
-            self.placed.build()
+            session.backend.build(ranks)
         except BaseException:
             self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
             raise
 
     @property
-    def parts(self) -> tuple[Placed, ...]:
-        """All ranks that have been placed for it."""
-        return (self.placed,)
+    def all_ranks(self) -> tuple[RankGroup, ...]:
+        """Everything that has been placed for it."""
+        return (self.ranks,)
 
     def weights_changed(self) -> None:
         """Called when its weights are written from outside, or stepped."""
 
-    def elsewhere(self, name: str) -> bool:
-        """Whether calls of this operation run on other ranks than those of `placed`."""
+    def has_replica_for(self, name: str) -> bool:
+        """Whether calls of this operation run on other ranks than `ranks`."""
         return False
 
     @property
     def worker_class(self) -> type:
-        return self.placed.worker_class
+        return self.ranks.worker_class
 
     @property
     def hosts(self) -> list[Any]:
         """Handles of the host processes, in rank order."""
-        return list(self.placed.hosts)
+        return list(self.ranks.hosts)
 
     @property
     def members(self) -> tuple[int, ...]:
         """The rank in the pool of each rank of the group."""
-        return self.placed.members
+        return self.ranks.members
 
     @property
     def pool_name(self) -> str:
-        return self.placed.pool_name
+        return self.ranks.pool_name
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings of the worker class, all of them."""
-        return self.placed.settings
+        return self.ranks.settings
 
     @property
     def grid(self) -> RankGrid:
-        return self.placed.grid
+        return self.ranks.grid
 
     @cached_property
     def token_cost(self) -> Cost | None:
-        """What a row of so many tokens costs here; None: as much as it has tokens."""
+        """The cost of a row as a function of its tokens; None: cost equals the token count."""
         of_class = getattr(self.worker_class, "token_cost", None)
         return of_class(self.settings) if of_class else None
 
@@ -129,23 +127,25 @@ class WorkerGroup:
         return [*super().__dir__(), *self.operations]
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self.worker_class.__name__} at (p,t,d)=({self.grid.p},{self.grid.t},{self.grid.d})>"
+        return f"<{self.name}: {self.worker_class.__name__} at {self.ranks}>"
 
     def _invoke(self, operation: Operation, *args: Any, **kwargs: Any) -> Any:
         self.check_open()
-        invocation = self._bind(operation, args, kwargs)
-        issued = self._dispatch(invocation)
-        result = operation.protocol.collect(self.grid, issued.outputs)
+        call = self._bind(operation, args, kwargs)
+        inputs = call.inputs(self.grid)
+        issued = self.session.backend.issue(self.ranks, self._calls(call, inputs))
+        result = operation.protocol.collect(self.grid, call.results(inputs, issued))
         if operation.carries:
-            carried = next(iter(invocation.rows.values()))
-            result = (carried.repeat(invocation.factor) if invocation.factor > 1 else carried) | result
-        result = _several(result)
+            result = operation.carried(next(iter(call.rows.values())), call.factor) | result
+        if isinstance(result, list) and result and all(isinstance(item, Future) for item in result):
+            result = Future.concat(result, "list")
         if operation.blocking:
-            self.session.iterations.wait(issued.call.statuses)
+            calls = {id(output.call): output.call for output in issued if output is not None and output.call}
+            self.session.iterations.wait([status for call in calls.values() for status in call.statuses])
             return result.get() if isinstance(result, Future) else result
         return result
 
-    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Invocation:
+    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> _GroupCall:
         """Name the arguments, and check everything that can be checked before a process is asked."""
         signature = self._signatures[operation.name]
         try:
@@ -163,20 +163,18 @@ class WorkerGroup:
                 settings |= settings.pop(name, {})
         for name, value in settings.items():
             if isinstance(value, Batch):
-                settings[name] = BatchRef.from_batch(value, self.session)
+                settings[name] = BatchRef.from_batch(value)
             elif isinstance(value, OneColumn):
                 settings[name] = value.batch
-            elif isinstance(value, BatchRef) and value.session is None:
-                settings[name] = replace(value, session=self.session)
         if operation.check is not None:
             operation.check(self.settings, settings)
         rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
         reads = {name: self._reads(operation, settings, ref) for name, ref in rows.items()}
-        splitting = self._splitting(operation, settings, rows)
-        rows = {name: replace(ref, splitting=splitting, piece=None) for name, ref in rows.items()}
+        spec = self._split_spec(operation, settings, rows)
+        rows = {name: replace(ref, split_spec=spec, part=None) for name, ref in rows.items()}
         factor = operation.repeat(self.settings, settings) if operation.repeat else 1
         writes = operation.columns_written(self.settings, settings)
-        return Invocation(operation, settings, rows, reads, writes, factor)
+        return _GroupCall(operation, settings, rows, reads, writes, factor)
 
     def _reads(self, operation: Operation, settings: dict[str, Any], ref: BatchRef) -> tuple[str, ...]:
         """The columns that travel."""
@@ -190,7 +188,7 @@ class WorkerGroup:
                 f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column)}"
             ) from None
 
-    def _splitting(self, operation: Operation, settings: dict[str, Any], rows: dict[str, BatchRef]) -> Splitting:
+    def _split_spec(self, operation: Operation, settings: dict[str, Any], rows: dict[str, BatchRef]) -> SplitSpec:
         """One way to split all batches of a call, so that their rows stay together."""
 
         def column(name: str | None) -> ColumnRef | None:
@@ -211,7 +209,8 @@ class WorkerGroup:
                 f"generate_sequences(n=...) write it."
             )
         weights, groups = column(operation.balance), column("group_id") if operation.groups else None
-        return Splitting(weights, groups, chunks, self.token_cost)
+        cost = self.token_cost if weights is not None and self.grid.size > 1 else None
+        return SplitSpec(weights, groups, chunks, cost)
 
     def _who_writes(self, column: str) -> str:
         if column in _DRIVER_WRITES:
@@ -231,27 +230,21 @@ class WorkerGroup:
         except (KeyError, HybridFlowError):  # it depends on a setting without a default
             return ()
 
-    def _dispatch(self, invocation: Invocation) -> Outputs:
-        """Issue the call on every rank, in rank order."""
-        operation, where = invocation.operation, f"{self.name}.{invocation.operation.name}"
-        inputs = invocation.inputs(self.grid)
-        ranks = tuple(rank for rank, mine in enumerate(inputs) if mine is not None)
-        agree = ranks if len(ranks) > 1 and invocation.may_fail(inputs) else ()
-        out = Outputs(self.session, invocation, Issued([], self.session.iterations.reported))
-        seq = self.session.sequence()
-        for rank, (host, mine) in enumerate(zip(self.hosts, inputs, strict=True)):
+    def _calls(self, call: _GroupCall, inputs: Sequence[_RankInput]) -> list[RankCall | None]:
+        """What each rank is asked, in rank order; None for a rank that is not called."""
+        seq = self.session.iterations.sequence()
+        called = tuple(rank for rank, mine in enumerate(inputs) if mine is not None)
+        agree = called if len(called) > 1 and call.may_fail(inputs) else ()
+        out: list[RankCall | None] = []
+        for mine in inputs:
             if mine is None:
-                out.skip()
+                out.append(None)
                 continue
-            source = next((v for v in mine.values() if isinstance(v, BatchRef)), None)
-            due = None if source is None or operation.resizes else source.rows * invocation.factor
+            source = _source(mine)
+            due = None if source is None or call.operation.resizes else source.rows * call.factor
+            sent = {name: value.to_rank() if isinstance(value, BatchRef) else value for name, value in mine.items()}
             span = source.span if source else None
-            call = Call(seq, self.placed.key, operation.name, mine, invocation.writes, agree, due, span)
-            with arguments_sent(where, mine):
-                ref, status = host.call.remote(call)
-            out.add(ref, status, Origin(self.name, rank, operation.name), due, source)
-        self.session.iterations.issued(out.call.statuses)
-        out.count_rows()
+            out.append(RankCall(seq, self.ranks.key, call.operation.name, sent, call.writes, agree, due, span))
         return out
 
     def check_open(self) -> None:
@@ -264,27 +257,95 @@ class WorkerGroup:
 
         Errors: WorkerError of a rank that could not free all that it had; the group is closed nevertheless.
         """
-        if not self._closed and (failure := self._drop(wait=60.0)) is not None:
+        wait = min(_CLOSE_SECONDS, self.session.deadlines.peers)
+        if not self._closed and (failure := self._drop(wait)) is not None:
             raise failure.error.as_cause()
 
     def _drop(self, wait: float) -> Failure | None:
-        self._closed = " by close()"
-        self._leave()
-        return self.placed.drop(wait)
+        self._leave(" by close()")
+        return self.session.backend.drop(self.ranks, wait)
 
-    def _leave(self) -> None:
-        if self.listed:
+    def _leave(self, how: str) -> None:
+        self._closed = self._closed or how
+        if self._listed:
             self.session.groups.pop(self.name, None)
 
     def forget_hosts(self) -> None:
         """Called when the pool closes: there is nothing left to free."""
-        self._closed = self._closed or " with its pool"
-        self._leave()
-        self.session.links.close(self.placed.key)
+        self._leave(" with its pool")
+        self.session.backend.channels.close(self.ranks.key)
 
 
-def _several(result: Any) -> Any:
-    """A list of futures (one per rank or stage) as one future of a list."""
-    if isinstance(result, list) and result and all(isinstance(item, Future) for item in result):
-        return Future(tuple(part for item in result for part in item.parts), "list", result[0].timeout)
-    return result
+_RankInput = dict[str, Any] | None
+"""The settings of one rank in a call; None for a rank that is not called."""
+
+
+@dataclass(frozen=True)
+class _GroupCall:
+    """One call on a group. `settings` by name; those in `rows` are batches, of which `reads` names the columns that
+    travel. `factor` output rows come from each input row."""
+
+    operation: Operation
+    settings: dict[str, Any]
+    rows: dict[str, BatchRef]
+    reads: dict[str, tuple[str, ...]]
+    writes: tuple[str, ...]
+    factor: int
+
+    def inputs(self, grid: RankGrid) -> list[_RankInput]:
+        """The settings of each rank; None for a rank that is not called."""
+        protocol = self.operation.protocol
+        per_rank: list[_RankInput] = [{} for _ in range(grid.size)]
+        for name, value in self.settings.items():
+            if name in self.rows:
+                parts = protocol.split(grid, self.rows[name])
+                parts = [part if part is SKIP else part.select(*self.reads[name]) for part in parts]
+            elif protocol.prepared:
+                parts = protocol.split(grid, value)
+            else:
+                parts = [value] * grid.size
+            for rank, part in enumerate(parts):
+                mine = per_rank[rank]
+                if part is SKIP:
+                    per_rank[rank] = None
+                elif mine is not None:
+                    mine[name] = part
+        if not self.rows and not protocol.prepared:  # who is called does not depend on rows
+            asked = protocol.split(grid, _Nothing())
+            per_rank = [None if part is SKIP else mine for part, mine in zip(asked, per_rank, strict=True)]
+        return per_rank
+
+    def may_fail(self, inputs: Sequence[_RankInput]) -> bool:
+        """Whether an input comes from a call, which may have failed."""
+        return any(v.may_fail for mine in inputs if mine for v in mine.values() if isinstance(v, BatchRef))
+
+    def results(self, inputs: Sequence[_RankInput], outputs: Sequence[RankOutput | None]) -> list[Any]:
+        """What each rank will return, as a protocol collects it.
+
+        Row counts that only the workers know are the documented exception that waits."""
+        if not self.writes:
+            return [SKIP if output is None else Future((output,)) for output in outputs]
+        unknown = [output for output in outputs if output is not None and output.rows is None]
+        rows = dict(zip(map(id, unknown), Reader().rows(unknown) if unknown else (), strict=True))
+        out = []
+        for mine, output in zip(inputs, outputs, strict=True):
+            if mine is None or output is None:
+                out.append(SKIP)
+            elif output.rows is None:
+                out.append(BatchRef.of_output(replace(output, rows=rows[id(output)]), self.writes))
+            else:
+                source = _source(mine)
+                out.append(BatchRef.of_output(output, self.writes, source.part if source else None))
+        return out
+
+
+def _source(mine: dict[str, Any]) -> BatchRef | None:
+    """The rows that a rank is given, if it is given any."""
+    return next((value for value in mine.values() if isinstance(value, BatchRef)), None)
+
+
+class _Nothing:
+    """Rows of a call that has none."""
+
+    def split(self, parts: int) -> list[_Nothing]:
+        return [self] * parts

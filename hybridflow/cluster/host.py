@@ -1,6 +1,6 @@
 """Host: the process of one device. It holds any number of models and runs the calls on them one after the other.
 
-    driver --Call(seq, group, method, inputs by reference)--> Host --> worker.method(Batch) --> Manifest of references
+    driver --RankCall(seq, group, method, inputs by reference)--> Host --> worker.method(Batch) --> Manifest
 
 A call never raises through Ray: inputs are resolved here, the ranks of a group agree that all have them before the
 first collective, and a failure travels as a value. So no rank ever skips a call that its peers run.
@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,13 +23,15 @@ import ray
 import torch
 import torch.distributed as dist
 
-from hybridflow.batch import Batch
-from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.columns import Origin
-from hybridflow.cluster.exchange import Exchange, News, exchange, incomplete
-from hybridflow.cluster.failure import failure_of
-from hybridflow.cluster.store import Failure, Manifest, Reader, Status, fetch, first_failure, write
-from hybridflow.cluster.weight_link import LinkSpec, WeightLink, agreed_failure
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.backend import Deadlines, RankCall
+from hybridflow.cluster.failure import Failure, Status, failure_of, first_failure
+from hybridflow.cluster.future import fetch
+from hybridflow.cluster.liveness import LivenessServer
+from hybridflow.cluster.row_refs import CallOrigin, RankRows
+from hybridflow.cluster.store import Manifest, Reader, write
+from hybridflow.cluster.weight_transfer import ChannelSpec, Setup, TransferTask, WeightChannel, incomplete
+from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError
 from hybridflow.topology import RankGrid
@@ -36,14 +39,6 @@ from hybridflow.topology import RankGrid
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a store that runs already
 _CHATTY = ("megatron", "torch.distributed")  # warn at import and on every collective about what we chose on purpose
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """Seconds: to wait for inputs and peers, and to be inside a collective."""
-
-    peers: float = 1800.0
-    collective: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -70,23 +65,6 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call on one rank. `rows` are due in its result; `span` is where its input rows lie in the call's batch.
-
-    The ranks in `agree` (none: nobody) tell each other whether they have their inputs before any of them begins.
-    """
-
-    seq: int
-    group: str
-    method: str
-    settings: dict[str, Any]
-    writes: tuple[str, ...]
-    agree: tuple[int, ...]
-    rows: int | None = None
-    span: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
 class Event:
     """When a host ran a call: seconds since the epoch; `ready` is when its inputs were there."""
 
@@ -106,7 +84,7 @@ class _Member:
     groups: ProcessGroups | None
     worker: Any = None
     failure: Failure | None = None
-    incomplete: Failure | None = None  # of an exchange that left its weights half written
+    incomplete: Failure | None = None  # of a transfer that left its weights half written
 
 
 @dataclass(repr=False)
@@ -115,10 +93,11 @@ class Host:
 
     spec: HostSpec
     _members: dict[str, _Member] = field(default_factory=dict)
-    _links: dict[str, WeightLink | Failure] = field(default_factory=dict)
+    _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
     _joined: bool = False
+    _liveness: LivenessServer | None = None
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
         return f"host {self.spec.rank}"
@@ -131,18 +110,18 @@ class Host:
         self.device = torch.device("cuda", 0) if self.spec.use_cuda else torch.device("cpu")
         self.reader = Reader(self.spec.deadlines.peers)
 
-    def open_store(self) -> tuple[str, int]:
-        """Start the pool's rendezvous store here; returns its address."""
-        address = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(
-            address, 0, self.spec.size, True, self._peers, wait_for_workers=False, multi_tenant=True
-        )
-        return address, self._store.port
+    def listen(self) -> tuple[str, int]:
+        """Start to tell what this process does; returns where."""
+        self._liveness = LivenessServer(ray.util.get_node_ip_address())
+        return self._liveness.address
 
-    def join(self, address: tuple[str, int]) -> None:
-        """Join the torch world of the pool."""
-        if self._store is None:
-            self._store = dist.TCPStore(*address, self.spec.size, False, self._peers)
+    def _during(self, call: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._liveness is None else self._liveness.during(call)
+
+    def join(self, store: tuple[str, int]) -> None:
+        """Join the torch world of the pool, by way of the session's rendezvous store at this host and port."""
+        self._store = dist.TCPStore(*store, None, False, _CONNECT, wait_for_workers=False)
+        self._store.set_timeout(self._peers)
         backend = "cpu:gloo,cuda:nccl" if self.spec.use_cuda else "gloo"
         # without device_id: torch would make every later nccl group by splitting this one, with all of its processes
         dist.init_process_group(
@@ -159,9 +138,9 @@ class Host:
         return datetime.timedelta(seconds=self.spec.deadlines.peers)
 
     def create(
-        self, seq: int, spec: GroupSpec, worker_class: type, settings: dict[str, Any], unset: bool = False
+        self, seq: int, spec: GroupSpec, worker_class: type, settings: dict[str, Any], uninitialized: bool = False
     ) -> Failure | None:
-        """Build one rank of a group, with `unset` to have its weights written from outside.
+        """Build one rank of a group; `uninitialized`: its weights will be written from outside.
 
         A failure is kept and returned by every later call as well.
         """
@@ -179,29 +158,31 @@ class Host:
             worker = member.worker = object.__new__(worker_class)  # known at once: `drop` closes half-built ones too
             if groups is not None:
                 worker.context = RankContext(
-                    spec.role, rank, spec.grid, self.device, groups, unset=unset, nodes=spec.nodes
+                    spec.role, rank, spec.grid, self.device, groups, unset=uninitialized, nodes=spec.nodes
                 )
-            worker.__init__(**settings)
+            with self._during(f"{spec.role}.__init__"):
+                worker.__init__(**settings)
         except Exception as error:
             member.failure = self._failure(member, "__init__", None, error)
         self._events.append(Event(seq, spec.role, "__init__", rank, start, start, time.time()))
         return member.failure
 
     @ray.method(num_returns=2)
-    def call(self, call: Call) -> tuple[Any, Status]:
+    def call(self, call: RankCall) -> tuple[Any, Status]:
         """Run one method: (Manifest, value or Failure; and the status, which outlives the data)."""
         member = self._members[call.group]
         start = ready = time.time()
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
-        result = self._inputs(member, call)
-        if not isinstance(result, Failure):
-            ready = time.time()
-            result = self._run(member, call, result)
+        with self._during(f"{member.spec.role}.{call.method}"):
+            result = self._inputs(member, call)
+            if not isinstance(result, Failure):
+                ready = time.time()
+                result = self._run(member, call, result)
         seconds = self._record(member, call, start, ready)
         return result, Status(result if isinstance(result, Failure) else None, seconds)
 
-    def _record(self, member: _Member, call: Call, start: float, ready: float) -> tuple[tuple[str, float], ...]:
+    def _record(self, member: _Member, call: RankCall, start: float, ready: float) -> tuple[tuple[str, float], ...]:
         role, rank = member.spec.role, member.rank
         context = getattr(member.worker, "context", None)
         stages = [] if context is None else context.stages
@@ -211,37 +192,29 @@ class Host:
         stages.clear()
         return tuple((event.method, event.end - event.ready) for event in events)
 
-    def _inputs(self, member: _Member, call: Call) -> dict[str, Any] | Failure:
-        """Read the inputs; agree with the other ranks that all have them, or return the error that one of them met."""
+    def _inputs(self, member: _Member, call: RankCall) -> dict[str, Any] | Failure:
+        """Read the inputs; agree with the other ranks that all have them, or return the error of one that has not."""
+        outcome: dict[str, Any] | Failure
         try:
-            outcome: dict[str, Any] | Failure = {name: self._resolve(v) for name, v in call.settings.items()}
+            outcome = {n: self.reader.read(v) if isinstance(v, RankRows) else v for n, v in call.settings.items()}
         except Exception as error:
             outcome = self._failure(member, call.method, call, error, upstream=True)
         if not call.agree or member.groups is None:
             return outcome
         try:
-            return self._agree(member, call.agree, outcome)
+            control = member.groups.new("control", call.agree, "gloo", self.spec.deadlines.peers)
+            return agree_on(control, outcome if isinstance(outcome, Failure) else None)[0] or outcome
         except Exception as error:
             return self._failure(member, call.method, call, error)
 
-    def _agree(self, member: _Member, ranks: tuple[int, ...], outcome: Any) -> Any:
-        assert member.groups is not None
-        control = member.groups.new("control", ranks, "gloo", self.spec.deadlines.peers)
-        return agreed_failure(control, outcome if isinstance(outcome, Failure) else None) or outcome
-
-    def _resolve(self, value: Any) -> Any:
-        if isinstance(value, BatchRef):
-            return self.reader.read(value.column_refs, value.chunk_rows)
-        return value
-
-    def _run(self, member: _Member, call: Call, settings: dict[str, Any]) -> Any:
+    def _run(self, member: _Member, call: RankCall, settings: dict[str, Any]) -> Any:
         try:
             result = getattr(member.worker, call.method)(**settings)
             return self._written(result, call) if call.writes else result
         except Exception as error:
             return self._failure(member, call.method, call, error)
 
-    def _written(self, result: Any, call: Call) -> Manifest:
+    def _written(self, result: Any, call: RankCall) -> Manifest:
         if result is None:  # a rank whose output no protocol collects, e.g. not the last pipeline stage
             return Manifest(0, {})
         if not isinstance(result, Batch):
@@ -260,69 +233,70 @@ class Host:
         return write(result)
 
     def _failure(
-        self, member: _Member, method: str, call: Call | None, error: Exception, upstream: bool = False
+        self, member: _Member, method: str, call: RankCall | None, error: Exception, upstream: bool = False
     ) -> Failure:
         rows = call.span if call is not None else None
         return failure_of(error, member.spec.role, member.rank, method, rows, upstream)
 
     @ray.method(num_returns=2)
-    def exchange(self, task: Exchange, news: News | None) -> tuple[Any, Status]:
-        """Take part in moving weights from one group to another: (figures or Failure; and the status)."""
+    def transfer(self, task: TransferTask, setup: Setup | None) -> tuple[Any, Status]:
+        """Take part in moving weights from one group to another: (bytes and seconds, or Failure; and the status)."""
         start = time.time()
         sender, receiver = self._members.get(task.source), self._members.get(task.destination)
         mine = sender or receiver
         assert mine is not None
         failed = partial(self._failure, mine, task.method, None)
         try:
-            link = self._link(task, news, failed)
-            result = link if isinstance(link, Failure) else exchange(link, task, news, sender, receiver, failed)
+            channel = self._channel(task, setup, failed)
+            with self._during(f"{mine.spec.role}.{task.method}"):
+                result = channel
+                if isinstance(channel, WeightChannel):
+                    result = channel.run(task, setup, sender, receiver, failed)
         except Exception as error:
             result = failed(error)
-        if task.due and receiver is not None and isinstance(result, Failure):
+        if task.required and receiver is not None and isinstance(result, Failure):
             receiver.incomplete = receiver.incomplete or incomplete(result)
         end = time.time()
         self._events.append(Event(task.seq, mine.spec.role, task.method, mine.rank, start, start, end))
         return result, Status(result if isinstance(result, Failure) else None, ((task.method, end - start),))
 
-    def open_link(self, spec: LinkSpec, origin: Origin) -> Failure | None:
-        """Make this host's end of a link, with the store that all its ranks share; `origin` is whom a failure names."""
-        store, deadlines = self._store, self.spec.deadlines
+    def open_channel(self, spec: ChannelSpec, origin: CallOrigin) -> Failure | None:
+        """Make this host's end of a channel; a failure names `origin`."""
+        process, deadlines = (self.spec.pool, self.spec.rank), self.spec.deadlines
         try:
-            if spec.store_pool != self.spec.pool:
-                store = dist.TCPStore(*spec.store, None, False, _CONNECT, wait_for_workers=False)
-                store.set_timeout(self._peers)
-            process = (self.spec.pool, self.spec.rank)
-            link = WeightLink(spec, process, store, self.device, deadlines.collective, deadlines.peers)
+            channel = WeightChannel(spec, process, self._store, self.device, deadlines.collective, deadlines.peers)
         except Exception as error:
             return failure_of(error, origin.role, origin.rank, origin.method)
-        self._links[spec.name] = link
+        self._channels[spec.name] = channel
         return None
 
-    def _link(self, task: Exchange, news: News | None, failed: Callable[[Exception], Failure]) -> WeightLink | Failure:
-        """The link of an exchange, or why it does not exist. A rank without one cannot tell its peers by the link, so
-        every rank asks all of them at the first exchange, and remembers the answer."""
-        if news is not None and news.opened:
+    def _channel(
+        self, task: TransferTask, setup: Setup | None, failed: Callable[[Exception], Failure]
+    ) -> WeightChannel | Failure:
+        """The channel of a transfer, or why it does not exist. A rank without one cannot reach its peers by it, so
+        every rank asks all of them at the first transfer, and remembers the answer."""
+        if setup is not None and setup.opened:
+            refs = [output.ref for output in setup.opened]
             try:
-                failure = first_failure(
-                    fetch([part.ref for part in news.opened], news.opened, self.spec.deadlines.peers, follow=False)
-                )
+                failure = first_failure(fetch(refs, setup.opened, self.spec.deadlines.peers, follow=False))
             except HybridFlowError as error:  # a host that is gone
                 failure = failed(error)
             if failure is not None:
-                self.close_link(task.link)
-                self._links[task.link] = failure
-        return self._links[task.link]
+                self.close_channel(task.channel)
+                self._channels[task.channel] = failure
+        return self._channels[task.channel]
 
-    def close_link(self, name: str) -> None:
-        """Forget a link and its process groups."""
-        if isinstance(link := self._links.pop(name, None), WeightLink):
-            link.close()
+    def close_channel(self, name: str) -> None:
+        """Forget a channel and its process groups."""
+        if isinstance(channel := self._channels.pop(name, None), WeightChannel):
+            channel.close()
 
     def apply(self, group: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(worker, *arguments)` on this rank of a group; a failure is a value, as of a call."""
         member = self._members[group]
         try:
-            return function(member.worker, *arguments)
+            with self._during(f"{member.spec.role}.{function.__name__}"):
+                return function(member.worker, *arguments)
         except Exception as error:
             return self._failure(member, function.__name__, None, error)
 
@@ -348,9 +322,11 @@ class Host:
 
     def close(self) -> None:
         """Free all models and leave the torch world."""
-        for name in list(self._links):
-            self.close_link(name)
+        for name in list(self._channels):
+            self.close_channel(name)
         for name in list(self._members):
             self.drop(name)
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._liveness is not None:
+            self._liveness.close()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import ray
 
-from hybridflow.cluster.columns import Part
-from hybridflow.cluster.future import Deadline
-from hybridflow.cluster.store import Status, fetch, first_failure
+from hybridflow.cluster.failure import Status
+from hybridflow.cluster.future import fetch, raise_failure
+from hybridflow.cluster.liveness import Deadline, WaitNotice, whom
+from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.errors import WaitTimeoutError
 
 _KEPT = 64
@@ -38,18 +40,27 @@ class StageSeconds:
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
 
-    `reported` are the ids of errors that the driver has met already: they are not raised again.
+    `reported` are the ids of errors that the driver has raised already: they are not raised again.
     """
 
     timeout: float
     reported: set[str] = field(default_factory=set)
-    _pending: deque[list[Part]] = field(default_factory=lambda: deque([[]]))
+    _pending: deque[list[RankOutput]] = field(default_factory=lambda: deque([[]]))
     _seconds: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _early: PerRank = field(default_factory=dict)
     _kept: dict[int, PerRank] = field(default_factory=dict)
     _look_at: int = _LOOK_BACK
     _settled: int = 0
     _has_loader: bool = False
+    _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def sequence(self) -> int:
+        """The next number of a call: hosts run calls in this order."""
+        return next(self._sequence)
+
+    def new_call(self) -> IssuedCall:
+        """A call whose statuses are still to be filled in."""
+        return IssuedCall([], self.reported, self.timeout)
 
     @property
     def current(self) -> int:
@@ -63,7 +74,7 @@ class Iterations:
             self._next(in_flight=2)
         return found
 
-    def issued(self, statuses: Sequence[Part]) -> None:
+    def issued(self, statuses: Sequence[RankOutput]) -> None:
         """Remember calls until their iteration is waited for; forget, now and then, those that are done."""
         now = self._pending[-1]
         now.extend(statuses)
@@ -72,11 +83,11 @@ class Iterations:
         self._look_at = len(now) + _LOOK_BACK
         oldest = now[: len(now) // 2]
         if len(now) < _MOST:
-            ready, _ = ray.wait([part.ref for part in oldest], num_returns=len(oldest), timeout=0)
+            ready, _ = ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)
             done = set(ready)
-            oldest = [part for part in oldest if part.ref in done]
-        gone = {id(part) for part in oldest}
-        self._pending[-1] = [part for part in now if id(part) not in gone]
+            oldest = [output for output in oldest if output.ref in done]
+        gone = {id(output) for output in oldest}
+        self._pending[-1] = [output for output in now if id(output) not in gone]
         self._look_at = len(self._pending[-1]) + _LOOK_BACK
         _add(self._early, self.wait(oldest))
 
@@ -119,42 +130,41 @@ class Iterations:
         self._seconds.append({})
         self._seconds[-1] = _slowest(_add(early, self.wait(statuses)))
 
-    def wait(self, parts: Sequence[Part]) -> list[tuple[Part, Status]]:
+    def wait(self, outputs: Sequence[RankOutput]) -> list[tuple[RankOutput, Status]]:
         """The statuses of all calls. Errors: WorkerError of the first that failed, WaitTimeoutError."""
-        deadline = Deadline(self.timeout)
-        waiting = {part.ref: part for part in parts}
-        done: list[tuple[Part, Status]] = []
+        deadline, notice = Deadline(self.timeout), WaitNotice()
+        waiting = {output.ref: output for output in outputs}
+        done: list[tuple[RankOutput, Status]] = []
         while waiting:
             # short waits leave room for Ctrl-C
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(1.0, deadline.left))
             finished = [waiting.pop(ref) for ref in ready]
-            statuses: list[Status] = fetch([part.ref for part in finished], finished, 60.0, follow=False)
-            self._raise_unmet(zip(finished, statuses, strict=True))
+            statuses: list[Status] = fetch([output.ref for output in finished], finished, 60.0, follow=False)
+            self._raise_new(zip(finished, statuses, strict=True))
             done += zip(finished, statuses, strict=True)
+            notice.look(lambda: list(waiting.values()))
             if waiting and not deadline.left:
-                late = {f"{part.origin.role}.{part.origin.method}" for part in waiting.values()}
-                raise WaitTimeoutError(f"{', '.join(sorted(late))} did not finish in {self.timeout:g} s.")
+                late = whom(list(waiting.values()))
+                raise WaitTimeoutError(f"waited {self.timeout:g} s for {late} without a result.")
         return done
 
-    def _raise_unmet(self, statuses: Iterable[tuple[Part, Status]]) -> None:
-        """Raise the first failure that the driver was not told of."""
-        unmet = [
-            (part, status)
-            for part, status in statuses
-            if status.failure and status.failure.error.id not in self.reported and not (part.call and part.call.met)
+    def _raise_new(self, statuses: Iterable[tuple[RankOutput, Status]]) -> None:
+        """Raise the first failure that the driver has not raised yet."""
+        new = [
+            (output, status)
+            for output, status in statuses
+            if status.failure
+            and status.failure.error.id not in self.reported
+            and not (output.call and output.call.observed)
         ]
-        if (failure := first_failure([status for _, status in unmet])) is not None:
-            self.reported.add(failure.error.id)
-            for part, _ in unmet:
-                if part.call:
-                    part.call.met = True
-            raise failure.error.as_cause()
+        if new:
+            raise_failure([status for _, status in new], [output.call for output, _ in new if output.call])
 
 
-def _add(seconds: PerRank, statuses: Iterable[tuple[Part, Status]]) -> PerRank:
-    for part, status in statuses:
+def _add(seconds: PerRank, statuses: Iterable[tuple[RankOutput, Status]]) -> PerRank:
+    for output, status in statuses:
         for name, spent in status.seconds:
-            key = (f"{part.origin.role}.{name}", part.origin.rank)
+            key = (f"{output.origin.role}.{name}", output.origin.rank)
             seconds[key] = seconds.get(key, 0.0) + spent
     return seconds
 

@@ -1,4 +1,4 @@
-"""Reallocation: a group goes on in another layout, on the same or on other devices (ReaL's parameter reallocation).
+"""Reallocation: moves a group to another layout or other devices (ReaL's parameter reallocation).
 
     build the new ranks, without weights  ->  optimizer state (or weights) travels, kind by kind  ->
     what exists once per process is closed there and opened here  ->  the group is the new ranks, the old ones are freed
@@ -12,18 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.placed import Placed
-from hybridflow.cluster.weight_link import WEIGHTS
+from hybridflow.cluster.session import Session
+from hybridflow.cluster.weight_transfer import WEIGHTS
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.contract import Held
+from hybridflow.engines.contract import TrainState
 from hybridflow.errors import HybridFlowError, LayoutError
 
 _GONE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class OptimizerState:
+class TrainingState:
     """What an optimizer holds besides the weights: tensors of each of `kinds` in `layout`, and `counters`."""
 
     layout: Layout
@@ -31,49 +32,50 @@ class OptimizerState:
     counters: dict[str, Any]
 
 
-def reallocate(group: WorkerGroup, new: Placed) -> None:
+def reallocate(group: WorkerGroup, new: RankGroup) -> None:
     """Move `group` to the ranks `new`, which are not built yet. Blocks.
 
     Errors: those of the step that failed, after which the group is what it was; LayoutError when the states of the two
     layouts do not fit.
     """
-    old = group.placed
+    old, backend = group.ranks, group.session.backend
     try:
-        new.build(unset=True)
+        backend.build(new, uninitialized=True)
         _move(group, old, new)
-        _hand_over(old, new)
+        _hand_over(backend, old, new)
     except BaseException as error:
-        new.drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
-        _note(error, f"{group.name} was not moved: it is still at {_sizes(old)}, with its state.")
+        backend.drop(new, wait=1.0)  # peers of the rank that failed may still be waiting for it
+        _note(error, f"{group.name} was not moved: it is still at {old}, with its state.")
         raise
-    group.placed = new
-    old.drop(wait=_GONE_SECONDS)
+    group.ranks = new
+    backend.drop(old, wait=_GONE_SECONDS)
 
 
-def _move(group: WorkerGroup, old: Placed, new: Placed) -> None:
+def _move(group: WorkerGroup, old: RankGroup, new: RankGroup) -> None:
     """Bring optimizer state, and with it the weights, to the new ranks; without an optimizer the weights."""
-    links = group.session.links
-    state, there = old.ask(optimizer_state)[0], new.ask(optimizer_state)[0]
+    backend = group.session.backend
+    state, there = (backend.ask(ranks, optimizer_state)[0] for ranks in (old, new))
     if state is None:
-        links.send(old, new, WEIGHTS, lambda: (weights_layout(old), weights_layout(new)), "reallocate").get()
+        layouts = tuple(weights_layout(group.session, ranks) for ranks in (old, new))
+        backend.channels.send(old, new, WEIGHTS, lambda: layouts, "reallocate").get()
         return
     check_same_model(state.layout, there.layout, group.name, f"{group.name} (new layout)")
     if set(state.kinds) != set(there.kinds):
         raise LayoutError(f"{group.name} keeps {sorted(state.kinds)}; the new layout would keep {sorted(there.kinds)}.")
     for kind in state.kinds:
-        links.send(old, new, kind, lambda: (state.layout, there.layout), "reallocate").get()
-    new.ask(optimizer_arrived, state.counters)
+        backend.channels.send(old, new, kind, lambda: (state.layout, there.layout), "reallocate").get()
+    backend.ask(new, optimizer_arrived, state.counters)
 
 
-def _hand_over(old: Placed, new: Placed) -> None:
+def _hand_over(backend: Any, old: RankGroup, new: RankGroup) -> None:
     """Close what a process can hold once in the old ranks and open it in the new ones, or open it again."""
     try:
-        old.ask(step_aside)
-        new.ask(open_generation)
+        backend.ask(old, step_aside)
+        backend.ask(new, open_generation)
     except BaseException as error:
-        new.drop(wait=_GONE_SECONDS)  # frees the process for the old ranks
+        backend.drop(new, wait=_GONE_SECONDS)  # frees the process for the old ranks
         try:
-            old.ask(step_back)
+            backend.ask(old, step_back)
         except HybridFlowError:
             _note(error, f"{old.name} cannot generate any more: its engine could not be started again.")
         raise
@@ -85,14 +87,15 @@ def _note(error: BaseException, outcome: str) -> None:
         error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])
 
 
-def weights_layout(placed: Placed, built: bool = True) -> Layout:
-    """The layout of a group's weights; of a group that is not `built` yet, it may be good for its tensors only.
+def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> Layout:
+    """The layout of the weights of ranks; of ranks that are not `built` yet, it may be good for its tensors only.
 
     Errors: ConfigError when its class has none; WorkerError of a rank that is asked for its layout.
     """
-    worker_class: Any = placed.worker_class
-    layout = worker_class.weights_layout(placed.settings, placed.grid)
-    return placed.ask(found_layout)[0] if built and worker_class.finds_layout(placed.settings) else layout
+    worker_class: Any = ranks.worker_class
+    layout = worker_class.weights_layout(ranks.settings, ranks.grid)
+    found = built and worker_class.finds_layout(ranks.settings)
+    return session.backend.ask(ranks, found_layout)[0] if found else layout
 
 
 def check_same_model(source: Layout, destination: Layout, name: str, other: str) -> None:
@@ -111,20 +114,16 @@ def check_same_model(source: Layout, destination: Layout, name: str, other: str)
     )
 
 
-def _sizes(placed: Placed) -> str:
-    return f"(p,t,d)=({placed.grid.p},{placed.grid.t},{placed.grid.d})"
-
-
 # What runs on every rank, given its worker
 
 
-def optimizer_state(worker: Any) -> OptimizerState | None:
+def optimizer_state(worker: Any) -> TrainingState | None:
     """Of rank 0, since it is the same on all of them; None without an optimizer."""
     with worker.at_work():
         engine = worker.optimizing_engine()
         if engine is None or worker.context.rank:
             return None
-        return OptimizerState(engine.optimizer_layout(), tuple(engine.optimizer_storage()), engine.optimizer_counters())
+        return TrainingState(engine.optimizer_layout(), tuple(engine.optimizer_storage()), engine.optimizer_counters())
 
 
 def optimizer_arrived(worker: Any, counters: dict[str, Any]) -> None:
@@ -140,7 +139,7 @@ def step_aside(worker: Any) -> None:
         with worker.at_work():
             engine = worker.optimizing_engine()
         if engine is not None:
-            engine.offload(get_args(Held))
+            engine.offload(get_args(TrainState))
 
 
 def step_back(worker: Any) -> None:
@@ -149,7 +148,7 @@ def step_back(worker: Any) -> None:
     if worker.context.device.type == "cuda":
         with worker.at_work():  # whose end leaves an idle model on the host
             if (engine := worker.optimizing_engine()) is not None:
-                engine.reload(get_args(Held))
+                engine.reload(get_args(TrainState))
     worker.open_generation()
 
 

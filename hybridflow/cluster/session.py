@@ -1,6 +1,6 @@
-"""Session: the driver's connection to Ray, and what it knows of everything that it issued.
+"""Session: the driver's pools and groups, on the backend that runs their calls.
 
-One session lives in a driver process at a time; `Session.current()` opens it when the first pool is made.
+One session is open in a driver process at a time; `Session.current()` opens it when the first pool is made.
 """
 
 from __future__ import annotations
@@ -9,90 +9,35 @@ import atexit
 import contextlib
 import itertools
 import logging
-import os
-import signal
-import socket
-import sys
-import threading
-import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import ray
-import ray.exceptions
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._private.worker import global_worker
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
-from hybridflow.cluster.host import Deadlines
-from hybridflow.cluster.iterations import Iterations
-from hybridflow.cluster.leftovers import Watcher, marked
-from hybridflow.cluster.links import Links
+from hybridflow.cluster.backend import Deadlines, PoolHosts, SessionBackend
+from hybridflow.cluster.ray_backend import RayBackend
 from hybridflow.errors import ConfigError, PlacementError
-
-if TYPE_CHECKING:
-    from hybridflow.cluster.group import WorkerGroup
-    from hybridflow.cluster.pool import ResourcePool
-    from hybridflow.placement import Placement
+from hybridflow.placement import Placement
 
 logger = logging.getLogger(__name__)
-LOCAL_DEVICES = 16
-_ANSWER_SECONDS = 5.0
 
 
 class Session:
-    """Connects to the cluster at `address` (or `RAY_ADDRESS`), or starts a local one with `devices` logical devices.
-
-    On a local machine without CUDA a device is a logical slot, so a pool may be larger than the number of cores.
-    """
+    """What a driver has placed. Pools and groups register themselves in `pools` and `groups`."""
 
     _current: ClassVar[Session | None] = None
     _assignment: ClassVar[Placement | None] = None
 
-    def __init__(
-        self, address: str | None = None, devices: int | None = None, deadlines: Deadlines | None = None
-    ) -> None:
-        self.deadlines = deadlines or Deadlines()
-        self.name = uuid.uuid4().hex[:8]
-        self.pools: list[ResourcePool] = []
-        self.groups: dict[str, WorkerGroup] = {}
-        self.links = Links(self)
-        self._sequence = itertools.count(1)
-        self.iterations = Iterations(self.deadlines.peers)
-        self._helper: WorkerGroup | None = None
+    def __init__(self, backend: SessionBackend) -> None:
+        self.backend: Any = backend
+        self.pools: list[Any] = []
+        self.groups: dict[str, Any] = {}
+        self._controller: tuple[Any, PoolHosts] | None = None
         self._closing: list[Callable[[], None]] = []
-        self.started_ray = False
-        self._connected = not ray.is_initialized()
-        if self._connected:
-            self._connect(address or os.environ.get("RAY_ADDRESS"), devices)
-        directory = str(global_worker.node.get_session_dir_path()) if self.started_ray and global_worker.node else ""
-        self._watcher = Watcher(self.name, directory)
-        self.accelerators = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-        self.has_cuda = any(self.accelerators)
         atexit.register(self.shutdown)
-
-    def _connect(self, address: str | None, devices: int | None) -> None:
-        # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        if address and address != "local":
-            _join(address)
-            return
-        self.started_ray = True
-        # one idle worker per CPU would be started, and hosts are none of them: their environment is their own
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        os.environ.setdefault("RAY_enable_worker_prestart", "0")
-        cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
-        with _terminal_signals_not_inherited(), marked(self.name):
-            ray.init(
-                "local", num_cpus=cores, include_dashboard=False, configure_logging=False, logging_level=logging.ERROR
-            )
 
     @classmethod
     def current(cls) -> Session:
-        """The open session; opens one with default settings if there is none."""
-        if cls._current is None:
-            cls._current = cls()
-        return cls._current
+        """The open session; opens one with default settings when needed."""
+        return cls._current or cls.open()
 
     @classmethod
     def existing(cls) -> Session | None:
@@ -100,11 +45,15 @@ class Session:
         return cls._current
 
     @classmethod
-    def open(cls, **settings: Any) -> Session:
-        """Open the session with settings. Errors: ConfigError when one is open already."""
+    def open(
+        cls, address: str | None = None, devices: int | None = None, deadlines: Deadlines | None = None
+    ) -> Session:
+        """Open a session on the Ray cluster at `address` (or `RAY_ADDRESS`), or on a local one, see `RayBackend`.
+
+        Errors: ConfigError when one is open already."""
         if cls._current is not None:
             raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
-        cls._current = cls(**settings)
+        cls._current = cls(RayBackend(address, devices, deadlines or Deadlines()))
         return cls._current
 
     @classmethod
@@ -119,33 +68,43 @@ class Session:
 
     @property
     def assignment(self) -> Placement | None:
-        """The placement that decides at the moment."""
-        return Session._assignment
+        """The placement that decides at the moment. Traced groups have no placement."""
+        return None if self.traces else Session._assignment
 
     @property
-    def helper(self) -> WorkerGroup:
-        """The long-lived process without a device that runs numerical work of the controller."""
-        if self._helper is None:
+    def name(self) -> str:
+        return self.backend.name
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return self.backend.deadlines
+
+    @property
+    def traces(self) -> bool:
+        """Whether calls are only written down."""
+        return self.backend.traces
+
+    @property
+    def has_cuda(self) -> bool:
+        return self.backend.has_cuda
+
+    @property
+    def iterations(self) -> Any:
+        return self.backend.iterations
+
+    @property
+    def controller(self) -> Any:
+        """The group of the controller worker: a process without a device, for numerical work of the controller."""
+        if self._controller is None:
             raise PlacementError("the session has no pool yet: make a ResourcePool first.")
-        return self._helper
-
-    def set_helper(self, helper: WorkerGroup) -> None:
-        self._helper = helper
+        return self._controller[0]
 
     @property
-    def has_helper(self) -> bool:
-        return self._helper is not None
+    def has_controller(self) -> bool:
+        return self._controller is not None
 
-    def put(self, value: Any) -> Any:
-        """Store something of the driver's own; a reference to it."""
-        return ray.put(value)
-
-    def sequence(self) -> int:
-        return next(self._sequence)
-
-    def pool_of(self, group: WorkerGroup) -> ResourcePool:
-        """The slice of a pool on which a group lives."""
-        return next(pool for pool in self.pools if pool.name == group.pool_name).part(group.members)
+    def set_controller(self, group: Any, hosts: PoolHosts) -> None:
+        self._controller = group, hosts
 
     def unique(self, role: str) -> str:
         """A name for a group: the role, numbered when it is taken."""
@@ -175,62 +134,14 @@ class Session:
                 callback()
             except Exception:
                 logger.warning("%s failed while the session was closing", callback, exc_info=True)
-        if Session._current is self:
+        if Session._current is self and not self.traces:  # a trace stays the driver's session to its end
             Session._current = None
         atexit.unregister(self.shutdown)
-        pools, self.pools = self.pools, []
-        helper, self._helper = self._helper, None
-        if ray.is_initialized():
-            for pool in pools:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    pool.close()
-            if helper is not None:
-                helper.forget_hosts()
-                for host in helper.hosts:
-                    ray.kill(host)
-            if self._connected:
-                ray.shutdown()
+        for pool in [*self.pools]:
+            pool.close()
+        controller, self._controller = self._controller, None
+        if controller is not None:
+            controller[0].forget_hosts()
+            self.backend.stop_hosts(controller[1])
         self.groups.clear()
-        self.iterations = Iterations(self.deadlines.peers)
-        self._watcher.sweep()
-
-
-def _join(address: str) -> None:
-    """Connect to an existing cluster, `host:port` or "auto". Errors: ConfigError when none answers there."""
-    host, _, port = address.rpartition(":")
-    try:
-        if host and port.isdigit():  # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
-            _show_token(address, host)
-        ray.init(address=address, logging_level=logging.ERROR)
-    except OSError as error:
-        raise ConfigError(
-            f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head` and give its host:port, "
-            f"or unset RAY_ADDRESS to have one started."
-        ) from error
-
-
-def _show_token(address: str, host: str) -> None:
-    """`ray start` may ask for the user's token, which Ray shows only to clusters that it finds without an address."""
-    try:
-        GcsClient(address=address)
-    except ray.exceptions.AuthenticationError:
-        here = host in ("localhost", "127.0.0.1", ray.util.get_node_ip_address())
-        if not (here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False)):
-            raise ConfigError(
-                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
-                f"~/.ray/auth_token to the cluster's."
-            ) from None
-
-
-@contextlib.contextmanager
-def _terminal_signals_not_inherited():
-    """Let Ctrl-C reach the driver only: Ray's processes would die first and take the clean-up with them."""
-    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
-        yield
-        return
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        self.backend.close()

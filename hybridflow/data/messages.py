@@ -71,6 +71,11 @@ def text_of(content: str | list[Any] | None) -> str:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
+def characters(prompt: str | list[Any]) -> int:
+    """Those of a text, or of the contents of messages."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(text_of(message.get("content"))) for message in prompt)
+
+
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
     """Messages as templates of text models read them: content in one piece, and no fields without a value.
 

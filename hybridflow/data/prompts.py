@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hybridflow.batch import Batch
-from hybridflow.columns import Objects
-from hybridflow.data.drawing import Drawing, State, check_sizes
-from hybridflow.data.messages import check_prompt
-from hybridflow.data.order import Draw
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.columns import Objects
+from hybridflow.batch.ragged import Ragged
+from hybridflow.data.messages import characters, check_prompt
 from hybridflow.data.records import Record
+from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
 from hybridflow.data.sources import open_records
-from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
+from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer, too_long
 from hybridflow.errors import ConfigError, PromptError, nearest
-from hybridflow.ragged import Ragged
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Prompts:
             check_sizes(max_prompt_tokens=max_prompt_tokens)
             if tokenizer is None:
                 raise ConfigError(f"max_prompt_tokens={max_prompt_tokens} counts tokens: give tokenizer= as well.")
-        self.prompt, self.map = prompt, map
+        self.prompt, self.map, self._tokenizer = prompt, map, tokenizer
         self.records = open_records(source, split=split, name=name)
         # a table's rows have the same columns, so only the prompts have to be looked at one by one
         self._uniform = map is None and self.records.columns is not None
@@ -69,7 +69,7 @@ class Prompts:
         if self._uniform:
             self._columns = frozenset(self.records.columns or ())
             self._check_columns(self.records.where, self.records.columns or ())
-        self._look_through(tokenizer, max_prompt_tokens)
+        self._look_through(max_prompt_tokens)
 
     def __len__(self) -> int:
         return len(self.records) if self._kept is None else len(self._kept)
@@ -90,14 +90,17 @@ class Prompts:
         at = range(len(self))[index]
         return at if self._kept is None else int(self._kept[at])
 
-    def _look_through(self, tokenizer: Tokenizer | None, limit: int | None) -> None:
+    def _look_through(self, limit: int | None) -> None:
         digest, kept, shortest, longest, at = hashlib.blake2b(digest_size=16), [], None, 0, 0
         for chunk in self.records.scan([self.prompt] if self._uniform else None):
             places = range(at, at + len(chunk))
             prompts = [self._prepared(place, raw)["prompt"] for place, raw in zip(places, chunk, strict=True)]
             at += len(chunk)
-            if limit is not None and tokenizer is not None:
-                lengths = [len(ids) for ids in self._encode(tokenizer, prompts, places)]
+            if limit is None or self._tokenizer is None:
+                self._check_lengths(prompts, places)
+            else:
+                names = [self.records.place(place) for place in places]
+                lengths = self._tokenizer.lengths(prompts, names, self.prompt)
                 shortest, longest = min([*lengths, shortest or lengths[0]]), max(longest, *lengths)
                 fitting = [i for i, length in enumerate(lengths) if length <= limit]
                 kept += [places[i] for i in fitting]
@@ -110,25 +113,27 @@ class Prompts:
         if self.filtered == at:
             raise PromptError(
                 f"{self.records.where}: all {at} prompts have more than max_prompt_tokens={limit} tokens; the shortest "
-                f"has {shortest}."
+                f"has {_shown(shortest)}."
             )
         if self.filtered:
             logger.warning(
-                "%s: %d of %d prompts are left out, which have more than max_prompt_tokens=%d tokens (the longest %d).",
-                *(self.records.where, self.filtered, at, limit, longest),
+                "%s: %d of %d prompts are left out, which have more than max_prompt_tokens=%d tokens (the longest %s).",
+                *(self.records.where, self.filtered, at, limit, _shown(longest)),
             )
 
-    def _encode(self, tokenizer: Tokenizer, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
-        places = [self.records.place(row) for row in rows]
-        found = tokenizer.encode(prompts, places)
-        for place, ids in zip(places, found, strict=True):
-            if not ids:
-                raise PromptError(f"{place}: column {self.prompt!r} has a prompt without any token.")
-        return found
+    def _check_lengths(self, prompts: Sequence[Any], rows: Sequence[int]) -> None:
+        for row, prompt in zip(rows, prompts, strict=True):
+            if (length := characters(prompt)) > MOST_CHARACTERS:
+                raise too_long(f"{self.records.place(row)}: column {self.prompt!r}", length)
 
-    def encode(self, tokenizer: Tokenizer, prompts: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
-        """Token ids of the prompts of these records. Errors: PromptError for one that has none."""
-        return self._encode(tokenizer, prompts, [self._at(index) for index in indices])
+    def read(self, draws: list[Draw]) -> tuple[list[Record], list[list[int]] | None]:
+        """Records and, with a tokenizer, their token ids. Errors: PromptError for a prompt without any token."""
+        rows = [self._at(draw.index) for draw in draws]
+        records = [self._prepared(row, self.records[row]) for row in rows]
+        if self._tokenizer is None:
+            return records, None
+        places = [self.records.place(row) for row in rows]
+        return records, self._tokenizer.encode([record["prompt"] for record in records], places, self.prompt)
 
     def _prepared(self, row: int, raw: Any) -> Record:
         """The record as it is drawn, with its prompt in the column `prompt`. Errors: PromptError."""
@@ -190,7 +195,7 @@ def read_prompts(
     return [prompts[index] for index in range(len(prompts))]
 
 
-class PromptSource:
+class PromptSource(ResumableSampler):
     """The batches of a `PromptLoader`, with its arguments, on this process alone.
 
     Yields `Batch`es of exactly `batch_size` rows: `row_id` [B] int64 (a running number, unique over the whole run),
@@ -222,25 +227,27 @@ class PromptSource:
         check_sizes(0, workers=workers)
         if steps is not None:
             check_sizes(steps=steps)
-        self.steps = steps
-        self._tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         self.prompts = Prompts(
             prompts,
             prompt=prompt,
             split=split,
             name=name,
             map=map,
-            tokenizer=self._tokenizer,
+            tokenizer=None if tokenizer is None else as_tokenizer(tokenizer),
             max_prompt_tokens=max_prompt_tokens,
         )
-        self._drawing = Drawing(
-            _PromptRows(self.prompts, self._tokenizer),
+        super().__init__(
+            self.prompts,
             batch_size=batch_size,
             steps=steps,
             seed=seed,
             shuffle=shuffle,
             workers=workers,
-            of={"prompts": len(self.prompts), "fingerprint": self.prompts.fingerprint, "columns": self.prompts.columns},
+            identity={
+                "prompts": len(self.prompts),
+                "fingerprint": self.prompts.fingerprint,
+                "columns": self.prompts.columns,
+            },
         )
 
     @property
@@ -255,8 +262,8 @@ class PromptSource:
         return self.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches that are left: iterating goes on where the last iteration, or `load_state`, stopped."""
-        for numbers, (records, ids) in self._drawing:
+        """The batches that are left: continues where the last iteration, or `load_state`, stopped."""
+        for numbers, (records, ids) in self.batches():
             columns: dict[str, Any] = {"row_id": torch.arange(numbers.start, numbers.stop)}
             # objects as they are in the file: a reward function gets the exact values
             columns |= {column: Objects(record[column] for record in records) for column in records[0]}
@@ -264,30 +271,9 @@ class PromptSource:
                 columns["prompt_ids"] = Ragged.from_rows(ids, dtype=torch.int64)
             yield Batch(columns)
 
-    def state(self) -> State:
-        """Plain data to be saved with a checkpoint."""
-        return self._drawing.state()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Errors: ConfigError when the state is of other prompts or columns, another batch size, seed or order."""
-        self._drawing.load_state(state)
-
-
-class _PromptRows:
-    """Records and, with a tokenizer, token ids of what is drawn."""
-
-    def __init__(self, prompts: Prompts, tokenizer: Tokenizer | None) -> None:
-        self._prompts, self._tokenizer = prompts, tokenizer
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def read(self, draws: list[Draw]) -> tuple[list[Record], list[list[int]] | None]:
-        indices = [draw.index for draw in draws]
-        records = [self._prompts[index] for index in indices]
-        if self._tokenizer is None:
-            return records, None
-        return records, self._prompts.encode(self._tokenizer, [record["prompt"] for record in records], indices)
+def _shown(tokens: float | None) -> str:
+    return f"of more than {MOST_CHARACTERS} characters" if tokens == math.inf else f"{tokens}"
 
 
 def _meant(name: str, known: Sequence[str]) -> str:

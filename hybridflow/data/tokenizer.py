@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hybridflow.data.messages import check_messages, plain_messages
+from hybridflow.data.messages import characters, check_messages, plain_messages
 from hybridflow.errors import CheckpointError, ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -17,6 +18,28 @@ if TYPE_CHECKING:
 TokenizerLike: TypeAlias = "str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase"
 """What `as_tokenizer` takes."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+MOST_CHARACTERS = 1 << 22
+"""Of one prompt: about a million tokens. Tokenizers take hundreds of bytes for each character."""
+_AT_ONCE = 1 << 20
+
+
+def grouped(characters: Sequence[int]) -> Iterator[range]:
+    """Groups of neighbouring texts, by their lengths, of up to `_AT_ONCE` characters; a longer text is one alone."""
+    start, total = 0, 0
+    for at, length in enumerate(characters):
+        if total + length > _AT_ONCE and at > start:
+            yield range(start, at)
+            start, total = at, 0
+        total += length
+    if start < len(characters):
+        yield range(start, len(characters))
+
+
+def too_long(place: str, characters: int) -> PromptError:
+    return PromptError(
+        f"{place} has {characters} characters, and a prompt may have {MOST_CHARACTERS}. Shorten or split it, or give "
+        f"PromptLoader(max_prompt_tokens=...), which leaves such prompts out."
+    )
 
 
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
@@ -29,24 +52,48 @@ class Tokenizer:
     def __init__(self, raw: Any) -> None:
         self.raw = raw
 
-    def encode(self, prompts: Sequence[Any], places: Sequence[str] | None = None) -> list[list[int]]:
+    def encode(
+        self, prompts: Sequence[Any], places: Sequence[str] | None = None, column: str | None = None
+    ) -> list[list[int]]:
         """Token ids of texts (with the tokenizer's own special tokens) or of chat messages (by its chat template).
 
         The template opens the turn that is to be generated; messages that end with one of the assistant are left
         open behind it, to be continued. `places` name the prompts in errors. Errors: PromptError for anything else,
-        for messages without a chat template, and for messages that the template refuses or nothing can follow.
+        for messages without a chat template, for messages that the template refuses or nothing can follow, and with
+        the name of their `column` for prompts without any token.
         """
-        out: list[list[int]] = []
         names = places or [f"prompt {row}" for row in range(len(prompts))]
         texts = [self._text(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
-        if texts:
-            special = [isinstance(prompt, str) for prompt in prompts]
-            if all(special) or not any(special):
-                return self.raw(texts, add_special_tokens=special[0])["input_ids"]
-            out = [
-                self.raw(text, add_special_tokens=own)["input_ids"] for text, own in zip(texts, special, strict=True)
-            ]
-        return out
+        for name, text in zip(names, texts, strict=True):
+            if len(text) > MOST_CHARACTERS:
+                raise too_long(name, len(text))
+        special = [isinstance(prompt, str) for prompt in prompts]
+        if all(special) or not any(special):
+            found = self._ids(texts, all(special))
+        else:
+            found = [ids for text, own in zip(texts, special, strict=True) for ids in self._ids([text], own)]
+        if column is not None and [] in found:
+            raise PromptError(f"{names[found.index([])]}: column {column!r} has a prompt without any token.")
+        return found
+
+    def lengths(self, prompts: Sequence[Any], places: Sequence[str], column: str) -> list[float]:
+        """Tokens of each prompt; infinite, without a look at them, of those that may not be tokenised."""
+        sizes = [characters(prompt) for prompt in prompts]
+        short = [i for i, size in enumerate(sizes) if size <= MOST_CHARACTERS]
+        lengths = [math.inf] * len(prompts)
+        for group in grouped([sizes[i] for i in short]):
+            own = [short[i] for i in group]
+            found = self.encode([prompts[i] for i in own], [places[i] for i in own], column)
+            for i, ids in zip(own, found, strict=True):
+                lengths[i] = len(ids)
+        return lengths
+
+    def _ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Token ids of each text, a bounded number of characters at a time: they take much less memory than the rest
+        of what the tokenizer gives."""
+        groups = grouped([len(text) for text in texts])
+        found = (self.raw([texts[i] for i in group], add_special_tokens=special)["input_ids"] for group in groups)
+        return [ids for group in found for ids in group]
 
     def _text(self, place: str, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -68,7 +115,7 @@ class Tokenizer:
 
     def continuations(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts that follow a prompt: no special tokens are added."""
-        return self.raw(list(texts), add_special_tokens=False)["input_ids"] if len(texts) else []
+        return self._ids(texts, False)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Texts without special tokens."""
@@ -84,7 +131,7 @@ def as_tokenizer(given: TokenizerLike) -> Tokenizer:
         return given
     if isinstance(given, str | os.PathLike):
         return load_tokenizer(given)
-    library = sys.modules.get("transformers")  # whoever has one of its tokenizers has imported it
+    library = sys.modules.get("transformers")  # imported, if `given` is one of its tokenizers
     if library is not None and isinstance(given, library.PreTrainedTokenizerBase):
         return Tokenizer(given)
     raise ConfigError(

@@ -2,11 +2,9 @@
 
 Read in this order:
 
-1. `layout`: boxes of canonical tensors, where ranks keep them. `residency`: which tensors have memory.
-2. `plan`: from two layouts to moves (`move`), through `pieces` (who holds and needs what), `routes` (who sends to
-   whom) and `rounds` (when, and in which message); `traffic` says what it costs. Pure: no torch, no communication.
-3. `transfer`: a plan bound to storages and run. `binding` finds the views, `terms` and `wire` agree on dtypes,
-   `schedule` orders the steps, `messages` packs and sends a round, `copies` copies.
-4. `hybrid_engine`: an actor's two phases, over `holders` of weights, with `designs` to choose from; `transition`,
-   `way_back`, `sharing`, `overlap` and `ledger` are its parts.
+1. `layout`: boxes of canonical tensors, where ranks keep them. `offloadable`: which tensors have memory.
+2. `plan/`: from two layouts to moves. Pure: no communication.
+3. `transfer/`: a plan bound to storages, and run.
+4. `hybrid/`: an actor's two phases, over `interfaces` of training and generation engines. `memory_accounting` counts
+   what they hold.
 """

@@ -183,6 +183,13 @@ class Layout:
     regions: Callable[[int], Sequence[Region]]
     part: Callable[[int], Hashable] | None = None
 
+    def storages(self, rank: int) -> dict[str, list[Region]]:
+        """The regions of each storage of `rank`, in the layout's order."""
+        out: dict[str, list[Region]] = {}
+        for region in self.regions(rank):
+            out.setdefault(region.storage, []).append(region)
+        return out
+
     def placed(self, members: Sequence[int], ranks: int) -> Layout:
         """This layout in a larger group of `ranks` ranks: its rank i is `members[i]`, the others hold nothing.
 
@@ -201,3 +208,51 @@ class Layout:
             lambda rank: self.regions(at[rank]) if rank in at else (),
             lambda rank: (part(at[rank]),) if rank in at else None,
         )
+
+
+def equal_storages(source: Layout, destination: Layout, rank: int) -> list[tuple[str, str]]:
+    """Names of a source and a destination storage of `rank` that hold the same elements in the same places.
+
+    Where shapes and dtypes agree too, one memory can serve both. A storage is paired once.
+    """
+    places: dict[frozenset[object], str] = {}
+    for name, regions in source.storages(rank).items():
+        places.setdefault(_places(regions), name)
+    pairs = []
+    for name, regions in destination.storages(rank).items():
+        if (found := places.pop(_places(regions), None)) is not None:
+            pairs.append((found, name))
+    return pairs
+
+
+def _places(regions: Sequence[Region]) -> frozenset[object]:
+    return frozenset((region.box, region.offset, region.strides) for region in regions)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`box` goes from rank `source`, where it lies within `origin`, into every region of `into` on `destination`.
+
+    `into` has more than one region where a rank stores the same elements twice (tied embeddings): they travel once.
+
+    Pieces that the same ranks hold and the same ranks need form a sequence in canonical order. This one starts at
+    element `at` of the `of` elements in it, which fixes the round in which it travels.
+
+    With `hop` 0 it comes from the source layout. With `hop` h > 0 it is relayed: `origin` is then a region of the
+    *destination* layout on rank `source`, which a move of hop h - 1 has filled in an earlier round, and `root` is the
+    rank that gave it at hop 0, with the name of the source storage that it has it in.
+    """
+
+    box: Box
+    source: int
+    destination: int
+    origin: Region
+    into: tuple[Region, ...]
+    at: int = 0
+    of: int = 0
+    hop: int = 0
+    root: tuple[int, str] | None = None
+
+    @property
+    def local(self) -> bool:
+        return self.source == self.destination

@@ -1,17 +1,34 @@
-"""Agreement: the ranks of a group go on together or all raise, so that nobody waits in a collective for a rank that
-met an error which depends on its data."""
+"""Agreement: the ranks of a group continue together or all raise, so that no rank waits in a collective for one that
+failed on its own data."""
 
 from __future__ import annotations
 
 import math
 import traceback
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import BatchError, HybridFlowError, WorkerError
+
+F = TypeVar("F")
+
+
+def agree_on(group: dist.ProcessGroup, failure: F | None, number: float | None = None) -> tuple[F | None, float, float]:
+    """One tiny all-reduce over a gloo group: the failure of the first rank that has one, the least and the largest
+    number of all ranks (inf and -inf when no rank has one)."""
+    largest, smallest = (-math.inf, -math.inf) if number is None else (number, -number)
+    state = torch.tensor([failure is not None, largest, smallest], dtype=torch.float64)
+    dist.all_reduce(state, dist.ReduceOp.MAX, group=group)
+    failed, largest, smallest = state.tolist()
+    if failed:
+        everyone: list[F | None] = [None] * group.size()
+        dist.all_gather_object(everyone, failure, group=group)
+        failure = next(found for found in everyone if found is not None)
+    return failure, -smallest, largest
 
 
 def agree(context: RankContext, check: Callable[[], float | None], what: str = "a number") -> float | None:
@@ -25,38 +42,40 @@ def agree(context: RankContext, check: Callable[[], float | None], what: str = "
     number, error = None, None
     try:
         number = check()
-    except Exception as raised:  # whatever it is, the other ranks must hear of it before anything else
+    except Exception as raised:  # any error: the other ranks must know before anything else
         error = raised
-    size = context.grid.size
-    if size == 1:
+    if context.grid.size == 1:
         if error is not None:
             raise error
         return number
-    group = context.groups.new("agreement", range(size), "gloo")
-    largest, smallest = (-math.inf, -math.inf) if number is None else (number, -number)
-    state = torch.tensor([error is not None, largest, smallest], dtype=torch.float64)
-    dist.all_reduce(state, dist.ReduceOp.MAX, group=group)
-    failed, largest, smallest = state.tolist()
-    if not failed and largest != -smallest and smallest != -math.inf:
-        failed, error = True, BatchError(f"{what} differs between the ranks' rows: from {-smallest:g} to {largest:g}.")
-    if failed:
-        raise _first_error(context, group, error)
+    failure, smallest, largest = agree_on(_group(context), error and _worker_error(context, error), number)
+    if failure is None and smallest < largest:
+        differs = BatchError(f"{what} differs between the ranks' rows: from {smallest:g} to {largest:g}.")
+        failure = of_every_rank(context, _worker_error(context, differs))[0]
+    if failure is not None:
+        raise failure
     return None if largest == -math.inf else largest
 
 
-def _first_error(context: RankContext, group: dist.ProcessGroup, error: Exception | None) -> WorkerError:
-    """The error of the first rank that has one, on all ranks: it is one failure, wherever the driver looks."""
-    mine = None
-    if error is not None:
-        where = f"{context.role}.{context.method}".rstrip(".")
-        mine = WorkerError(
-            f"{where} failed on rank {context.rank}: {type(error).__name__}: {error}",
-            role=context.role,
-            rank=context.rank,
-            method=context.method,
-            cause=error if isinstance(error, HybridFlowError) else None,  # these survive pickling
-            remote_traceback="".join(traceback.format_exception(error)),
-        )
-    everyone: list[WorkerError | None] = [None] * context.grid.size
-    dist.all_gather_object(everyone, mine, group=group)
-    return next(found for found in everyone if found is not None)
+def of_every_rank(context: RankContext, mine: Any) -> list[Any]:
+    """The values of all ranks of the group, in rank order. Collective, on the CPU."""
+    everyone = [mine] * context.grid.size
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine, group=_group(context))
+    return everyone
+
+
+def _group(context: RankContext) -> dist.ProcessGroup:
+    return context.groups.new("agreement", range(context.grid.size), "gloo")
+
+
+def _worker_error(context: RankContext, error: Exception) -> WorkerError:
+    where = f"{context.role}.{context.method}".rstrip(".")
+    return WorkerError(
+        f"{where} failed on rank {context.rank}: {type(error).__name__}: {error}",
+        role=context.role,
+        rank=context.rank,
+        method=context.method,
+        cause=error if isinstance(error, HybridFlowError) else None,  # these survive pickling
+        remote_traceback="".join(traceback.format_exception(error)),
+    )

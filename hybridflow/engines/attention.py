@@ -1,18 +1,28 @@
 """Attention of a packed row: every position sees the positions of its own sequence up to itself, and nothing else.
 
+`register_packed_attention` makes it an `attn_implementation` of every decoder of transformers. A packed row goes to
+such a model as `model(input_ids=ids_1S, position_ids=sequences.positions[None], sequences=sequences)`; transformers
+hands unknown keyword arguments down to its attention function.
+
 Shapes: S positions of the packed row, N heads, K kv-heads (N a multiple of K), D head dimension, b rows, L positions.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from hybridflow.engines.packing import Sequences
+from hybridflow.engines.micro_batches import Sequences
+from hybridflow.errors import ModelError
+
+PACKED_ATTENTION = "hybridflow_packed"
+_UNKNOWN = ("s_aux", "position_bias")
+"""What some models' attention has besides, and ours has not: sinks, biases."""
 
 
 def packed_attention(
@@ -65,7 +75,7 @@ def causal_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same for rows that are padded on the right, [b, N, L, D]: nobody looks at padding, so it needs no mask."""
+    """The same for rows that are padded on the right, [b, N, L, D]: causal attention never sees padding."""
     length, device = q_bNLD.shape[2], q_bNLD.device
     if softcap is not None:
         return _capped_attention(q_bNLD, k_bKLD, v_bKLD, window, scale, softcap)
@@ -110,3 +120,41 @@ def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_di
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim != value_dim:
         return False
     return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def register_packed_attention() -> str:
+    """The name of our attention function, known to transformers from now on. May be called again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, attention_forward)
+    return PACKED_ATTENTION
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sequences: Sequences | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """query [b, N, S, D], key and value [b, K, S, D], rotated -> [b, S, N, D]; causal, also for padded rows.
+
+    Errors: ModelError for a mask or a kind of attention that this function does not compute.
+    """
+    unknown = [name for name in _UNKNOWN if more.get(name) is not None]
+    unknown += [name for name, given in (("attention_mask", attention_mask is not None), ("dropout", dropout)) if given]
+    if unknown or not getattr(module, "is_causal", True):
+        raise ModelError(
+            f"{type(module).__name__} attends with {' and '.join(unknown) or 'no causal mask'}, which packed attention "
+            f"does not compute. Use a model of plain causal attention."
+        )
+    if sequences is None:
+        return causal_attention(query, key, value, sliding_window, scaling, softcap).transpose(1, 2), None
+    q_SND, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attention(q_SND, k_SKD, v_SKD, sequences, sliding_window, scaling, softcap)[None], None

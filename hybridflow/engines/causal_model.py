@@ -17,11 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hybridflow.config import LoRA
+from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.lora.injection import inject
-from hybridflow.engines.packable import is_packable
-from hybridflow.engines.packing import Sequences
-from hybridflow.engines.transformers_attention import register_packed_attention
-from hybridflow.transformers_spec import TransformersSpec, make_model
+from hybridflow.engines.micro_batches import Sequences
+from hybridflow.models.hf_spec import TransformersSpec, make_model
+from hybridflow.models.packing_support import is_packable
 
 
 class CausalModel(nn.Module):

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
-from hybridflow.algorithms.totals import LossFunction
-from hybridflow.algorithms.totals import Totals as Totals
+from hybridflow.algorithms.losses.aggregation import LossFunction
+from hybridflow.algorithms.losses.aggregation import Totals as Totals
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import Sampling
-from hybridflow.engine3d.holders import Generator, Trainer
+from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.residency import Memory, Residency
-from hybridflow.ragged import Ragged
+from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
-    from hybridflow.batch import Batch
+    from hybridflow.batch.batch import Batch
     from hybridflow.engines.lora.adapters import Adapters
 
 Output = Literal["log_probs", "entropy", "values"]
-Held = Literal["parameters", "optimizer", "gradients"]
+TrainState = Literal["parameters", "optimizer", "gradients"]
 """What a train engine keeps in device memory and can move to host memory."""
 
 
@@ -40,8 +40,8 @@ UNSET = Unset()
 class TrainEngine(Trainer, Protocol):
     """One rank of a sharded model that computes and trains.
 
-    With `adapters` the weights of `layout()` are frozen: whoever reads `storage()` as the weights that the model
-    computes with has them merged first (`adapters.merge()`), and restored before it computes again.
+    With `adapters` the weights of `layout()` are frozen: to read `storage()` as the weights that the model computes
+    with, merge them first (`adapters.merge()`), and restore them before it computes again.
     """
 
     @property
@@ -75,12 +75,23 @@ class TrainEngine(Trainer, Protocol):
     ) -> dict[str, float]:
         """Add this rank's gradients of one mini-batch, reduced over data parallel ranks; metrics summed likewise.
 
-        When `loss` raises on a rank, every rank raises and no gradient of the mini-batch is kept.
+        When `loss` raises on a rank, every rank raises and no gradient of the mini-batch is kept. When a column that it
+        reads (its attribute `reads`; without one, any), an output or its value is not finite where it counts, on any
+        rank, the step that follows is skipped on all ranks.
         """
         ...
 
     def step(self) -> dict[str, float]:
-        """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`."""
+        """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
+
+        `skipped` is 1.0 when gradients, or what they were computed from, were not finite: then nothing has changed,
+        moments and counters included (but the loss scale, by gradients that were too large for float16).
+        """
+        ...
+
+    @property
+    def skip_reason(self) -> str:
+        """Why the last step was skipped, the same on all ranks; "" when it was made."""
         ...
 
     def memory(self) -> Residency:
@@ -118,8 +129,12 @@ class TrainEngine(Trainer, Protocol):
         """
         ...
 
-    def offload(self, what: Collection[Held]) -> None:
+    def offload(self, what: Collection[TrainState]) -> None:
         """Move these to host memory. The engine does not compute until they are back."""
+        ...
+
+    def close(self) -> None:
+        """Free the model, gradients and optimizer. May be called twice."""
         ...
 
 

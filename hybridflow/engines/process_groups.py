@@ -8,6 +8,7 @@ of a pool, and several models in the same processes, never have to agree with an
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hybridflow.topology import Coords, RankGrid
+
+_BACKENDS = re.compile(r"\bgloo/|\bNCCL\b")  # gloo's errors are plain RuntimeErrors that begin with a source file
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether torch.distributed or one of its backends raised `error`, or the error that it came from."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _BACKENDS.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @dataclass
@@ -42,7 +54,7 @@ class ProcessGroups:
     ) -> dist.ProcessGroup:
         """The process group `name` of `members` (ranks of the model group, this one among them), built once.
 
-        Every member must ask for it, nobody else. `backend` defaults to gloo on CPU and nccl on CUDA.
+        Every member must ask for it, and no other process. `backend` defaults to gloo on CPU and nccl on CUDA.
         """
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         full = f"{self.name}/{name}/{'-'.join(map(str, members)) if len(members) < 64 else hash(tuple(members))}"
@@ -68,7 +80,7 @@ class ProcessGroups:
         return self.new("all", range(len(self.ranks)), backend)
 
     def when_closed(self, forget: Callable[[], object]) -> None:
-        """Call `forget` when the groups are closed: whoever keeps a gloo group keeps its threads running."""
+        """Call `forget` when the groups are closed: a reference to a gloo group keeps its threads running."""
         self._holders.append(forget)
 
     def close(self) -> None:
@@ -85,7 +97,7 @@ class ProcessGroups:
 class RankContext:
     """Who a worker is: its role, its rank in the group's grid, its device and its process groups.
 
-    `nodes[i]` numbers the machine on which rank i of the group runs (empty where nobody says): ranks of equal numbers
+    `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
     are close to each other. `method` is the operation that runs, for messages. With `unset` the weights will be written
     from outside: engines neither read nor draw any.
     """

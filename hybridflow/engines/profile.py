@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.algorithms.loss import policy_loss, value_loss
-from hybridflow.batch import Batch
-from hybridflow.config import VLLM, Adam, Megatron
+from hybridflow.algorithms.registry import policy_loss, value_loss
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.config import VLLM, Adam, Megatron, Sampling
 from hybridflow.engines.contract import Output
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.model_spec import Head, ModelSpec
-from hybridflow.ragged import Ragged
+from hybridflow.engines.train_backends import build_engine
+from hybridflow.models.spec import Head, ModelSpec
 
 Points = list[tuple[float, float]]
 """(tokens, rows, or elements on this rank; seconds)."""
@@ -38,7 +39,7 @@ _OUTPUTS: Mapping[Head, tuple[Output, ...]] = MappingProxyType({"lm": ("log_prob
 
 
 @dataclass(frozen=True)
-class Probe:
+class EngineProbe:
     """What to measure of the model of `config` (a Hugging Face one) on the rank of `context`.
 
     Rows have `length` tokens, the second half of them a response; every figure is the median of `repeats`.
@@ -53,8 +54,6 @@ class Probe:
         """Of each model, given as (layers, head): by tokens "forward" and "both" (that and backward), by elements on
         this rank "update" (an optimizer step), and of passes and updates "busy" and "busy update", see `_share`.
         Models take turns: what disturbs one of them disturbs all."""
-        from hybridflow.engines.megatron.engine import MegatronEngine
-
         grid = self.context.grid
         strategy = Megatron(tp=grid.t, dp=grid.d, micro_tokens=max(tokens), sequence_parallel=grid.t > 1)
         kinds = ("forward", "both", "update", "busy", "busy update")
@@ -62,7 +61,7 @@ class Probe:
         with ExitStack() as undo:
             engines = []
             for layers, head in models:
-                engine = MegatronEngine(self.context, strategy, self._spec(layers, head), None, Adam(lr=1e-6))
+                engine = build_engine(self.context, strategy, self._spec(layers, head), None, Adam(lr=1e-6))
                 undo.callback(engine.close)
                 engines.append((engine, _LOSSES[head](), _OUTPUTS[head]))
             for count in tokens:
@@ -99,12 +98,10 @@ class Probe:
     def busy(self, tokens: int, seconds: float, sizes: Sequence[int]) -> list[float]:
         """Median seconds of a forward pass of one layer on this rank while the first n ranks make such passes, each for
         itself, for each n in `sizes` of which it is one. Sizes take turns, `seconds` each time."""
-        from hybridflow.engines.megatron.engine import MegatronEngine
-
         grid, spec = self.context.grid, self._spec(1, "lm")
         took: list[list[float]] = [[] for _ in sizes]
         with ExitStack() as undo:
-            engine = MegatronEngine(self.context, Megatron(dp=grid.d, micro_tokens=tokens), spec, None)
+            engine = build_engine(self.context, Megatron(dp=grid.d, micro_tokens=tokens), spec, None)
             undo.callback(engine.close)
             rows = self._rows(spec, tokens)
             engine.forward(rows, ("log_probs",))
@@ -117,18 +114,20 @@ class Probe:
             self._together()
         return [statistics.median(found) for found in took if found]
 
-    def decode(self, layers: int, rows: Sequence[int], steps: int) -> dict[str, Points]:
-        """ "decode": seconds of a step of one generation replica over all ranks, by its rows; "busy", see `_share`."""
+    def decode(self, layers: int, rows: Sequence[int], prompt: int, steps: int) -> dict[str, Points]:
+        """ "decode": seconds of a step of one generation replica over all ranks, by its rows, after prompts of `prompt`
+        tokens; "busy", see `_share`."""
         from hybridflow.engines.vllm.engine import VLLMEngine
 
         grid, spec = self.context.grid, self._spec(layers, "lm")
-        prompt = max(1, self.length // 2)
-        strategy = VLLM(tp=grid.t, max_length=prompt + steps + 1, max_tokens=1, ignore_eos=True, seed=1)
-        one, several = strategy.sampling(), strategy.sampling(max_tokens=1 + steps)
+        strategy = VLLM(
+            tp=grid.t, max_length=prompt + steps + 1, sampling=Sampling(max_tokens=1, ignore_eos=True, seed=1)
+        )
+        one, several = strategy.sampling, replace(strategy.sampling, max_tokens=1 + steps)
         found: Points = []
         busy: Points = []
         with TemporaryDirectory() as directory, ExitStack() as undo:
-            (Path(directory) / "config.json").write_text(json.dumps(self._few(layers)))
+            (Path(directory) / "config.json").write_text(json.dumps(self.few(layers)))
             engine = VLLMEngine(self.context, strategy, grid.generation(), spec, directory)
             undo.callback(engine.close)
             for tensor in engine.storage().values():
@@ -186,14 +185,19 @@ class Probe:
         if self.context.grid.size > 1:
             dist.barrier(group=self.context.groups.everyone())
 
-    def _few(self, layers: int) -> dict[str, Any]:
-        """The model's configuration with so many layers."""
-        kinds = self.config.get("layer_types")
+    def few(self, layers: int) -> dict[str, Any]:
+        """The model's configuration with `layers` layers, which may be more than it has: all are as its own ones, since
+        a ModelSpec's layers are alike."""
         few = {**self.config, "num_hidden_layers": layers}
-        return few | ({"layer_types": list(kinds)[:layers]} if kinds else {})
+        if kinds := few.get("layer_types"):
+            few["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+        if few.get("use_sliding_window"):  # Qwen's: the layers from this one on have the window
+            windowed = ModelSpec.from_hf_config(self.config).sliding_window is not None
+            few["max_window_layers"] = 0 if windowed else layers
+        return few
 
     def _spec(self, layers: int, head: Head) -> ModelSpec:
-        return ModelSpec.from_hf_config(self._few(layers), head)
+        return ModelSpec.from_hf_config(self.few(layers), head)
 
     def _rows(self, spec: ModelSpec, tokens: int) -> Batch:
         """Rows of `length` tokens, `tokens` in all (a last one may be shorter), with the columns that losses read."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithms.typed_columns import response_mask
-from hybridflow.batch import Batch
+from hybridflow.algorithms.masked import response_mask
+from hybridflow.batch.batch import Batch
 from hybridflow.engines.contract import Totals
 from hybridflow.engines.process_groups import RankContext
 

@@ -3,45 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow import config
-from hybridflow.engine3d.residency import Residency
-from hybridflow.engines.loss_scale import LossScale
-from hybridflow.engines.shards import Shards
-from hybridflow.errors import CheckpointError
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.sharded_model import Shards
+
+INITIAL_SCALE, SCALE_GROWTH, GROWTH_INTERVAL, HYSTERESIS = 2.0**16, 2.0, 1000, 2
+
+
+class LossScale:
+    """The factor of float16 losses: keeps small gradients from vanishing (Micikevicius et al. 2018, section 3.2).
+
+    Doubles after 1,000 updates without overflow, halves when two had one. Its state has the names that Megatron's has.
+    """
+
+    def __init__(self) -> None:
+        self.value, self._good, self._patience = INITIAL_SCALE, 0, HYSTERESIS
+
+    def update(self, overflow: bool) -> None:
+        """Report the result of an update; the same on all ranks."""
+        if overflow:
+            self._good, self._patience = 0, self._patience - 1
+            if self._patience <= 0:
+                self.value = max(1.0, self.value / SCALE_GROWTH)
+            return
+        self._good += 1
+        if self._good == GROWTH_INTERVAL:
+            self._good, self._patience, self.value = 0, HYSTERESIS, self.value * SCALE_GROWTH
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": [self.value], "growth_tracker": self._good, "hysteresis_tracker": self._patience}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.value = float(state["scale"][0])
+        self._good, self._patience = state["growth_tracker"], state["hysteresis_tracker"]
 
 
 class ShardOptimizer:
     """Clips, follows the learning-rate schedule and steps `shards.main`.
 
-    Weight decay leaves out one-dimensional parameters (norms and biases): `flat` names them. `steps` counts the updates
-    that were made, `groups` are the canonical tensors of each part of a step, `result` is what the last one returned.
-    With a `scale` (float16) gradients are so many times too large.
+    Weight decay leaves out the names in `no_decay` (norms and biases). `parts` are the names of each part of a step,
+    `steps` counts the updates that were made, `result` is that of the last step. With `fp16` losses are scaled.
     """
 
     def __init__(
         self,
         settings: config.Optimizer,
         shards: Shards,
-        flat: Iterable[str],
-        groups: Sequence[frozenset[str]],
-        scale: LossScale | None = None,
+        no_decay: Collection[str],
+        parts: Sequence[frozenset[str]],
+        fp16: bool = False,
     ) -> None:
-        self.settings, self.shards, self.groups, self.scale = settings, shards, groups, scale
+        self.settings, self.shards, self.parts = settings, shards, parts
+        self.scale = LossScale() if fp16 else None
         self.steps = 0
         self.result: dict[str, float] = {}
-        one_dimensional, main = frozenset(flat), shards.main
-        parameters = [
-            {"params": [main[n] for n in main if n not in one_dimensional], "weight_decay": settings.weight_decay},
-            {"params": [main[n] for n in main if n in one_dimensional], "weight_decay": 0.0},
-        ]
-        self.torch = _make(settings, parameters)
         self._offloaded: Residency | None = None
+        main = shards.main
+        parameters = [
+            {"params": [main[n] for n in main if n not in no_decay], "weight_decay": settings.weight_decay},
+            {"params": [main[n] for n in main if n in no_decay], "weight_decay": 0.0},
+        ]
+        self._moments: tuple[str, ...] = ()
+        if isinstance(settings, config.Adam):
+            self._moments = ("exp_avg", "exp_avg_sq")
+            self.torch: torch.optim.Optimizer = torch.optim.AdamW(
+                parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
+            )
+        else:
+            momentum = settings.momentum if isinstance(settings, config.SGD) else 0.0
+            self._moments = ("momentum_buffer",) if momentum else ()
+            self.torch = torch.optim.SGD(parameters, lr=settings.lr, momentum=momentum)
 
     @property
     def _names(self) -> list[str]:
@@ -56,26 +93,32 @@ class ShardOptimizer:
         return loss if self.scale is None else loss * self.scale.value
 
     @torch.no_grad()
-    def step(self) -> dict[str, float]:
-        """`grad_norm` (over all ranks, before clipping), `lr`, and `skipped`: 1.0 when gradients were not finite,
-        in which case nothing was updated. The gradients are zero afterwards. Collective."""
-        if self._prepare():
+    def step(self, refused: bool = False) -> dict[str, float]:
+        """`grad_norm` (over all ranks, before clipping), `lr`, and `skipped`: 1.0 when gradients were not finite, or
+        with `refused`, in which case nothing was updated. The gradients are zero afterwards. Collective.
+
+        A step that is `refused` has the norm nan and does not count as an overflow: the loss scale stays.
+        """
+        if self._prepare(refused):
             self._update(self._names)
         return self._finish()
 
-    def step_parts(self) -> Iterator[int]:
+    def step_parts(self, refused: bool = False) -> Iterator[int]:
         """`step` part by part: yields each when its parameters are final, also when nothing changes."""
         with torch.no_grad():  # not around a yield: the caller's code must not run under it
-            updates = self._prepare()
-        for part, names in enumerate(self.groups):
+            updates = self._prepare(refused)
+        for part, names in enumerate(self.parts):
             if updates:
                 with torch.no_grad():
                     self._update([name for name in self._names if name in names])
             yield part
         self._finish()
 
-    def _prepare(self) -> bool:
-        """Measure and clip the gradients of all parameters; False when they are not finite."""
+    def _prepare(self, refused: bool) -> bool:
+        """Measure and clip the gradients of all parameters; False when there is no update."""
+        if refused:
+            self.result = {"grad_norm": math.nan, "lr": self.lr, "skipped": 1.0}
+            return False
         scale = 1.0 if self.scale is None else self.scale.value
         norm = math.sqrt(self.shards.square_sum().item()) / scale
         skipped = not math.isfinite(norm)
@@ -97,7 +140,7 @@ class ShardOptimizer:
         return True
 
     def _update(self, names: Iterable[str]) -> None:
-        """Step the main parameters of these tensors; their gradients are not needed any more."""
+        """Step the main parameters of these tensors."""
         names, main = list(names), self.shards.main
         wanted = {id(main[name]) for name in names if name in main}
         groups = self.torch.param_groups
@@ -124,20 +167,18 @@ class ShardOptimizer:
     # State
 
     def storage(self) -> dict[str, Mapping[str, Tensor]]:
-        """Kind -> tensors by the names of `shards.main`. What the first step would make is made here, as it would."""
+        """Kind -> tensors by the names of `shards.main`. State that the first step would create is created here."""
         main = self.shards.main
-        return {"main": main, **{kind: {name: self._of(main[name])[kind] for name in main} for kind in self._moments()}}
+        return {
+            "main": main,
+            **{kind: {name: self._state(main[name])[kind] for name in main} for kind in self._moments},
+        }
 
-    def _moments(self) -> tuple[str, ...]:
-        if isinstance(self.settings, config.Adam):
-            return ("exp_avg", "exp_avg_sq")
-        return ("momentum_buffer",) if isinstance(self.settings, config.SGD) and self.settings.momentum else ()
-
-    def _of(self, main: Tensor) -> dict[str, Any]:
+    def _state(self, main: Tensor) -> dict[str, Any]:
         state = self.torch.state[main]
         if isinstance(self.settings, config.Adam) and "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=main.device)
-        for kind in self._moments():
+        for kind in self._moments:
             if state.get(kind) is None:
                 state[kind] = torch.zeros_like(main)
         return state
@@ -147,11 +188,12 @@ class ShardOptimizer:
         return {"steps": self.steps, "loss_scale": {} if self.scale is None else self.scale.state()}
 
     def moved(self, counters: Mapping[str, Any]) -> None:
-        """Main parameters and moments were written from outside: go on with `counters`, parameters from main ones."""
+        """Main parameters and moments were written from outside: continue with `counters`, copy main ones to the
+        parameters. Collective over the data parallel ranks."""
         self.steps = counters["steps"]
         if isinstance(self.settings, config.Adam):
             for main in self.shards.main.values():
-                self._of(main)["step"].fill_(self.steps)
+                self._state(main)["step"].fill_(self.steps)
         if self.scale is not None and counters["loss_scale"]:
             self.scale.load(counters["loss_scale"])
         self.restore()
@@ -161,37 +203,13 @@ class ShardOptimizer:
         """Parameters := main parameters. Collective over the data parallel ranks."""
         self.shards.updated(list(self.shards.storage))
 
-    def state(self) -> dict[str, Any]:
-        """This rank's part: counters, main parameters and moments by kind and name. Tensors are copies on the CPU."""
-        copies = {
-            kind: {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
-            for kind, held in self.storage().items()
-        }
-        return {**self.counters(), "tensors": copies}
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Errors: CheckpointError when the state is of another model, optimizer or parallelism."""
-        here, saved = self.storage(), state["tensors"]
-        shapes, found = ({k: {n: tuple(t.shape) for n, t in v.items()} for k, v in s.items()} for s in (here, saved))
-        if shapes != found:
-            sizes = [sum(math.prod(x) for v in s.values() for x in v.values()) for s in (found, shapes)]
-            raise CheckpointError(
-                f"this optimizer state is {', '.join(saved)} of {sizes[0]} numbers, the rank has {', '.join(here)} of "
-                f"{sizes[1]}. Load it with an equal optimizer, model and strategy."
-            )
-        for kind, held in here.items():
-            for name, tensor in held.items():
-                tensor.copy_(saved[kind][name])
-        self.moved(state)
-
     # Memory
 
     def offload(self) -> None:
-        """Move what does not share memory with the parameters to host memory."""
+        """Move state that does not share memory with the parameters to host memory."""
         if self._offloaded is None:
-            held = self.storage() if self.torch.state else {"main": self.shards.main}
-            own = {kind: tensors for kind, tensors in held.items() if self.shards.separate or kind != "main"}
+            kinds = self.storage() if self.torch.state else {"main": self.shards.main}
+            own = {kind: tensors for kind, tensors in kinds.items() if self.shards.separate or kind != "main"}
             tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
             self._offloaded = Residency(tensors, device=self.shards.memory.device)
             self._offloaded.offload()
@@ -206,19 +224,12 @@ class ShardOptimizer:
         return self._offloaded is None
 
     def close(self) -> None:
-        """Free the state, on the device and on the host, whoever still refers to it."""
+        """Free the state, on the device and on the host, also of tensors that others still refer to."""
         if self._offloaded is not None:
             self._offloaded.release()
         self.zero_grad()
-        held = [value for state in self.torch.state.values() for value in state.values()]
-        tensors = {str(i): tensor for i, tensor in enumerate(held) if isinstance(tensor, Tensor)}
+        values = [value for state in self.torch.state.values() for value in state.values()]
+        tensors = {str(i): tensor for i, tensor in enumerate(values) if isinstance(tensor, Tensor)}
         Residency(tensors, device=self.shards.memory.device).release()
         self.torch.state.clear()
         self.torch.param_groups.clear()
-
-
-def _make(settings: config.Optimizer, parameters: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if isinstance(settings, config.Adam):
-        return torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-    momentum = settings.momentum if isinstance(settings, config.SGD) else 0.0
-    return torch.optim.SGD(parameters, lr=settings.lr, momentum=momentum)

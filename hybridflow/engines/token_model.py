@@ -13,10 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from hybridflow.config import LoRA
+from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.lora.injection import inject
-from hybridflow.engines.packing import Sequences
-from hybridflow.engines.transformers_attention import register_packed_attention
-from hybridflow.model_spec import ModelSpec
+from hybridflow.engines.micro_batches import Sequences
+from hybridflow.models.spec import ModelSpec
 
 
 class TokenModel(nn.Module):

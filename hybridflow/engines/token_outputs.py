@@ -9,16 +9,16 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithms.typed_columns import response_mask, token_column
-from hybridflow.batch import Batch
+from hybridflow.algorithms.masked import response_mask, token_column
+from hybridflow.batch.batch import Batch
 from hybridflow.engines.contract import Output
-from hybridflow.engines.log_probs import vocab_parallel_log_probs
 from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.errors import BatchError, ModelError
-from hybridflow.model_spec import Decoder
+from hybridflow.models.spec import Decoder
 
 Positions = Literal["before", "own", "last"]
 """Where a row is read: before each response token (what predicts it), at each of them, or at its last token only."""
@@ -35,7 +35,8 @@ class TokenOutputs:
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Without any collective. Errors: ModelError for an output that the model's head does not give, BatchError for
-        a temperature of 0, a row without a prompt, an unknown token id, or a mask that does not fit the response."""
+        a temperature of 0, a row without a prompt, or longer than the positions that the model has learned, an unknown
+        token id, or a mask that does not fit the response."""
         given = ("values",) if self.spec.head == "value" else ("log_probs", "entropy")
         if not outputs or (wrong := [name for name in outputs if name not in given]):
             asked = ", ".join(map(repr, wrong if outputs else outputs)) or "no output"
@@ -47,6 +48,18 @@ class TokenOutputs:
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")
         self.split.check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
         _ = response_mask(batch)
+        self._check_lengths(batch)
+
+    def _check_lengths(self, batch: Batch) -> None:
+        if not self.spec.learned_positions or not len(batch):
+            return
+        lengths = token_column(batch, "prompt_ids").lengths + token_column(batch, "response_ids").lengths
+        row = int(lengths.argmax())
+        if (longest := int(lengths[row])) > self.spec.context:
+            raise BatchError(
+                f"row {row} of {len(lengths)} has {longest} tokens, this {self.spec.family} model has learned "
+                f"{self.spec.context} positions. Use shorter prompts or a smaller max_tokens."
+            )
 
     def micro_batches(self, batch: Batch, at: Positions = "before") -> list[MicroBatch]:
         """The batch as micro-batches that say which positions are read."""
@@ -66,3 +79,68 @@ class TokenOutputs:
         )
         found = {"log_probs": log_probs, "entropy": entropy}
         return {name: found[name] for name in names}  # type: ignore[misc]
+
+
+def vocab_parallel_log_probs(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    first: int,
+    group: dist.ProcessGroup,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits / temperature) at `targets`, [N] float32, and the entropy of the softmax, [N] float32.
+
+    `logits_NV` are this rank's columns `first : first + V` (any float dtype, without padding columns; V may be 0),
+    `targets_N` int64 over the whole vocabulary. All ranks of `group` call with the same N and get equal results. The
+    gradient is that of this rank's columns. Computed in float32 with the maximum subtracted; two all-reduces.
+    """
+    log_probs_N, entropy_N = _VocabParallel.apply(logits_NV, targets_N, first, group, temperature, entropy)
+    return log_probs_N, entropy_N if entropy else None
+
+
+class _VocabParallel(torch.autograd.Function):
+    """With p = softmax(x / T), l = log p[target] and H the entropy: dl/dx = (onehot - p) / T and
+    dH/dx = -p (log p + H) / T. Only p is kept."""
+
+    @staticmethod
+    def forward(ctx, logits_NV, targets_N, first, group, temperature, entropy):
+        split = group.size() > 1
+        n, columns = logits_NV.shape
+        peak_N1 = (
+            logits_NV.amax(-1, keepdim=True).float() if columns else logits_NV.new_full((n, 1), -torch.inf).float()
+        )
+        if split:
+            dist.all_reduce(peak_N1, dist.ReduceOp.MAX, group=group)
+        x_NV = logits_NV.float() - peak_N1
+        if temperature != 1.0:
+            x_NV /= temperature
+        local_N = targets_N - first
+        rows_M = ((local_N >= 0) & (local_N < columns)).nonzero()[:, 0]
+        columns_M = local_N[rows_M]
+        sums_3N = x_NV.new_zeros(3, n)
+        sums_3N[1, rows_M] = x_NV[rows_M, columns_M]
+        p_NV = x_NV.exp() if entropy else x_NV.exp_()
+        sums_3N[0] = p_NV.sum(-1)
+        if entropy:
+            sums_3N[2] = x_NV.mul_(p_NV).sum(-1)
+        if split:
+            dist.all_reduce(sums_3N, group=group)
+        total_N, picked_N, weighted_N = sums_3N
+        log_total_N = total_N.log()
+        entropy_N = log_total_N - weighted_N / total_N if entropy else total_N.new_zeros(0)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(p_NV.div_(total_N[:, None]), rows_M, columns_M, entropy_N)
+            ctx.temperature, ctx.entropy, ctx.dtype = temperature, entropy, logits_NV.dtype
+        return picked_N - log_total_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, d_log_probs_N, d_entropy_N):  # type: ignore[override]
+        p_NV, rows_M, columns_M, entropy_N = ctx.saved_tensors
+        d_NV = p_NV * -d_log_probs_N[:, None]
+        d_NV[rows_M, columns_M] += d_log_probs_N[rows_M]
+        if ctx.entropy:
+            d_NV += (torch.special.entr(p_NV) - p_NV * entropy_N[:, None]) * d_entropy_N[:, None]
+        if ctx.temperature != 1.0:
+            d_NV /= ctx.temperature
+        return d_NV.to(ctx.dtype), None, None, None, None, None

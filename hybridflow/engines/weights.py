@@ -1,4 +1,4 @@
-"""Where a rank's first weights come from: a checkpoint, a fixed seed, or a saved state."""
+"""The first weights of a rank: from a checkpoint, or drawn from a fixed seed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.checkpoint import Checkpoint
-from hybridflow.errors import CheckpointError
-from hybridflow.model_spec import Decoder
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.models.spec import Decoder
 
 STANDARD_DEVIATION = 0.02
 
@@ -44,20 +43,6 @@ def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: 
         for region in regions:
             box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
             storage[region.storage][region.index()].copy_(whole[box])
-
-
-def load_local(saved: Mapping[str, Tensor], storage: Mapping[str, Tensor]) -> None:
-    """Copy parameters saved by the same rank. Errors: CheckpointError when names or shapes differ."""
-    here = {name: tuple(tensor.shape) for name, tensor in storage.items()}
-    there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    if here != there:
-        name = next(n for n in {**here, **there} if here.get(n) != there.get(n))
-        raise CheckpointError(
-            f"the saved state has {name} {there.get(name)}, this rank {here.get(name)}. Load it with the strategy and "
-            f"on as many devices as it was saved with."
-        )
-    for name, tensor in storage.items():
-        tensor.copy_(saved[name])
 
 
 def _clear(storage: Mapping[str, Tensor]) -> None:

@@ -77,6 +77,10 @@ class Operation:
     def columns_written(self, settings: Settings, call: Settings) -> tuple[str, ...]:
         return tuple(self.writes(settings, call) if callable(self.writes) else self.writes)
 
+    def carried(self, rows: Any, factor: int) -> Any:
+        """The input rows as they come back with the output: each `factor` times."""
+        return rows.repeat(factor) if factor > 1 else rows
+
 
 def register(
     protocol: Protocol,

@@ -1,6 +1,6 @@
 """Rewards from Python functions: conventions, weights, limits, and verifiers that check an answer.
 
-Names are loaded when they are first used: a child process that runs one function imports only what it needs.
+Names are loaded when they are first used: a worker process that runs one function imports only what it needs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.rewards.children import Children as Children
     from hybridflow.rewards.code import Code as Code
-    from hybridflow.rewards.compute_score import from_compute_score as from_compute_score
     from hybridflow.rewards.function import FunctionReward as FunctionReward
     from hybridflow.rewards.functions import Functions as Functions
     from hybridflow.rewards.match import Exact as Exact
@@ -22,17 +20,20 @@ if TYPE_CHECKING:
     from hybridflow.rewards.outcome import RowFailure as RowFailure
     from hybridflow.rewards.outcome import Scores as Scores
     from hybridflow.rewards.overlong import Overlong as Overlong
+    from hybridflow.rewards.process_pool import ProcessPool as ProcessPool
+    from hybridflow.rewards.signature_adapters import from_compute_score as from_compute_score
+    from hybridflow.rewards.signature_adapters import per_row as per_row
 
 _WHERE = {
-    "children": ("Children",),
+    "signature_adapters": ("from_compute_score", "per_row"),
     "code": ("Code",),
-    "compute_score": ("from_compute_score",),
     "function": ("FunctionReward",),
     "functions": ("Functions",),
     "match": ("Exact", "Numeric", "Regex"),
     "math": ("Math",),
     "outcome": ("Outcome", "RowFailure", "Scores"),
     "overlong": ("Overlong",),
+    "process_pool": ("ProcessPool",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [*_MODULE_OF]

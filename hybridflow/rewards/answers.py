@@ -17,7 +17,7 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """What one function says about one row: a value (None: it does not apply), or why there is none.
+    """What one function says about one row: a value (None: it does not apply), or the reason for a failure.
 
     `value` is a list of numbers, one per response token, at level "token". `parts` are further named numbers.
     """
@@ -46,7 +46,7 @@ class AnswerCheck:
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
             raise self.error(
                 f"returned {_show(answer)} for {len(rows)} rows; it must return a list of {len(rows)} numbers. To be "
-                f"called once per row instead, name its first parameter `prompt`."
+                f"called once per row instead, wrap it in rewards.per_row."
             )
         if len(values) != len(rows):
             raise self.error(
@@ -114,14 +114,6 @@ class AnswerCheck:
         if abs(number) > FLOAT32_MAX:
             raise self.error(f"returned {number} {place}; it does not fit float32.")
         return number
-
-
-def is_number(value: Any) -> bool:
-    """A finite number, as a setting may be; True and False are none."""
-    try:
-        return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
-        return False
 
 
 def _plain(value: Any) -> Any:

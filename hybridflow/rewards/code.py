@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.contain.limits import CONTAINED, Limits, Status
-from hybridflow.rewards.contain.sandbox import Mechanism, Sandbox
 from hybridflow.rewards.outcome import RowFailure
+from hybridflow.rewards.sandbox.run import CONTAINED, Limits, Status
+from hybridflow.rewards.sandbox.sandbox import Mechanism, Sandbox
 from hybridflow.rewards.unit_tests import UnitTests, read_tests, same_output
 
 _FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
@@ -23,8 +23,8 @@ _PYTHON = ("python", "python3", "py", "py3", "")
 class CodeResult:
     """How one response did: its `score`, `passed` of `total` tests, and `status`, with a `reason` unless it is "ok".
 
-    "failed" is a wrong program. Any other status names the limit that stopped it (see `ContainedResult`): such a
-    program was not judged to its end, and is answered as a RowFailure.
+    "failed" is a wrong program, and so is one that a limit stopped: its status names the limit (see `Result`).
+    "unreadable": the tests cannot judge any program, or ended by themselves; that is answered as a RowFailure.
     """
 
     score: float
@@ -42,17 +42,30 @@ class Code:
     """A verifier: 1 for a response whose program passes the unit tests of its row, else 0.
 
     The program is the last fenced block of Python in the response, or the whole response. It runs contained (see
-    `Sandbox`), apart from the tests, which see only what its functions return. Column `tests` holds one of the forms
-    of `read_tests`; `entry_point` and `setup` name columns that may be missing: the function that is tested, and
-    source that runs before the tests.
+    `Sandbox`), apart from the tests: they call its functions with plain values (numbers, texts, containers, arrays) and
+    see plain values. Column `tests` holds one of the forms of `read_tests`; `entry_point` and `setup` name columns that
+    may be missing: the function that is tested, and source that runs before the tests.
 
-    A wrong program scores 0, or with `all_or_nothing=False` the share of tests that it passes. One that a limit
-    stopped (time, memory, output, recursion, processes, sockets, files outside its directory) is a RowFailure: the
-    setting on_failure of the reward says whether that is an error, 0, or masks the row. `results` tells the reason for
-    every response. Limits hold for each run: `seconds` for all tests of a row, or for each of its inputs; `limits`
-    sets the others. `workers` programs run at the same time (default: the processors of this process).
+    A wrong program scores 0, or with `all_or_nothing=False` the share of tests that it passes. One that a limit stopped
+    (time, memory, output, recursion, files outside its directory, processes, sockets) scores 0 as well: on a machine
+    that is merely slow, too, so leave room in `seconds`. What is not the program's doing is a RowFailure: tests that
+    cannot be read or judge nothing, or that need objects of the program; a sandbox that does not start or is lost.
+    `results` tells the reason for every response. Limits hold for each run: `seconds` for all tests of a row, or for
+    each of its inputs; `limits` sets the others. `workers` programs run at the same time (default: the processors of
+    this process).
+
+    Tests get the names that they neither define nor import from the program, except those of builtins and of common
+    libraries (`math`, `np`, `Counter`, ...): these mean what they always do, unless one is the entry point, or the only
+    name that can be the tested one. An object of the program that is no plain value equals only itself, and has no
+    attributes, length or order. Helpers that the tests take from the program are its own word. A test counts when at
+    least one of its assertions was executed.
+
+    `same_process=True` runs the tests in the process of the program, so that they may use its classes and objects. They
+    remain contained together, but a program that looks for its judge can then pass without being right.
     Errors: ConfigError for settings, and where this machine cannot contain a program.
     """
+
+    limits_itself = True
 
     def __init__(
         self,
@@ -67,6 +80,7 @@ class Code:
         setup: str = "test_setup_code",
         limits: Limits | None = None,
         mechanism: Mechanism | None = None,
+        same_process: bool = False,
     ) -> None:
         if language != "python":
             raise ConfigError(f"Code(language={language!r}): programs in Python are what it can run.")
@@ -76,6 +90,7 @@ class Code:
         self.tests, self.entry_point, self.setup = tests, entry_point, setup
         self.workers, self.all_or_nothing = workers, all_or_nothing
         self.mechanism: Mechanism | None = mechanism
+        self.same_process = same_process
         Sandbox(mechanism).close()
 
     @property
@@ -84,7 +99,7 @@ class Code:
         return (self.tests, f"{self.entry_point}?", f"{self.setup}?")
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | RowFailure]:
-        """A score per row, or a RowFailure with the reason for a program that a limit stopped."""
+        """A score per row, or a RowFailure with the reason where the row could not be judged."""
         found = self._judged(
             completions, columns[self.tests], *(columns.get(n) for n in (self.entry_point, self.setup))
         )
@@ -100,7 +115,8 @@ class Code:
     ) -> list[CodeResult]:
         """One CodeResult per response, with the reason where it did not pass.
 
-        Errors: RewardError for tests that cannot be read, ConfigError where this machine cannot contain a program.
+        Errors: RewardError for tests that cannot be read or a sandbox that is lost, ConfigError where this machine
+        cannot contain a program.
         """
         found = self._judged(completions, tests, entry_points, setups)
         for row, result in enumerate(found):
@@ -131,10 +147,13 @@ class Code:
         self, sandbox: Sandbox, program: str, tests: Any, entry_point: str | None, setup: str | None
     ) -> CodeResult | RewardError:
         try:
-            read = read_tests(tests, entry_point=entry_point or "", setup=setup or "")
+            read = read_tests(tests, entry_point=entry_point or "", setup=setup or "", objects=self.same_process)
         except RewardError as error:
+            return RewardError(f"could not read its tests: {error}".rstrip("."))
+        try:
+            return self._judge(sandbox, program, read, entry_point or "")
+        except RewardError as error:  # the sandbox did not start, or was lost
             return error
-        return self._judge(sandbox, program, read, entry_point or "")
 
     def _judge(self, sandbox: Sandbox, program: str, tests: UnitTests, entry_point: str) -> CodeResult:
         if not program.strip():
@@ -143,7 +162,12 @@ class Code:
         if tests.calls is None:
             return self._run_pairs(sandbox, program, tests.pairs)
         found = sandbox.judge(
-            program, tests.calls, entry_point=entry_point, stop=self.all_or_nothing, limits=self.limits
+            program,
+            tests.calls,
+            limits=self.limits,
+            entry_point=entry_point,
+            stop=self.all_or_nothing,
+            same_process=self.same_process,
         )
         return self._scored(found.passed, found.total, found.status, found.reason)
 
@@ -181,8 +205,8 @@ def extract_program(response: str) -> str:
 
 def _answer(result: CodeResult | RewardError) -> float | RowFailure:
     if isinstance(result, RewardError):
-        return RowFailure(f"could not read its tests: {result}".rstrip("."), result)
-    return RowFailure(result.reason) if result.contained else result.score
+        return RowFailure(str(result), result)
+    return RowFailure(f"could not judge: {result.reason}") if result.status == "unreadable" else result.score
 
 
 def _text(completion: Any) -> str:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 import torch
 
-from hybridflow.errors import ConfigError, RewardError
-from hybridflow.ragged import Ragged
-from hybridflow.rewards.answers import FLOAT32_MAX, Level, RowAnswer, is_number
-from hybridflow.rewards.calling import Caller
-from hybridflow.rewards.children import Children
+from hybridflow.batch.ragged import Ragged
+from hybridflow.errors import ConfigError, RewardError, nearest
+from hybridflow.rewards.answers import FLOAT32_MAX, Level, RowAnswer
+from hybridflow.rewards.calling import GRACE, PATIENCE, Caller, innermost, is_number, layers, name_of
 from hybridflow.rewards.function import Columns, FunctionReward, Table
-from hybridflow.rewards.outcome import Scores
-from hybridflow.rewards.parallel import in_children
-from hybridflow.rewards.signature import layers, name_of
-from hybridflow.rewards.weighted import named, weighted_sum, weights_of
+from hybridflow.rewards.outcome import Breakdown, Outcome, RowFailure, Scores
+from hybridflow.rewards.process_pool import ProcessPool
+from hybridflow.rewards.template_process import UNSENT
 
 Function = Callable[..., Any]
 OnFailure = Literal["raise", "zero", "mask"]
-
-PATIENCE = 600.0
-"""Seconds that a call in a child process may take where no `timeout` is given."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,13 +36,15 @@ class Functions:
     each writes its own values as a column `rewards/<name>`, NaN where it answered None; at level "token" the sum over
     the row.
 
-    `workers` child processes run the functions, each call (of a row, or of a share of the rows for functions that take
-    all rows) for at most `timeout` seconds (600 where not given); workers=0 runs them in this process, where nothing
-    can be stopped, so a `timeout` makes it one worker. A row that cannot be judged (the function raised, was late,
-    died, or answered RowFailure) is an error with on_failure="raise", and has reward 0 and a reason in
-    `Scores.failures` with "zero" and "mask" (whoever calls this masks those rows out). Wrong answers are errors always.
+    `workers` worker processes run the functions, each call (of a row, or of a share of the rows for functions that take
+    all rows) for at most `timeout` seconds; workers=0 with a `timeout` is one worker. Without a `timeout` the limit is
+    600 s, and workers=0 runs the functions in this process, where a late call is interrupted, which a C function that
+    never returns does not notice. A callable with an attribute `limits_itself`, as verifiers are, has no limit there. A
+    row that cannot be judged (the function raised, was late, died, or answered RowFailure) is an error with
+    on_failure="raise", and has reward 0 and a reason in `Scores.failures` with "zero" and "mask" (with "mask" the
+    caller masks it out). Wrong answers are errors always.
 
-    Constructing is cheap and starts nothing; a copy starts children of its own. Errors: ConfigError.
+    Constructing is cheap and starts nothing; a copy starts workers of its own. Errors: ConfigError.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Functions:
         _choose("on_failure", on_failure, ("raise", "zero", "mask"))
         if type(workers) is not int or workers < 0:
             raise ConfigError(
-                f"reward functions: workers={workers!r} must be a whole number: of child processes, or 0 for none."
+                f"reward functions: workers={workers!r} must be a whole number: of worker processes, or 0 for none."
             )
         if timeout is not None and not (is_number(timeout) and timeout > 0):
             raise ConfigError(f"reward functions: timeout={timeout!r} must be a number of seconds above 0.")
@@ -80,9 +79,9 @@ class Functions:
                 f"{{'first': f, 'second': g}}, or leave the component out."
             )
         self.workers = max(workers, 0 if timeout is None else 1)
-        seconds = PATIENCE if timeout is None else float(timeout)
-        caller = Caller([reward.function for reward in self.rewards], seconds)
-        self._children = Children(caller, self.workers, seconds=seconds) if self.workers else None
+        self._seconds = PATIENCE if timeout is None else float(timeout)
+        caller = Caller([reward.function for reward in self.rewards], self._seconds)
+        self._pool = ProcessPool(caller, self.workers, seconds=self._seconds) if self.workers else None
         self._checked = False
 
     @property
@@ -96,18 +95,18 @@ class Functions:
         return tuple(entry for entry in entries if entry.removesuffix("?") == entry or entry[:-1] not in entries)
 
     def check(self) -> None:
-        """What can be checked on the driver beyond the constructor: functions for child processes can be sent there.
+        """What can be checked on the driver beyond the constructor: functions for worker processes can be sent there.
 
         Errors: ConfigError.
         """
-        if self._children is None or self._checked:
+        if self._pool is None or self._checked:
             return
         for reward in self.rewards:
             try:
                 _ = cloudpickle.dumps(reward.function)
             except Exception as error:  # pickling runs the user's classes: whatever they raise means the same
                 raise ConfigError(
-                    f"reward function {reward.name} cannot be sent to a child process ({type(error).__name__}: "
+                    f"reward function {reward.name} cannot be sent to a worker process ({type(error).__name__}: "
                     f"{error}). Let it make what it needs when it is called, or set workers=0 without a timeout."
                 ) from error
         self._checked = True
@@ -124,18 +123,18 @@ class Functions:
         given = dict(columns) if response_ids is None else {**columns, "response_ids": response_ids}
         tables = [reward.table(prompts, responses, given, row_ids) for reward in self.rewards]
         raising = self.on_failure == "raise"
-        if self._children is None or not len(prompts):
+        if self._pool is None or not len(prompts):
             pairs = zip(self.rewards, tables, strict=True)
-            answers = [reward.answers(table, raising=raising) for reward, table in pairs]
+            answers = [reward.answers(table, raising=raising, seconds=self._seconds) for reward, table in pairs]
         else:
             self.check()
-            answers = in_children(self.rewards, tables, self._children, raising=raising)
+            answers = in_workers(self.rewards, tables, self._pool, raising=raising)
         return self._scores(answers, tables[0])
 
     def close(self) -> None:
-        """Stop the child processes, if any, and close the functions that have a method `close`, as verifiers do."""
-        if self._children is not None:
-            self._children.close()
+        """Stop the worker processes, if any, and close the functions that have a method `close`, as verifiers do."""
+        if self._pool is not None:
+            self._pool.close()
         closing = {id(part): part for reward in self.rewards for part in layers(reward.function)}
         for part in closing.values():
             if callable(close := getattr(part, "close", None)) and not isinstance(part, type):
@@ -201,3 +200,131 @@ class Functions:
 def _choose(name: str, value: Any, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"reward functions: {name}={value!r} must be one of {', '.join(map(repr, known))}.")
+
+
+class _Chunk(NamedTuple):
+    """Rows start:stop for one call of function number `function`."""
+
+    function: int
+    start: int
+    stop: int
+
+
+def in_workers(
+    rewards: Sequence[FunctionReward], tables: Sequence[Table], pool: ProcessPool, *, raising: bool
+) -> list[list[RowAnswer]]:
+    """What every function says about every row; `pool` runs a `Caller` of the functions.
+
+    A function that is called row by row has one call per row; one for all rows gets as many chunks as there are
+    workers, and a chunk that fails is repeated row by row. So are async rows, which run together, when one of them
+    blocks all others. Errors: RewardError for wrong answers, and for rows that cannot be judged while `raising`.
+    """
+    found: list[list[RowAnswer]] = [[RowAnswer()] * len(table) for table in tables]
+    chunks = [
+        _Chunk(number, start, min(start + size, len(table)))
+        for number, (reward, table) in enumerate(zip(rewards, tables, strict=True))
+        for size in [1 if reward.per_row and not reward.is_async else -(-len(table) // pool.workers)]
+        for start in range(0, len(table), size)
+    ]
+    while chunks:
+        again: list[_Chunk] = []
+        for chunk, outcome in zip(chunks, _run(rewards, tables, pool, chunks), strict=True):
+            reward, table = rewards[chunk.function], tables[chunk.function]
+            values = outcome.value if outcome.ok else [Breakdown(str(outcome.failure))]
+            failed = isinstance(values[0], RowFailure) and (not reward.per_row or not outcome.ok)
+            if failed and chunk.stop - chunk.start > 1:
+                again += [_Chunk(chunk.function, row, row + 1) for row in range(chunk.start, chunk.stop)]
+            elif reward.per_row or failed:
+                if (outcome.failure or "").startswith(UNSENT):
+                    raise reward.check.error(f"{outcome.failure} at row {table.rows[chunk.start]}.")
+                for row, value in zip(range(chunk.start, chunk.stop), values, strict=True):
+                    found[chunk.function][row] = reward.accepted(value, table, row, raising)
+            else:
+                answers = reward.accepted_all(values[0], table, chunk.start, chunk.stop, raising)
+                found[chunk.function][chunk.start : chunk.stop] = answers
+        chunks = again
+    return found
+
+
+def _run(
+    rewards: Sequence[FunctionReward], tables: Sequence[Table], pool: ProcessPool, chunks: Sequence[_Chunk]
+) -> list[Outcome]:
+    calls, limits = [], []
+    for chunk in chunks:
+        reward, table = rewards[chunk.function], tables[chunk.function]
+        rows = range(chunk.start, chunk.stop)
+        arguments: list[Any] = (
+            [reward.row_call(table, row) for row in rows]
+            if reward.per_row
+            else [reward.call(table, chunk.start, chunk.stop)]
+        )
+        together = reward.per_row and reward.is_async and len(rows) > 1  # one row alone has the worker's own limit
+        calls.append(((chunk.function, arguments, together), {}))
+        limits.append(pool.seconds + (min(GRACE, pool.seconds) if together else 0.0))
+    try:
+        return pool.map(calls, seconds=limits)
+    except RewardError as error:
+        raise RewardError(f"reward functions {', '.join(reward.name for reward in rewards)}: {error}") from error
+
+
+def weighted_sum(values: Sequence[float | list[float] | None], weights: Sequence[float]) -> float | list[float] | None:
+    """Sum of weight * value over the functions whose value for the row is not None; None when no function applies.
+
+    Values are numbers, or lists of one length (one number per token), which are added token by token.
+    """
+    given = [(weight, value) for weight, value in zip(weights, values, strict=True) if value is not None]
+    if not given:
+        return None
+    if isinstance(given[0][1], list):
+        columns = zip(*(value for _, value in given), strict=True)  # type: ignore[arg-type]
+        return [sum(w * v for (w, _), v in zip(given, column, strict=True)) for column in columns]
+    return sum(weight * value for weight, value in given)  # type: ignore[operator]
+
+
+def named(functions: Any) -> dict[str, Any]:
+    """Functions by the name of their column: the names of a mapping, else their own, made unique with _2, _3, ...
+
+    A function counts by its name, a callable object by its class (`ExactMatch` is exact_match).
+    Errors: ConfigError without any function.
+    """
+    if isinstance(functions, Mapping):
+        if bad := [name for name in functions if not isinstance(name, str) or not name]:
+            raise ConfigError(f"reward functions are named by texts that are not empty, got {bad[0]!r}.")
+        given = list(functions.items())
+    else:
+        several = functions if isinstance(functions, list | tuple) else [functions]
+        given = [(_column_name(function), function) for function in several]
+    if not given:
+        raise ConfigError("there is no reward function in the list: give at least one.")
+    out: dict[str, Any] = {}
+    for name, function in given:
+        number = 1
+        unique = name
+        while unique in out:
+            number += 1
+            unique = f"{name}_{number}"
+        out[unique] = function
+    return out
+
+
+def weights_of(weights: Sequence[float] | Mapping[str, float] | None, names: Sequence[str]) -> list[float]:
+    """One weight per function, 1 where none is given. Errors: ConfigError for a wrong count, name or value."""
+    if weights is None:
+        return [1.0] * len(names)
+    if isinstance(weights, Mapping):
+        if unknown := [name for name in weights if name not in names]:
+            raise ConfigError(f"weights: there is no reward function {unknown[0]!r}.{nearest(str(unknown[0]), names)}")
+        weights = [weights.get(name, 1.0) for name in names]
+    if isinstance(weights, str) or not isinstance(weights, Sequence) or len(weights) != len(names):
+        raise ConfigError(f"weights={weights!r}: give one per reward function ({', '.join(names)}), or a mapping.")
+    if bad := [weight for weight in weights if not is_number(weight)]:
+        raise ConfigError(f"weights: {bad[0]!r} is not a finite number.")
+    return [float(weight) for weight in weights]
+
+
+def _column_name(function: Any) -> str:
+    inner = innermost(function)
+    name = getattr(inner, "__name__", None)
+    if name is None or isinstance(inner, functools.partial):
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(inner).__name__).lower()
+    return "function" if name == "<lambda>" else name

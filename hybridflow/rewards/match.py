@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from hybridflow.errors import ConfigError
-from hybridflow.rewards.completion import completion_text
-from hybridflow.rewards.final_answer import final_answer, reference_answer
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.answer_extraction import final_answer, reference_answer
 from hybridflow.rewards.number import Number, parse_number, same_number
 from hybridflow.rewards.outcome import RowFailure
 
@@ -52,7 +51,7 @@ class Regex:
 
     Without `answer` it rewards a form: `Regex(r"<think>.*</think>\\s*<answer>.*</answer>", full=True)`. With the name
     of a column, the last match counts: its first group (the whole match where the pattern has none) must equal the
-    reference, as in Exact. `.` matches line ends too; `full` asks for the whole completion, but for white space
+    reference, as in Exact. `.` matches line ends too; `full` asks for the whole completion, without white space
     around it. A pattern can take exponentially long on a long text: give such a one a time limit (the worker's
     `timeout`). Errors: ConfigError for a pattern that does not compile.
     """
@@ -81,9 +80,11 @@ class Regex:
             return self.pattern.fullmatch(completion.strip())
         if self.answer is None:
             return self.pattern.search(completion)
-        found = list(self.pattern.finditer(completion))
-        # `(.*)` matches once more, nothing, at the end of the text
-        return next((match for match in reversed(found) if match[0]), found[-1] if found else None)
+        last = None
+        for match in self.pattern.finditer(completion):
+            if match[0] or last is None:  # `(.*)` matches once more, nothing, at the end of the text
+                last = match
+        return last
 
     def _score(self, match: re.Match[str] | None, reference: Any) -> float | RowFailure:
         references = accepted(reference)
@@ -136,6 +137,16 @@ class Numeric:
     def _equal(self, answer: Number, reference: Number) -> bool:
         within = max(Fraction(self.absolute), Fraction(self.relative) * abs(reference.value))
         return same_number(answer, reference) or abs(answer.amount - reference.amount) <= within
+
+
+def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The completion, or the content of the last message that has one. Errors: RewardError for anything else."""
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and all(isinstance(message, Mapping) for message in completion):
+        contents = [message["content"] for message in completion if isinstance(message.get("content"), str)]
+        return contents[-1] if contents else ""
+    raise RewardError(f"a completion is {type(completion).__name__}; it must be a text or a list of chat messages.")
 
 
 def accepted(reference: Any) -> list[str]:

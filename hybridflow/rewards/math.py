@@ -1,25 +1,39 @@
-"""Math: a mathematical answer against its reference, numbers at once, everything else by math-verify in a child."""
+"""Math: a mathematical answer against its reference, numbers at once, everything else by math-verify in a worker."""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
+import signal
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.rewards.children import Children
-from hybridflow.rewards.completion import completion_text
-from hybridflow.rewards.final_answer import final_answer, reference_answer
-from hybridflow.rewards.match import accepted, checked_column, missing
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.answer_extraction import final_answer, reference_answer
+from hybridflow.rewards.calling import is_number
+from hybridflow.rewards.magnitude import too_large
+from hybridflow.rewards.match import accepted, checked_column, completion_text, missing
 from hybridflow.rewards.number import parse_number, same_number
+from hybridflow.rewards.process_pool import ProcessPool
+from hybridflow.rewards.template_process import NOT_BEGUN
 
 _log = logging.getLogger(__name__)
 _LONGEST = 1000  # characters of an answer that is compared as a formula
-_CHILD_MB = 2048
+_WORKER_MB = 128
+_MOMENT = 0.1  # seconds of a processor that a comparison gets at first; most need 0.02 to 0.1
+_OUT_OF_TIME = "SIGPROF"  # what the kernel ends a worker with that has used up its moment
+_SLOW = re.compile(r"\\(?:i*int|sum|prod|lim|Gamma|zeta)(?![a-z])|!")
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|sqrt|frac|log|exp|lim|max|min|gcd|lcm|mod"
 _WORD = re.compile(rf"(?!(?:{_FUNCTIONS}))[^\W\d_]{{3,}}")
+_BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]")
+_SEVERAL = re.compile(r"[,;]|\\pm|\\\{|\b(?:and|or)\b", re.IGNORECASE)
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
-_CHOSEN = re.compile(r"[\s*{]*(?:option\s+|choice\s+)?(?:\(([A-J])\)|([A-J])(?:[).:]|\s*$))", re.IGNORECASE)
+_CHOSEN = re.compile(
+    r"[\s*{]*(?:option\s+|choice\s+)?(?:\(([A-J])\)|([A-J])(?:[).:]|\s*$))(?!\s*(?:,|;|/|&|\+|and\b)\s*\(?[A-J]\b)",
+    re.IGNORECASE,
+)
 
 
 class Math:
@@ -31,17 +45,29 @@ class Math:
 
     - Two numbers: exactly, currency and units left out; see `same_number` for percent and rounded decimals.
     - Words and choices: without regard to case, spaces, punctuation and LaTeX's `\\text`.
-    - Formulas, sets, intervals, matrices: by math-verify (sympy), in one of `children` processes. What takes longer
-      than `seconds`, or needs more than 2 GiB, counts as a wrong answer: a model must not be able to stop its judge.
+    - Formulas, sets, intervals, matrices: by math-verify (sympy), in one of `workers` processes.
+
+    A model must not be able to stop its judge. So these count as wrong answers, and the log tells how many: formulas
+    that cannot be written out (see `too_large`); comparisons that take longer than `seconds`, or need more than 128
+    MiB; and those that the time is up for. Comparisons that come to nothing may take `batch_seconds` of a processor
+    for a batch (in proportion more where it has over 128 comparisons). Each has a moment at first, and those that need
+    longer share what is left. What comes to a verdict counts for nothing.
 
     A completion without a final answer scores 0.0; a row whose reference is missing, or neither a text nor a finite
     number, is a RowFailure. Needs math-verify only for formulas. Errors: ConfigError for settings out of range.
     """
 
-    def __init__(self, answer: str = "answer", *, seconds: float = 5.0, children: int = 1) -> None:
+    limits_itself = True
+
+    def __init__(
+        self, answer: str = "answer", *, seconds: float = 5.0, batch_seconds: float = 0.8, workers: int = 1
+    ) -> None:
         self.answer = checked_column("Math", answer)
         self.reads = (answer,)
-        self._children = Children(_Equivalence(), children, seconds=seconds, memory_mb=_CHILD_MB)
+        if not is_number(batch_seconds) or not batch_seconds > 0:
+            raise ConfigError(f"Math(batch_seconds={batch_seconds!r}): give a number above 0.")
+        self.seconds, self.batch_seconds = seconds, batch_seconds
+        self._pool = ProcessPool(_Equivalence(), workers, seconds=seconds, memory_mb=_WORKER_MB)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references."""
@@ -56,23 +82,51 @@ class Math:
             scores.append(float(True in verdicts))
             if True not in verdicts:
                 formulas += [(row, verdict) for verdict in verdicts if isinstance(verdict, tuple)]
-        outcomes = self._children.map([(pair, {}) for _, pair in formulas]) if formulas else []
-        for (row, pair), outcome in zip(formulas, outcomes, strict=True):
-            if outcome.failure is not None:
-                _log.info("the answer %.200r counts as wrong: its comparison %s", pair[0], outcome.failure)
-            elif outcome.value:
-                scores[row] = 1.0
+        equal = self._equal({pair for _, pair in formulas})
+        for row, pair in formulas:
+            scores[row] = max(scores[row], float(pair in equal))
         return scores
 
+    def _equal(self, pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        """The pairs of formulas that are the same, as far as that is found out in time."""
+        waiting = sorted((pair for pair in pairs if not any(map(too_large, pair))), key=_expense)
+        immense, late, found = len(pairs) - len(waiting), 0, set[tuple[str, str]]()
+        left, moment = self.batch_seconds * max(1.0, len(waiting) / 128), _MOMENT
+        while waiting and left > 0:
+            moment = min(moment, left, self.seconds)
+            calls = [((*pair, moment), {}) for pair in waiting]
+            outcomes = self._pool.map(calls, failures=math.ceil(left / moment))
+            failures = [(pair, o.failure) for pair, o in zip(waiting, outcomes, strict=True) if o.failure is not None]
+            found |= {pair for pair, outcome in zip(waiting, outcomes, strict=True) if outcome.value}
+            waiting = [
+                pair for pair, why in failures if why == NOT_BEGUN or (_OUT_OF_TIME in why and moment < self.seconds)
+            ]
+            late += len(failures) - len(waiting)
+            left -= moment * sum(why != NOT_BEGUN for _, why in failures)
+            moment = max(2 * moment, left / max(1, len(waiting)))
+        if lost := immense + late + len(waiting):
+            _log.warning(
+                "%d of %d comparisons of formulas count as wrong: %d are too large to be worked out, %d took too long "
+                "or too much memory, and for %d the %g s of the batch were up (Math(seconds=..., batch_seconds=...))",
+                *(lost, len(pairs), immense, late, len(waiting), self.batch_seconds),
+            )
+        return found
+
     def close(self) -> None:
-        """Stop the child processes, if any were started."""
-        self._children.close()
+        """Stop the worker processes, if any were started."""
+        self._pool.close()
+
+
+def _expense(pair: tuple[str, str]) -> tuple[bool, int]:
+    """What sorts comparisons that are likely to take long behind the others, whose order no answer can choose."""
+    return any(map(_SLOW.search, pair)), zlib.crc32(repr(pair).encode())
 
 
 def judge(solution: str, reference: str) -> bool | tuple[str, str]:
     """Whether `solution` answers `reference`, or the two formulas (answer, reference) that decide it."""
     number = parse_number(reference)
-    answer = final_answer(solution, numeric=number is not None)
+    several = _SEVERAL.search(_BRACKETS.sub("", reference)) is not None
+    answer = final_answer(solution, numeric=number is not None, several=several)
     if answer is None:
         return False
     if number is not None and answer.number is not None:
@@ -82,7 +136,7 @@ def judge(solution: str, reference: str) -> bool | tuple[str, str]:
     if chosen := _CHOICE.fullmatch(_bare(reference)):
         found = _CHOSEN.match(_without_text(answer.text))
         return bool(found) and (found[1] or found[2]).upper() == chosen[1].upper()
-    if _bare(answer.text) == _bare(reference):
+    if _bare(reference) in (_bare(answer.text), _bare(answer.whole or "")):
         return True
     if any(_prose(text) or not _bare(text) or len(text) > _LONGEST for text in (answer.text, reference)):
         return False
@@ -108,15 +162,19 @@ def _bare(formula: str) -> str:
 
 
 class _Equivalence:
-    """Whether math-verify takes two formulas for the same; it is imported where a copy is unpickled: in the child."""
+    """Whether math-verify takes two formulas for the same; imported in the template process, by unpickling."""
 
-    def __call__(self, answer: str, reference: str) -> bool:
+    def __call__(self, answer: str, reference: str, moment: float) -> bool:
         from math_verify import parse, verify
 
         def formula(text: str) -> list[Any]:
             return parse(f"${text.replace('$', '')}$", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
-        return bool(verify(formula(reference), formula(answer), timeout_seconds=None))
+        signal.setitimer(signal.ITIMER_PROF, moment)  # of this process alone, whatever else the machine does
+        try:
+            return bool(verify(formula(reference), formula(answer), timeout_seconds=None))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def __reduce__(self):
         return _loaded_equivalence, ()
@@ -125,6 +183,9 @@ class _Equivalence:
 def _loaded_equivalence() -> _Equivalence:
     import math_verify  # noqa: F401  seconds on a busy machine, which are not the first answer's
 
-    # it warns that limits are off: the child's limit holds
+    # it warns that limits are off: the worker's limit holds
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return _Equivalence()
+    equivalence = _Equivalence()
+    for formulas in (("(x+1)^2", "x^2+2x+1"), (r"\left[0, \frac{\sqrt{3}}{2}\right)", r"[0, \frac12\sqrt{3})")):
+        _ = equivalence(*formulas, 60.0)  # what it sets up when it is first used, workers then have
+    return equivalence

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 _DIGITS = 300  # of one written number: more are noise, and would only cost time
 _EXPONENT = 300
+_LONGEST = 1000  # characters of a text that is one number
 _SCALES = {
     "one": 1,
     "hundred": 100,
@@ -21,12 +22,14 @@ _SCALES = {
     "k": 1_000,
 }
 _UNITS = (
-    "kg|mg|g|lbs?|oz|km|cm|mm|m|ft|in|mi|yds?|mph|kph|kmh|h|hrs?|mins?|s|secs?|ms|am|pm|l|ml|usd|eur|gbp|cad|aud|rs"
-    "|gb|mb"
+    "[kmµu]?gs?|kgms?|gms?|mcg|lbs?|ozs?|[kcmn]?ms?|kms|cms|mms|ft|sq|sqft|sqm|cu|in|mi|yds?|mph|k[mp]h|kmph|fps|rpm|bpm"
+    "|h|hrs?|mins?|s|secs?|[mn]secs?|days?|wks?|mos|yrs?|am|pm|l|[mckd]ls?|ltrs?|gals?|qts?|pts?|tsps?|tbsps?"
+    "|usd|eur|gbp|cad|aud|nzd|inr|jpy|cny|rmb|chf|rs|[kmgt]b|[kmg]bps|px|db|[kmg]?hz|[kmg]w|[kmg]?wh|k?cals?|k?pa|psi"
+    "|pcs?|nos|doz|qty|ppl|ppm|deg"
 )
 # Words that make an expression of the number before them, so that they are no unit.
 _NOT_UNITS = (
-    "pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|mod|times|plus|minus|over|infinity|infty|choose|factorial|squared|cubed"
+    "pi|sqrt|sin|cos|tan|cot|sec(?=\\s*[^\\s.])|csc|log|ln|exp|mod|times|plus|minus|over|infinity|infty|choose|factorial|squared|cubed"
     "|and|or|half|halves|thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|remainder|divided|multiplied|through"
 )
 _ONES = (
@@ -66,7 +69,7 @@ _LEAD = re.compile(
     r"(?:about|approximately|approx\.?|around|roughly|exactly|only|just|a|total|of|usd|rs\.?|us|[~≈=:])\s*", re.I
 )
 _SUFFIX = re.compile(
-    rf"(?:[\s,/.-]*(?!(?:{_NOT_UNITS})\b)(?:(?:{_UNITS}|[a-z'’]{{3,}}|of|per|a|an|at|by|on|to|is|°\s?[cf]?)(?:\s?\^?\s?\{{?[23²³]\}}?)?(?![\w^\\])))*",
+    rf"(?:[\s,/.-]*(?!(?:{_NOT_UNITS})\b)(?:(?:{_UNITS}|[a-z'’]{{3,}}|of|per|a|an|at|by|on|to|is|[°º]\s?[cfk]?)(?:\s?\^?\s?\{{?[23²³]\}}?)?(?![\w^\\])))*",
     re.I,
 )
 
@@ -134,11 +137,14 @@ def plain(text: str) -> str:
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that the whole text is, but for currency, units and "about"; None for anything else.
+    """The number that the whole text is, leaving out currency, units and "about"; None for anything else.
 
     `18 dollars`, `$18.00`, `-3`, `3/4`, `2\\frac{1}{2}`, `18\\%`, `1e3`, `10^{6}`, `eighteen` are numbers; `2x`, `3-4`,
     `10:30`, `5!`, `3, 5` and `2\\sqrt{3}` are not.
     """
+    text = text.strip()
+    if len(text) > _LONGEST:
+        return None
     text = plain(text).strip().strip("*").strip()
     while len(text) > 2 and text[0] + text[-1] in {"()", "{}", "[]", '""'} and "," not in text:
         text = text[1:-1].strip()

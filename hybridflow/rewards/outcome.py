@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from hybridflow.ragged import Ragged
+    from hybridflow.batch.ragged import Ragged
 
 
 @dataclass(frozen=True)
 class RowFailure:
     """Answered by a reward function in place of a number: this row could not be judged, for `reason`.
 
-    It is no score: a wrong answer scores 0, a program that ran into its time limit was not judged. The setting
-    `on_failure` says what becomes of the row. `error` is the exception behind it, where it was met in this process.
+    It is no score: a wrong answer scores 0, a row whose tests cannot be read was not judged. The setting `on_failure`
+    says what becomes of the row. `error` is the exception behind it, where it was met in this process.
     """
 
     reason: str
@@ -32,7 +34,7 @@ class Breakdown(RowFailure):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one call in a child process: its `value`, or the `failure` that it ended with.
+    """Of one call in a worker process: its `value`, or the `failure` that it ended with.
 
     A failure is a reason in words that follow the name of the function: "took longer than 5 s", "died with SIGSEGV",
     "raised ValueError: ...".
@@ -58,3 +60,28 @@ class Scores:
     rewards: torch.Tensor | Ragged
     components: dict[str, torch.Tensor] = field(default_factory=dict)
     failures: list[str | None] = field(default_factory=list)
+
+
+def plain(value: Any) -> Any:
+    """The answer as plain data: arrays as lists, numbers of any type as Python's.
+
+    Errors: TypeError for anything but a number, a text, None, RowFailure or a list, tuple, set or dict of them.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, RowFailure):
+        return (Breakdown if isinstance(value, Breakdown) else RowFailure)(str(value.reason))
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(map(plain, value))
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(
+        f"a {type(value).__name__} is neither a number, a text, None, RowFailure nor a list or dict of them"
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.sandbox import test_source
 
 _FORMS = (
     'a list of assert statements, {"inputs": [...], "outputs": [...]} (with "fn_name" for a function), a list of '
@@ -27,58 +28,73 @@ class UnitTests:
     pairs: tuple[tuple[str, str], ...] = ()
 
 
-def read_tests(tests: Any, *, entry_point: str = "", setup: str = "") -> UnitTests:
+def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False) -> UnitTests:
     """Read one row's tests.
 
     - a list of sources ("assert f(2) == 4", as in MBPP): each is one test; `setup` runs before them;
     - {"inputs", "outputs"} (APPS): what the program reads and must print; with "fn_name", lists of arguments and what
-      that function (or that method of a class Solution) must return;
+      that function (or that method of a class Solution) must return; where every output is a list of one, that one may
+      be what is meant. Inputs that are texts hold one argument in JSON per line, their outputs JSON;
     - a list of {"input", "output", "testtype"} (LiveCodeBench): the same; "functional" ones call `entry_point`, with
       one argument in JSON per line;
     - a text: one of the above as JSON, or the source of a test module: asserts, `check(candidate)` (HumanEval), test
       functions, unittest.TestCase.
 
-    Errors: RewardError when it is none of these, or holds no test.
+    `objects`: whether the tests may use objects of the program.
+    Errors: RewardError when it is not one of these, holds no test, or a test that cannot judge: nothing calls it, it is
+    skipped, its failure is expected, its assertions cannot be reached.
     """
+    known = {"entry_point": entry_point, "objects": objects}
     if hasattr(tests, "tolist"):
         tests = tests.tolist()
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         with suppress(ValueError):  # then it is the source of a module
             tests = json.loads(tests)
     if isinstance(tests, str) and tests.strip():
-        return UnitTests({"source": _parsed(tests), "setup": _parsed(setup)})
+        return UnitTests({"source": tests, "setup": _parsed([setup, tests], **known)})
     if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
         return _paired(tests["inputs"], tests["outputs"], tests.get("fn_name") or "")
     if isinstance(tests, Sequence) and not isinstance(tests, str | bytes) and len(tests):
         if all(isinstance(test, str) for test in tests):
-            return UnitTests({"asserts": [_parsed(test) for test in tests], "setup": _parsed(setup)})
+            return UnitTests({"asserts": list(tests), "setup": _parsed([setup, *tests], **known)})
         if all(isinstance(test, Mapping) and "input" in test and "output" in test for test in tests):
             functional = any(test.get("testtype") == "functional" for test in tests)
             if functional and not entry_point:
                 raise RewardError("functional tests need the name of the function, in the column of entry points.")
             inputs, outputs = [test["input"] for test in tests], [test["output"] for test in tests]
-            return _paired(inputs, outputs, entry_point if functional else "")
+            return _paired(inputs, outputs, entry_point if functional else "", encoded=True)
     raise RewardError(f"tests are {_show(tests)}; give {_FORMS}.")
 
 
-def _parsed(source: str) -> str:
-    try:
-        compile(source, "tests", "exec")
-    except (SyntaxError, ValueError) as error:
-        raise RewardError(f"a test is no Python: {error}: {_show(source)}.") from error
-    return source
+def _parsed(sources: list[str], **known: Any) -> str:
+    """The first of the sources, the tests' setup, when all can be read and judge something."""
+    for source in sources:
+        try:
+            compile(source, "tests", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise RewardError(f"a test is not valid Python: {error}: {_show(source)}.") from error
+    if reason := test_source.problem(sources, **known):
+        raise RewardError(f"{reason}: {_show(sources[1])}.")
+    return sources[0]
 
 
-def _paired(inputs: Any, outputs: Any, function: str) -> UnitTests:
+def _paired(inputs: Any, outputs: Any, function: str, *, encoded: bool = False) -> UnitTests:
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or not len(inputs) == len(outputs) > 0:
         raise RewardError(f"tests have inputs {_show(inputs)} and outputs {_show(outputs)}; give as many of both.")
     if not function:
         return UnitTests(None, tuple((_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs)))
+    if wrong := [given for given in inputs if not isinstance(given, str | list | tuple)]:
+        raise RewardError(f"tests of {function} have an input {_show(wrong[0])}; give a list of its arguments.")
+    encoded = encoded or all(isinstance(given, str) for given in inputs)
+    expected = [_value(wanted) if encoded and isinstance(wanted, str) else wanted for wanted in outputs]
     return UnitTests(
         {
             "function": function,
             "arguments": [_values(given) if isinstance(given, str) else list(given) for given in inputs],
-            "expected": [_value(wanted) if isinstance(wanted, str) else wanted for wanted in outputs],
+            "expected": expected,
+            # APPS writes most results in a list of their own, and says nowhere which.
+            "wrapped": not encoded
+            and all(isinstance(wanted, list | tuple) and len(wanted) == 1 for wanted in expected),
         }
     )
 

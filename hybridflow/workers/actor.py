@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,22 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.algorithms.loss import policy_loss
-from hybridflow.algorithms.pretrain import negative_log_likelihood
-from hybridflow.algorithms.typed_columns import response_mask
-from hybridflow.batch import Batch
-from hybridflow.cluster.placed import Placed
+from hybridflow.algorithms.losses.pretrain import negative_log_likelihood
+from hybridflow.algorithms.masked import response_mask
+from hybridflow.algorithms.registry import policy_loss
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
-from hybridflow.engine3d.designs import TransitionDesign, check_design, grouping_rule
-from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
+from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
-from hybridflow.workers.adapters import lora_of
 from hybridflow.workers.generation import Generation, check_alone, generates
+from hybridflow.workers.lora_options import lora_of
 from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.update import UpdateCall
@@ -33,9 +33,10 @@ from hybridflow.workers.update import UpdateCall
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
     """Errors: ConfigError for settings of the transition that are unknown or mean nothing here."""
-    generate, optim, design = settings["generate"], settings["optim"], settings["transition"]
+    generate, optim, bucket_mb = settings["generate"], settings["optim"], settings["bucket_mb"]
     offload, overlap = settings["offload"], settings["overlap"]
-    check_design(design)
+    if bucket_mb is not None and not (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf):
+        raise ConfigError(f"{worker}(bucket_mb={bucket_mb!r}): give megabytes above 0, or None.")
     if offload is True:
         if generate is not None or optim is not None:
             raise ConfigError(
@@ -44,9 +45,9 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
             )
         offload = ()
     check_offload(offload)
-    if generate is None and (offload or overlap or design != "hybridflow"):
+    if generate is None and (offload or overlap or bucket_mb is not None):
         raise ConfigError(
-            f"{worker}(transition={design!r}, offload={offload!r}, overlap={overlap!r}) says how weights move to "
+            f"{worker}(bucket_mb={bucket_mb!r}, offload={offload!r}, overlap={overlap!r}) says how weights move to "
             f"generation, and this actor does not generate: give generate=hf.VLLM(...)."
         )
     if overlap and lora_of(settings) is not None:
@@ -56,11 +57,8 @@ def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
         )
     if optim is None and (trained := [name for name in offload if name != "generation"]):
         raise ConfigError(f"{worker}(offload={offload!r}): without optim= there are no {' and '.join(trained)}.")
-    if overlap and (optim is None or design != "hybridflow"):
-        raise ConfigError(
-            f"{worker}(overlap=True) moves weights during optimizer steps by transition='hybridflow': it needs optim= "
-            f"and no other transition, found optim={optim!r}, transition={design!r}."
-        )
+    if overlap and optim is None:
+        raise ConfigError(f"{worker}(overlap=True) moves weights during optimizer steps: give optim=hf.Adam(lr=...).")
 
 
 def _check_reference(settings: Settings, call: Any) -> None:
@@ -77,9 +75,9 @@ _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 class ActorWorker(ModelWorker):
     """One rank of a policy: a training engine, and a generation engine in the same process that shares its weights.
 
-    `transition` is the design of table 2 by which weights move between them; "vanilla" and "gather_all" are for
-    measurement. `offload` names what waits in host memory: "optimizer" and "gradients" while generating, "generation"
-    (its weights) while training; True, where it does neither, that all of it waits there between calls. With
+    `bucket_mb` bounds the buffers by which weights move between them (None: a small part of the shard). `offload`
+    names what waits in host memory: "optimizer" and "gradients" while generating, "generation" (its weights) while
+    training; True, where the actor does neither, that all of it waits there between calls. With
     `overlap=True` the weights move to generation while the last optimizer step of an update still runs (PUZZLE, section
     5.2); both copies of the weights are in memory from then on.
     """
@@ -95,11 +93,8 @@ class ActorWorker(ModelWorker):
             return train
         if not isinstance(generate, VLLM):
             raise ConfigError(f"ActorWorker(generate={generate!r}): give hf.VLLM(...) or None.")
-        check_design(settings["transition"])
-        weaker = settings["transition"] != "hybridflow"  # and the paper's own rule gives way where sizes do not divide
-        rule = grouping_rule(settings["transition"]) if weaker else None
         try:
-            return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp, rule=rule)
+            return RankGrid(train.p, train.t, train.d, p_g=generate.pp, t_g=generate.tp)
         except PlacementError as error:
             raise PlacementError(f"{cls.role}: VLLM(tp={generate.tp}, pp={generate.pp}): {error}") from None
 
@@ -115,14 +110,14 @@ class ActorWorker(ModelWorker):
 
     @classmethod
     def without_generation(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        unused = {"transition": "hybridflow", "offload": (), "overlap": False}
+        unused = {"bucket_mb": None, "offload": (), "overlap": False}
         return super().without_generation({**settings, **unused})
 
     @classmethod
-    def follower(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
+    def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
         """A rollout generates, where this class does as an ActorWorker; what infers is as of any model."""
         if kind != "generation":
-            found = super().follower(kind, cls.without_generation(settings))
+            found = super().replica(kind, cls.without_generation(settings))
         elif cls.generate_sequences is ActorWorker.generate_sequences and lora_of(settings) is None:
             own = {"model": settings["model"], "generate": settings["generate"], "offload": True}
             found = None if settings["generate"] is None else (RolloutWorker, own)
@@ -131,7 +126,7 @@ class ActorWorker(ModelWorker):
         return found
 
     @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[Placed]) -> None:
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
         if settings["generate"] is not None:
             check_alone(cls.__name__, neighbours)
 
@@ -142,12 +137,12 @@ class ActorWorker(ModelWorker):
         train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
         optim: Optimizer | None = None,
         generate: VLLM | None = None,
-        transition: TransitionDesign = "hybridflow",
         offload: Collection[Offloaded] | bool = (),
         overlap: bool = False,
+        bucket_mb: float | None = None,
     ) -> None:
         self._build(model, train, optim, offload is True)
-        self._transition: TransitionDesign = transition
+        self._bucket_bytes = None if bucket_mb is None else int(bucket_mb * 1e6)
         self.strategy, self._overlap = generate, overlap
         self._offload: Collection[Offloaded] = () if isinstance(offload, bool) else offload
         if not self.context.unset:
@@ -167,7 +162,7 @@ class ActorWorker(ModelWorker):
             generator,
             context.groups.everyone() if several else None,
             context.rank,
-            transition=self._transition,
+            bucket_bytes=self._bucket_bytes,
             offload=self._offload,
             overlap=self._overlap,
             overlap_group=context.groups.new("overlap", everyone) if several and self._overlap else None,
@@ -212,7 +207,8 @@ class ActorWorker(ModelWorker):
         ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `response_mask`
         ragged [B, R] bool, `num_tokens` [B] int64 (prompt + response), `finished` [B] bool (ended by itself),
         `temperature` [B] float32 (what training must divide logits by) and, with a tokenizer, `response` (text).
-        `sampling` changes the `Sampling` of the `VLLM` strategy for this call, e.g. `greedy=True`.
+        `sampling` changes the `Sampling` of the `VLLM` strategy for this call, e.g. `greedy=True`. A response ends,
+        unfinished, where prompt and response fill the context (or `max_length`), also before `max_tokens`.
 
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
@@ -234,9 +230,7 @@ class ActorWorker(ModelWorker):
     def compute_log_prob(self, batch: Batch) -> Batch | None:
         """`old_log_probs` ragged [B, R] float32: the responses under the training weights, in training precision."""
         with self.at_work():
-            temperature = self._agreed("compute_log_prob", batch, ("log_probs",))
-            out = self.engine.forward(batch, ("log_probs",), temperature)
-        return None if out is None else Batch({"old_log_probs": out["log_probs"]})
+            return self._computed("compute_log_prob", batch, "log_probs", "old_log_probs")
 
     @register(
         THREE_D_PROTO,
@@ -250,9 +244,7 @@ class ActorWorker(ModelWorker):
         adapters = self.engine.adapters
         assert adapters is not None  # checked on the driver
         with self.at_work(), adapters.disabled():
-            temperature = self._agreed("compute_ref_log_prob", batch, ("log_probs",))
-            out = self.engine.forward(batch, ("log_probs",), temperature)
-        return None if out is None else Batch({"ref_log_probs": out["log_probs"]})
+            return self._computed("compute_ref_log_prob", batch, "log_probs", "ref_log_probs")
 
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
@@ -272,14 +264,21 @@ class ActorWorker(ModelWorker):
 
     @register(THREE_D_PROTO, reads=_UPDATE.reads, chunks="minibatches", balance="num_tokens", check=_UPDATE.check)
     def update_actor(
-        self, batch: Batch, loss: Any = "ppo", minibatches: int = 1, epochs: int = 1, **options: Any
+        self,
+        batch: Batch,
+        loss: Any = "ppo",
+        minibatches: int = 1,
+        epochs: int = 1,
+        uneven: bool = False,
+        **options: Any,
     ) -> dict[str, float]:
-        """Steps on a policy loss over `epochs` x `minibatches`; `options` are those of the loss (e.g. `clip`).
+        """Steps on a policy loss over `epochs` x `minibatches`.
 
-        `loss` is a name or a function of one's own: see `policy_loss`, which lists both. `rollout_correction="token"`
-        (or "sequence", "geometric", or `hf.RolloutCorrection(...)`) weighs tokens by training over sampling policy.
-        A mini-batch is the same range of the batch's rows whatever the data parallel size is.
+        `loss` is a value such as `hf.PPO(clip=0.2)`, a name with its `options`, or a function: see `policy_loss`.
+        A mini-batch is the same range of the batch's rows whatever the data parallel size is; their numbers of rows may
+        differ by one with `uneven=True` only.
         """
+        del uneven  # the driver's
         with self.at_work():
             if self.hybrid is not None:
                 self.hybrid.trained()  # first: an update that fails half-way has changed the weights too

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from hybridflow.algorithms.loss import Loss, value_loss
-from hybridflow.batch import Batch
+from hybridflow.algorithms.losses.aggregation import Outputs, Share, Totals
+from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.registry import value_loss
+from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols import THREE_D_PROTO, register
@@ -22,38 +25,45 @@ from hybridflow.workers.update import UpdateCall
 @dataclass(frozen=True)
 class Signal:
     """What a critic predicts: `columns` are its own names for what a value loss calls `values` and `returns`, and
-    `figures` is what the names of its figures begin with."""
+    `figures` is the prefix of its metrics."""
 
     columns: Mapping[str, str]
     figures: str
 
-    def loss(self, loss: str | Callable[..., Any], **options: Any) -> Loss:
+    def loss(self, loss: str | Loss | Callable[..., Any], **options: Any) -> Loss:
         """`value_loss` on the columns of this signal."""
         found = value_loss(loss, **options)
-        if not self.columns:
-            return found
-        reads = None if found.reads is None else tuple(self._own(name) for name in found.reads)
-        per_token = tuple(self._own(name) for name in found.per_token)
-        return replace(found, function=self._renaming(found), options={}, reads=reads, per_token=per_token)
+        return SignalLoss(found, self) if self.columns else found
+
+
+@dataclass(frozen=True)
+class SignalLoss(Loss):
+    """A value loss on the columns of another signal, which are renamed to those that it knows."""
+
+    loss: Loss
+    signal: Signal
+
+    @property
+    def reads(self) -> tuple[str, ...] | None:
+        return None if self.loss.reads is None else tuple(map(self._own, self.loss.reads))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.loss.outputs
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        return tuple(map(self._own, self.loss.per_token))
 
     def _own(self, read: str) -> str:
         name = read.removesuffix("?")
-        return self.columns.get(name, name) + read[len(name) :]
+        return self.signal.columns.get(name, name) + read[len(name) :]
 
-    def _renaming(self, loss: Loss) -> Callable[..., Any]:
-        """`loss` with this signal's columns under the names that it knows, and its figures under ours."""
-
-        def of_signal(outputs: Any, rows: Batch, totals: Any) -> Any:
-            known = {own: name for name, own in self.columns.items() if own in rows}
-            hidden = [name for name in known.values() if name in rows]
-            scalar, metrics = loss(outputs, rows.without(*hidden).rename(known), totals)
-            return scalar, {_moved(name, "critic/", f"{self.figures}/"): value for name, value in metrics.items()}
-
-        return of_signal
-
-
-def _moved(name: str, old: str, new: str) -> str:
-    return new + name.removeprefix(old) if name.startswith(old) else name
+    def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
+        known = {own: name for name, own in self.signal.columns.items() if own in rows}
+        hidden = [name for name in known.values() if name in rows]
+        scalar, metrics = self.loss(outputs, rows.without(*hidden).rename(known), totals)
+        return scalar, {re.sub("^critic/", f"{self.signal.figures}/", name): value for name, value in metrics.items()}
 
 
 SIGNALS: Mapping[str, Signal] = MappingProxyType(
@@ -107,9 +117,7 @@ class CriticWorker(ModelWorker):
     def compute_values(self, batch: Batch) -> Batch | None:
         """`values` (of costs `cost_values`) ragged [B, R] float32: the value before each response token is drawn."""
         with self.at_work():
-            _ = self._agreed("compute_values", batch, ("values",))
-            out = self.engine.forward(batch, ("values",))
-        return None if out is None else Batch({self.signal.columns.get("values", "values"): out["values"]})
+            return self._computed("compute_values", batch, "values", self.signal.columns.get("values", "values"))
 
     @register(
         THREE_D_PROTO,
@@ -119,8 +127,19 @@ class CriticWorker(ModelWorker):
         check=lambda settings, call: _UPDATES[settings["of"]].check(settings, call),
     )
     def update_critic(
-        self, batch: Batch, minibatches: int = 1, epochs: int = 1, loss: Any = "value", **options: Any
+        self,
+        batch: Batch,
+        minibatches: int = 1,
+        epochs: int = 1,
+        loss: Any = "value",
+        uneven: bool = False,
+        **options: Any,
     ) -> dict[str, float]:
-        """Steps on the value loss over `epochs` x `minibatches`; `options` are those of the loss (e.g. `clip`)."""
+        """Steps on the value loss over `epochs` x `minibatches`.
+
+        `loss` is a value such as `hf.algorithms.ValueLoss(clip=0.1)`, "value" with its `options`, or a
+        function: see `value_loss`. Numbers of rows of mini-batches may differ by one with `uneven=True` only.
+        """
+        del uneven  # the driver's
         with self.at_work():
             return self._update("update_critic", batch, self.signal.loss(loss, **options), epochs)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybridflow.algorithms.typed_columns import row_column, token_column
-from hybridflow.batch import Batch
+from hybridflow.algorithms.masked import row_column, token_column
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.placed import Placed
-from hybridflow.config import VLLM, Sampling
+from hybridflow.config import FSDP, VLLM, Sampling
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Completion, GenerateEngine
+from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.errors import ConfigError, PlacementError, PromptError
+from hybridflow.models.hf_spec import read_spec
 from hybridflow.protocols import THREE_D_ALL_MICRO_DP, register
 from hybridflow.protocols.operation import Settings
-from hybridflow.ragged import Ragged
 
 _WRITTEN = ("prompt_ids", "response_ids", "log_probs", "response_mask", "num_tokens", "finished", "temperature")
 
@@ -26,11 +30,14 @@ _WRITTEN = ("prompt_ids", "response_ids", "log_probs", "response_mask", "num_tok
 def _sampling(settings: Settings, call: Settings) -> Sampling:
     if settings["generate"] is None:
         raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
-    return settings["generate"].sampling(**{name: value for name, value in call.items() if name != "batch"})
+    own: VLLM = settings["generate"]
+    return replace(own.sampling, **{name: value for name, value in call.items() if name != "batch"})
 
 
 def _check(settings: Settings, call: Settings) -> None:
-    _ = _sampling(settings, call)
+    asked = _sampling(settings, call)
+    if "max_tokens" in call and (Path(settings["model"]) / "config.json").is_file():  # a trace knows models by name too
+        check_response(read_spec(settings["model"], "lm", FSDP()), settings["generate"], asked.max_tokens)
     batch = call["batch"]
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
     if texts and not has_tokenizer(settings["model"]):
@@ -54,7 +61,7 @@ generates = register(
 """Declares `generate_sequences` of a worker whose settings are `model` and `generate`."""
 
 
-def check_alone(name: str, neighbours: Sequence[Placed]) -> None:
+def check_alone(name: str, neighbours: Sequence[RankGroup]) -> None:
     """One process holds one vLLM engine, which keeps its groups in globals. Errors: PlacementError."""
     for group in neighbours:
         if isinstance(group.settings.get("generate"), VLLM):
@@ -84,7 +91,7 @@ class Generation:
 
         A row's random numbers depend on the seed of `sampling` and on its `row_id`, not on how rows were split.
         """
-        chosen = self.strategy.sampling(**sampling)
+        chosen = replace(self.strategy.sampling, **sampling)
         prompts = self._prompt_ids(batch)
         rows = row_column(batch, "row_id").tolist() if "row_id" in batch else None
         seeds = None

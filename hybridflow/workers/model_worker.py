@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,25 +14,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.loss import Loss
-from hybridflow.algorithms.typed_columns import row_column
-from hybridflow.batch import Batch
-from hybridflow.config import FSDP, Megatron, Optimizer, TrainStrategy, ZeRO
+from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.masked import check_finite, not_finite, row_column
+from hybridflow.batch.batch import Batch
+from hybridflow.config import Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
-from hybridflow.engines.checkpoint import Checkpoint
-from hybridflow.engines.checkpoint_writer import save_checkpoint
-from hybridflow.engines.contract import UNSET, Held, Output, TrainEngine
-from hybridflow.engines.fsdp.layout import check_grid, check_tensor_parallel, strategy_layout
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
+from hybridflow.engines.contract import UNSET, Output, TrainEngine, TrainState
+from hybridflow.engines.train_backends import backend_of, build_engine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
-from hybridflow.model_spec import Cost, Decoder, Head, ModelSpec
+from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.spec import Cost, Decoder, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, register
 from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
-from hybridflow.transformers_spec import read_spec
-from hybridflow.workers.adapters import check_lora, check_written, lora_of, with_saved_adapters
+from hybridflow.workers.lora_options import check_lora, check_written, lora_of, with_saved_adapters
 from hybridflow.workers.worker import Worker
 
+logger = logging.getLogger(__name__)
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
 """All ranks work together and one of them answers for all."""
 _CHECKPOINTS = ("model", "tokenizer")  # settings that name a directory or a model of the hub
@@ -55,48 +58,17 @@ def find_checkpoint(model: str | os.PathLike[str]) -> Path:
         ) from None
 
 
-def build_engine(
-    context: Any, strategy: TrainStrategy, spec: Decoder, checkpoint: Path, optimizer: Optimizer | None
-) -> TrainEngine:
-    """The engine that the type of `strategy` asks for. Errors: ConfigError for a strategy without a backend."""
-    if isinstance(strategy, Megatron):
-        from hybridflow.engines.megatron.engine import MegatronEngine
-
-        assert isinstance(spec, ModelSpec)
-        return MegatronEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
-    if isinstance(strategy, FSDP | ZeRO):
-        from hybridflow.engines.fsdp.engine import FSDPEngine
-
-        return FSDPEngine(context, strategy, spec, UNSET if context.unset else checkpoint, optimizer)
-    raise _no_strategy(strategy)
-
-
-def train_layout(strategy: TrainStrategy, spec: Decoder, grid: RankGrid) -> Layout:
-    """Which rank of `grid` holds what of `spec` under this strategy. Errors: ConfigError, ModelError."""
-    if isinstance(strategy, Megatron):
-        from hybridflow.engines.megatron.layout import megatron_layout
-
-        assert isinstance(spec, ModelSpec)
-        return megatron_layout(spec, grid, strategy.stage_layers)
-    if isinstance(strategy, FSDP | ZeRO):
-        return strategy_layout(strategy, spec, grid)
-    raise _no_strategy(strategy)
-
-
-def _no_strategy(strategy: TrainStrategy) -> ConfigError:
-    return ConfigError(
-        f"train={strategy!r} is no training strategy. Use hf.Megatron(...), hf.FSDP(...) or hf.ZeRO(...)."
-    )
-
-
 def batch_temperature(batch: Batch) -> float | None:
     """The sampling temperature that `generate_sequences` wrote; None without the column or without rows.
 
-    Errors: BatchError when rows differ: logits are divided by one temperature per call.
+    Errors: BatchError for a number that is not finite, and when rows differ: logits are divided by one temperature per
+    call.
     """
     if "temperature" not in batch or not len(batch):
         return None
-    low, high = (float(end) for end in row_column(batch, "temperature").aminmax())
+    column = row_column(batch, "temperature")
+    check_finite("temperature", column, torch.ones_like(column, dtype=torch.bool))
+    low, high = (float(end) for end in column.aminmax())
     if low != high:
         raise BatchError(
             f"the rows of this batch were drawn at temperatures from {low:g} to {high:g}; a call computes at one. "
@@ -115,7 +87,7 @@ class ModelWorker(Worker):
     """One rank of a sharded model behind the `TrainEngine` contract."""
 
     head: ClassVar[Head] = "lm"
-    _idle: tuple[Held, ...] = ()  # what waits in host memory between calls
+    _idle: tuple[TrainState, ...] = ()  # what waits in host memory between calls
 
     @classmethod
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +99,7 @@ class ModelWorker(Worker):
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
         strategy = settings["train"]
-        if isinstance(strategy, type) or not isinstance(strategy, TrainStrategy):
+        if not is_strategy(strategy):
             given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
             raise ConfigError(
                 f"{cls.__name__}(train={given}): give a strategy such as hf.Megatron(tp=2), hf.FSDP() or "
@@ -142,12 +114,7 @@ class ModelWorker(Worker):
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
-        strategy = settings["train"]
-        if isinstance(strategy, Megatron):
-            spec.check_parallel(grid.p, grid.t, cls.role, strategy.stage_layers)
-        else:
-            check_grid(strategy, grid, cls.role)
-            check_tensor_parallel(spec, grid.t, cls.role)
+        backend_of(settings["train"]).check(spec, grid, cls.role)
         Checkpoint(settings["model"]).check(spec)
         check_lora(spec, settings)
         optimizer = settings.get("optim")
@@ -177,10 +144,10 @@ class ModelWorker(Worker):
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         if settings.get("model") is None:
             raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
-        return train_layout(settings["train"], cls.model_spec(settings), grid)
+        return backend_of(settings["train"]).layout(cls.model_spec(settings), grid)
 
     @classmethod
-    def follower(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
+    def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
         """Ranks of this class that do not train, and wait in host memory between calls where their class can."""
         if kind in ("training", "generation") or settings.get("model") is None or lora_of(settings) is not None:
             return None
@@ -221,8 +188,10 @@ class ModelWorker(Worker):
                 f"the checkpoint directory {model} is on the driver's machine and not on {socket.gethostname()}. "
                 f"Put it where all nodes see it under the same path."
             )
+        self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}  # `save` finds the model gone
         self.spec = read_spec(self.checkpoint, self.head, train)
-        self.engine = build_engine(self.context, train, self.spec, self.checkpoint, optim)
+        weights = UNSET if self.context.unset else self.checkpoint
+        self.engine = build_engine(self.context, train, self.spec, weights, optim)
         if offload:
             self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")
             self.engine.offload(self._idle)
@@ -259,18 +228,47 @@ class ModelWorker(Worker):
         agreed = agree(self.context, check, "the sampling temperature")
         return 1.0 if agreed is None else agreed
 
+    def _computed(self, method: str, batch: Batch, output: Output, column: str) -> Batch | None:
+        """`output` of the model for every response token, as `column`; None off the last stage.
+
+        Logs a warning when one is not finite: updates that read it skip their steps. Errors: those of `_agreed`.
+        """
+        temperature = self._agreed(method, batch, (output,))
+        out = self.engine.forward(batch, (output,), temperature)
+        if out is None:
+            return None
+        found = Batch({column: out[output]})
+        if self.context.coords.t == 0 and (bad := not_finite(batch.with_columns(**{column: out[output]}), (column,))):
+            logger.warning("%s.%s: rank %d computed %s.", self.context.role, method, self.context.rank, bad)
+        return found
+
     def _update(self, method: str, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
-        """Epochs over the mini-batches of `batch`, one optimizer step each; figures averaged over the steps."""
+        """Epochs over the mini-batches of `batch`, one optimizer step each.
+
+        Figures are averaged over the steps that were made (nan when none was); `skipped` counts the others.
+        """
         total: dict[str, float] = {}
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(method, batch, outputs, loss)
-        minibatches = batch.chunks() * epochs
-        for left, minibatch in zip(reversed(range(len(minibatches))), minibatches, strict=True):
-            metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
-            step = {f"{self.figures}/{name}": value for name, value in self._step(last=not left).items()}
-            for name, value in (metrics | step).items():
+        minibatches, skipped = batch.chunks() * epochs, 0
+        for number, minibatch in enumerate(minibatches, 1):
+            figures = self.engine.forward_backward(minibatch, loss, outputs, temperature)
+            step = self._step(last=number == len(minibatches))
+            figures |= {f"{self.figures}/{name}": value for name, value in step.items() if name != "skipped"}
+            if step["skipped"]:
+                skipped, figures = skipped + 1, dict.fromkeys(figures, 0.0)
+                self._say_skipped(f"{method} skipped step {number} of {len(minibatches)}")
+            for name, value in figures.items():
                 total[name] = total.get(name, 0.0) + value
-        return {name: value / len(minibatches) for name, value in total.items()}
+        made = len(minibatches) - skipped
+        means = {name: value / made if made else math.nan for name, value in total.items()}
+        return means | {f"{self.figures}/skipped": float(skipped)}
+
+    def _say_skipped(self, what: str) -> None:
+        """Log a warning on one rank for all."""
+        if self.context.rank == 0:
+            why = self.engine.skip_reason
+            logger.warning("%s.%s; no weight and no optimizer state has changed: %s.", self.context.role, what, why)
 
     def _step(self, last: bool) -> dict[str, float]:
         """One optimizer step; `last` of its update."""
@@ -290,7 +288,7 @@ class ModelWorker(Worker):
                 return str(path)
             self._merge()
             save_checkpoint(
-                path, engine.layout(), engine.storage(), like=self.checkpoint, group=group, rank=self.context.rank
+                path, engine.layout(), engine.storage(), like=self._beside, group=group, rank=self.context.rank
             )
         return str(path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hybridflow.batch import Batch
+from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.workers.model_worker import ModelWorker
@@ -33,6 +33,4 @@ class ReferenceWorker(ModelWorker):
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """`ref_log_probs` ragged [B, R] float32, logits divided by the temperature that the actor sampled with."""
         with self.at_work():
-            temperature = self._agreed("compute_ref_log_prob", batch, ("log_probs",))
-            out = self.engine.forward(batch, ("log_probs",), temperature)
-        return None if out is None else Batch({"ref_log_probs": out["log_probs"]})
+            return self._computed("compute_ref_log_prob", batch, "log_probs", "ref_log_probs")

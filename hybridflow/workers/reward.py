@@ -1,8 +1,8 @@
-"""RewardWorker: rewards of responses, from a model or from Python functions (paper, table 4)."""
+"""RewardWorker and CostWorker: scores of responses, from a model or from Python functions (paper, table 4)."""
 
 from __future__ import annotations
 
-from hybridflow.batch import Batch
+from hybridflow.batch.batch import Batch
 from hybridflow.workers.scoring import ScoreWorker, scores
 
 
@@ -12,7 +12,7 @@ class RewardWorker(ScoreWorker):
     Functions: `function(prompts, completions, **columns) -> list[float]` (or several, with `weights`) gets texts and
     the columns of the batch that it names; with a first parameter named `prompt` it is called row by row. See
     `hf.rewards` for all conventions. Ranks work on their share of the rows, so a function must not rely on seeing the
-    whole batch. With `workers` it runs in that many child processes per rank, each call within `timeout` seconds.
+    whole batch. With `workers` it runs in that many worker processes per rank, each call within `timeout` seconds.
     A row that fails raises; with `on_failure="zero"` it gets 0, and with "mask" it leaves training as well.
     `tokenizer` is needed when the batch has token ids and no texts.
 
@@ -36,3 +36,22 @@ class RewardWorker(ScoreWorker):
         Errors: RewardError naming the function and the row; never a silent 0.
         """
         return self._scored("compute_reward", batch)
+
+
+class CostWorker(ScoreWorker):
+    """One rank of a cost model, or of Python functions that say how much harm a response does.
+
+    Its settings are those of a RewardWorker. A cost above 0 is unwanted: training keeps its mean below a limit (Dai et
+    al., "Safe RLHF", 2023).
+    """
+
+    role = "cost"
+
+    @scores("cost")
+    def compute_cost(self, batch: Batch) -> Batch | None:
+        """`costs` [B] float32, or ragged [B, R] float32 at level "token"; as `compute_reward` of a RewardWorker, with
+        components `costs/<name>` and `cost_failure`.
+
+        Errors: RewardError naming the function and the row; never a silent 0.
+        """
+        return self._scored("compute_cost", batch)

@@ -13,13 +13,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hybridflow.algorithms.typed_columns import row_column, token_column
-from hybridflow.batch import Batch
+from hybridflow.algorithms.masked import row_column, token_column
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.data.messages import check_messages, plain_messages
 from hybridflow.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, nearest
-from hybridflow.ragged import Ragged
 
 Template = Literal["auto", "plain", "chat"]
 TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "row_id?")
@@ -163,7 +163,7 @@ class Retokenizer:
         except PromptError as error:
             raise RewardError(str(error)) from None
         turns = plain_messages(messages)
-        if turns[-1]["role"] == "assistant":  # the response goes on with what the prompt began
+        if turns[-1]["role"] == "assistant":  # the response continues what the prompt began
             turns[-1]["content"] += response
         else:
             turns.append({"role": "assistant", "content": response})

@@ -10,21 +10,21 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.batch import Batch
-from hybridflow.cluster.placed import Placed
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.lora.saved import is_adapter_directory
-from hybridflow.engines.vllm.architectures import has_own_layout
+from hybridflow.engines.vllm.discovery.probe import unbuilt_layout
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.engines.vllm.probed_layout import unbuilt_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
+from hybridflow.engines.vllm.requirements import has_own_layout
 from hybridflow.errors import CheckpointError, ConfigError, PlacementError
-from hybridflow.model_spec import Decoder
+from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.spec import Decoder
 from hybridflow.protocols import ONE_TO_ALL, register
 from hybridflow.topology import RankGrid
-from hybridflow.transformers_spec import read_spec
 from hybridflow.workers.generation import Generation, check_alone, generates
 from hybridflow.workers.model_worker import find_checkpoint
 from hybridflow.workers.worker import Worker
@@ -71,7 +71,7 @@ class RolloutWorker(Worker):
         check_vllm(spec, settings["generate"], device_type)
 
     @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[Placed]) -> None:
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
         check_alone(cls.__name__, neighbours)
 
     @classmethod

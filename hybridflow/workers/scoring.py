@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from hybridflow.algorithms.typed_columns import response_mask, row_column, token_column
-from hybridflow.batch import Batch
+from hybridflow.algorithms.masked import response_mask, row_column, token_column
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.protocols.operation import Settings
-from hybridflow.ragged import Ragged
 from hybridflow.rewards.functions import Functions
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker

@@ -9,20 +9,19 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from hybridflow.cluster.backend import RankGroup
+from hybridflow.cluster.call_layouts import LayoutsGroup
 from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.layouts import LayoutsGroup
-from hybridflow.cluster.placed import Placed
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.cluster.traced import TracedSession
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError, PlacementError, nearest
-from hybridflow.model_spec import Cost
+from hybridflow.models.spec import Cost
 from hybridflow.placement import GroupPlacement
 from hybridflow.protocols import OperationKind, operations
 from hybridflow.topology import RankGrid
-from hybridflow.workers.layouts import divided
+from hybridflow.workers.call_placement import divided
 
 
 class Worker:
@@ -62,7 +61,7 @@ class Worker:
         return None
 
     @classmethod
-    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[Placed]) -> None:
+    def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
         """Check against the groups whose ranks live in the same hosts already. Errors: PlacementError."""
 
     @contextmanager
@@ -72,11 +71,11 @@ class Worker:
 
     @classmethod
     def without_generation(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a group that goes on without generating."""
+        """The settings of a group that no longer generates."""
         return {**settings, "generate": None}
 
     @classmethod
-    def follower(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
+    def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
         """Class and settings of ranks that run calls of this kind in another layout, with weights that the group gives
         them before; None where such calls are the group's own."""
         return None
@@ -149,16 +148,16 @@ def place(
     role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
     if role in session.groups:
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
-    if isinstance(session, TracedSession):
-        return session.place(worker_class, pool.name, settings, role)
+    if session.traces:
+        return WorkerGroup(session, session.backend.ranks(worker_class, settings, role))
     if planned_for is None and session.assignment is not None:
         planned_for = session.assignment.groups.get(role)
     if planned_for is not None:
-        return _as_planned(worker_class, pool, planned_for, settings, role, grid)
-    return WorkerGroup(planned(worker_class, pool, settings, role, grid))
+        return _on_placement(worker_class, pool, planned_for, settings, role, grid)
+    return WorkerGroup(session, ranks_on(worker_class, pool, settings, role, grid))
 
 
-def _as_planned(
+def _on_placement(
     worker_class: type,
     pool: ResourcePool,
     where: GroupPlacement,
@@ -166,16 +165,16 @@ def _as_planned(
     name: str,
     grid: RankGrid | None,
 ) -> WorkerGroup:
-    """The group on the devices of `where`, with followers for calls that are elsewhere."""
+    """The group on the devices of `where`, with replicas for calls that have layouts of their own."""
     parts = divided(worker_class, where, _as_worker(worker_class).resolve(settings), name)
-    home = planned(worker_class, pool.part(where.devices), parts.settings, name, grid)
-    if not parts.followers:
-        return WorkerGroup(home)
-    followers: list[Placed] = []
-    for part in parts.followers:
+    primary = ranks_on(worker_class, pool.part(where.devices), parts.settings, name, grid)
+    if not parts.replicas:
+        return WorkerGroup(pool.session, primary)
+    replicas: list[RankGroup] = []
+    for part in parts.replicas:
         at = pool.part(part.devices)
-        followers.append(planned(part.worker_class, at, part.settings, name, beside=[home, *followers]))
-    return LayoutsGroup(home, followers, parts.schedule or {})
+        replicas.append(ranks_on(part.worker_class, at, part.settings, name, beside=[primary, *replicas]))
+    return LayoutsGroup(pool.session, primary, replicas, parts.schedule or {})
 
 
 def _as_worker(worker_class: type) -> type[Worker]:
@@ -183,15 +182,15 @@ def _as_worker(worker_class: type) -> type[Worker]:
     return worker_class if issubclass(worker_class, Worker) else Worker
 
 
-def planned(
+def ranks_on(
     worker_class: type,
     pool: ResourcePool,
     settings: Mapping[str, Any],
     name: str,
     grid: RankGrid | None = None,
     instead_of: WorkerGroup | None = None,
-    beside: Sequence[Placed] = (),
-) -> Placed:
+    beside: Sequence[RankGroup] = (),
+) -> RankGroup:
     """Where the ranks of a group will be, once everything is checked that can be before any of them is built.
 
     `instead_of` is a group whose own ranks will be gone by then, `beside` are ranks that will be there.
@@ -209,11 +208,11 @@ def planned(
         )
     session, members = pool.session, set(pool.members)
     ours.check(grid, settings, "cuda" if session.has_cuda else "cpu")
-    gone = None if instead_of is None else instead_of.placed
-    others = [*beside, *(part for group in session.groups.values() for part in group.parts if part is not gone)]
+    gone = None if instead_of is None else instead_of.ranks
+    others = [*beside, *(part for group in session.groups.values() for part in group.all_ranks if part is not gone)]
     others = [part for part in others if part.pool_name == pool.name and members & set(part.members)]
     ours.check_neighbours(settings, others)
-    return Placed(session, name, worker_class, tuple(pool.hosts), pool.members, pool.name, settings, grid, own_grid)
+    return pool.ranks(name, worker_class, settings, grid, own_grid)
 
 
 def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:

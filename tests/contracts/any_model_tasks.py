@@ -12,12 +12,13 @@ from rank_processes import World
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from hybridflow.batch import Batch
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD
-from hybridflow.engines.checkpoint import Checkpoint, MappedTensors
-from hybridflow.engines.checkpoint_writer import save_checkpoint
-from hybridflow.ragged import Ragged
-from hybridflow.transformers_spec import read_spec
+from hybridflow.engine3d.layout import Box, Region
+from hybridflow.engines.checkpoint.reader import Checkpoint, read_boxes
+from hybridflow.engines.checkpoint.writer import save_checkpoint
+from hybridflow.models.hf_spec import read_spec
 
 LR, UPDATES = 0.05, 2
 _OLD: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None}
@@ -146,5 +147,9 @@ def held(world: World, name: str, strategy: Any, path: Path) -> int:
 
 def tensors(path: Path, names: Any) -> dict[str, Tensor]:
     """Those tensors of a Hugging Face directory."""
-    files = Checkpoint(path)
-    return {name: MappedTensors({name: files.find(name)})[name].float() for name in names}  # type: ignore[dict-item]
+    found, files = {}, Checkpoint(path)
+    for name in names:
+        entry: Any = files.find(name)
+        found[name] = torch.empty(entry.shape)
+        read_boxes(entry, [Region(Box.whole(name, entry.shape), name, (0,) * len(entry.shape))], found)
+    return found

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybridflow.algorithms.loss import Loss, policy_loss, value_loss
-from hybridflow.algorithms.totals import Totals
-from hybridflow.batch import Batch
-from hybridflow.model_spec import ModelSpec
-from hybridflow.ragged import Ragged
+from hybridflow.algorithms.losses.aggregation import Totals
+from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.registry import policy_loss, value_loss
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.models.spec import ModelSpec
 
 VOCABULARY = 61  # a prime: padded for every t > 1
 LLAMA3 = {

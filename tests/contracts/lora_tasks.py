@@ -12,8 +12,8 @@ from rank_processes import World
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.checkpoint_writer import save_checkpoint
-from hybridflow.transformers_spec import read_spec
+from hybridflow.engines.checkpoint.writer import save_checkpoint
+from hybridflow.models.hf_spec import read_spec
 
 
 def boxes(engine: Any, layout: Layout, tensors: Any) -> list[tuple[str, tuple, tuple, Tensor]]:
@@ -75,26 +75,6 @@ def outputs(world: World, name: str, strategy: Any, size: int, path: Path, head:
         found = engine.forward(rows, names)
     engine.context.groups.close()
     return found
-
-
-def resumed(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> bool:
-    """Adapters after three updates are those after going on from the state saved after the first, in another engine."""
-    loss, found = loss_of("lm"), []
-    state: Any = None
-    for again in (False, True):
-        engine = tasks.build(world, f"{name}-{again}", strategy, size, path, "lm", optimizer)
-        if again:
-            engine.load_state(state)
-        for seed in (1, 2) if again else (0, 1, 2):
-            engine.forward_backward(tasks.share(make_batch(seed=seed), engine.grid, world.rank), loss, loss.outputs)
-            engine.step()
-            if seed == 0:
-                state = engine.state()
-                assert state["parameters"].keys() == engine.adapters.storage.keys()
-        found.append({key: tensor.clone() for key, tensor in engine.adapters.storage.items()})
-        engine.context.groups.close()
-        engine.close()
-    return all(found[0][key].equal(found[1][key]) for key in found[0])
 
 
 def in_parts(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> bool:

@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.engine3d.designs import storage_regions
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.residency import Residency
-from hybridflow.model_spec import ModelSpec
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 
 
@@ -45,7 +44,7 @@ class Canon:
 def tensors(layout: Layout, rank: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
     """A tensor for every storage that the layout names, as large as its regions need; nothing is written yet."""
     out = {}
-    for name, regions in storage_regions(layout, rank).items():
+    for name, regions in layout.storages(rank).items():
         ends = [[o + n for o, n in zip(r.offset, r.box.shape, strict=True)] for r in regions]
         shape = [max(sizes) for sizes in zip(*ends, strict=True)]
         out[name] = torch.full(shape, float("nan"), dtype=dtype, device=device)

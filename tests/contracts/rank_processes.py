@@ -8,6 +8,7 @@ import itertools
 import multiprocessing as mp
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
@@ -24,6 +25,10 @@ from hybridflow.topology import RankGrid
 CPU = torch.device("cpu")
 TIMEOUT = 120.0
 THREADS = 40
+PRELOADED = [
+    *[f"hybridflow.engines.{backend}.engine" for backend in ("megatron", "fsdp", "zero")],
+    *("hybridflow.engines.train_backends", "peft", "engine_tasks", "state_tasks"),
+]
 
 
 class KeptGroups(ProcessGroups):
@@ -129,12 +134,17 @@ class RankProcesses:
 
     def _start(self) -> None:
         self.failed = False
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = mp.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(self.size)]
+        listener = socket.create_server(("127.0.0.1", 0))  # the store itself would listen on all interfaces
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        server = mp.get_context("forkserver")  # imports the backends once, for all ranks
+        server.set_forkserver_preload(PRELOADED)
+        pipes = [server.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            spawn.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
+            server.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:

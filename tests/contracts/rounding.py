@@ -25,10 +25,10 @@ from rank_processes import World
 from state_tasks import state_boxes
 from torch import Tensor
 
-from hybridflow.batch import Batch
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD
-from hybridflow.model_spec import ModelSpec
-from hybridflow.ragged import Ragged
+from hybridflow.models.spec import ModelSpec
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 # all updates together are a few roundings of the parameters: those of bfloat16 would be off by a tenth of them

@@ -11,9 +11,9 @@ from engine_tasks import boxes, build
 from rank_processes import World
 from torch import Tensor
 
-from hybridflow.batch import Batch
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD
-from hybridflow.ragged import Ragged
 from tests.example_losses import make_loss
 
 Cases = Sequence[tuple[str, str]]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_tasks import boxes, build, share
+from engine_tasks import boxes, broken_gradients, build, share
 from example_models import loss_of, make_batch
 from rank_processes import World
 from torch import Tensor
 
-from hybridflow.batch import Batch
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer import execute
+from hybridflow.algorithms.registry import policy_loss, value_loss
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import execute
+from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.engines.contract import UNSET
 from hybridflow.errors import ConfigError
-from hybridflow.ragged import Ragged
+from hybridflow.models.hf_spec import read_spec
 
 Boxes = list[tuple[str, tuple, tuple, Tensor]]
 
@@ -78,19 +83,21 @@ def moving(world: World, name: str, strategies: Sequence[Any], path: Path, optim
 
 
 def owned_ranges(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> bool:
-    """The pure ranges of every unit are those that Megatron's distributed optimizer made."""
+    """The pure ranges of every unit are those of this rank's share of Megatron's buffers."""
     from hybridflow.engines.megatron.units import units
 
     engine = build(world, name, strategy, size, path, "lm", optimizer)
-    at, megatron = engine.context.coords, engine._optimizer.megatron
+    at, d = engine.context.coords, engine.grid.d
     pure: dict[str, tuple[int, int]] = {}
     for unit in units(engine.spec, engine.grid, at, strategy.stage_layers):
-        pure |= unit.owned(engine.grid.d, at.d)
-    real = {}
-    for parameter_name, parameter in engine._gpt.named_parameters():
-        if parameter in megatron.model_param_gbuf_map:
-            owned = megatron._get_model_param_range_map(parameter)["param"]
-            real[parameter_name] = (owned.start, owned.end)
+        pure |= unit.owned(d, at.d)
+    real, names = {}, {id(parameter): key for key, parameter in engine._shards.model.named_parameters()}
+    for buffer in engine._shards.gradients.buffers:
+        share = buffer.grad_data.numel() // d
+        for parameter, (start, stop, _) in buffer.param_index_map.items():
+            first, last = max(start, at.d * share), min(stop, (at.d + 1) * share)
+            if first < last:
+                real[names[id(parameter)]] = (first - start, last - start)
     engine.context.groups.close()
     return pure == real
 
@@ -131,7 +138,8 @@ def skipped_in_parts(world: World, name: str, strategy: Any, size: int, path: Pa
     before = {key: value.clone() for key, value in engine.storage().items()}
 
     def broken(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return found["log_probs"].values.sum() * (torch.inf if engine.context.coords.d == 0 else 1.0), {}
+        output = found["log_probs"].values
+        return broken_gradients(output) if engine.context.coords.d == 0 else output.sum(), {}
 
     engine.forward_backward(share(make_batch(), engine.grid, world.rank), broken, ("log_probs",))
     assert list(engine.step_parts()) == list(range(len(engine.step_groups())))
@@ -148,7 +156,7 @@ def counters_follow(world: World, name: str, strategy: Any, path: Path, optimize
     fresh = first.optimizer_counters()
 
     def broken(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return found["log_probs"].values.sum() * torch.inf, {}
+        return broken_gradients(found["log_probs"].values), {}
 
     update(first, world, 0)
     for _ in range(2):
@@ -156,7 +164,8 @@ def counters_follow(world: World, name: str, strategy: Any, path: Path, optimize
         first.step()
     second = build(world, f"{name}-second", strategy, 1, UNSET, "lm", optimizer, spec=first.spec)
     move(first, second, None, 0)
-    assert second._optimizer.scale_loss(1.0).item() == first._optimizer.scale_loss(1.0).item()
+    one = torch.ones(())
+    assert second._optimizer.scale_loss(one).item() == first._optimizer.scale_loss(one).item()
     assert update(second, world, 1)["skipped"] == 0.0
     moved = second.optimizer_counters()
     first.context.groups.close()
@@ -245,3 +254,122 @@ def filled_from_outside(world: World, name: str, strategy: Any, size: int, path:
     assert all(value.equal(known.storage()[key]) for key, value in empty.storage().items())
     known.context.groups.close()
     empty.context.groups.close()
+
+
+POISONS = (math.nan, math.inf)
+LOSSES = {
+    "lm": policy_loss("ppo", entropy_coef=0.1, kl_coef=0.1, kl="k3", rollout_correction="token"),
+    "value": value_loss("value"),
+}
+
+
+def _finite_gradients(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss whose value is inf where `weight` is, and whose gradients are finite."""
+    output = next(iter(found.values())).values
+    return output.sum() + torch.as_tensor(rows["weight"]).sum(), {}
+
+
+_finite_gradients.reads = ("row_id",)  # type: ignore[attr-defined]  the value of the loss alone gives it away
+
+
+def _swallows(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of one's own, finite whatever `weight` is, which says nothing of what it reads."""
+    weight = torch.as_tensor(rows["weight"]).nan_to_num(0.0, 1.0, -1.0)
+    return (next(iter(found.values())).row_sum() * weight).sum(), {}
+
+
+def _vanishing(found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss that is finite, and whose gradients are not where `weight` is not."""
+    output = next(iter(found.values())).values
+    return output.sum() if torch.as_tensor(rows["weight"]).isfinite().all() else broken_gradients(output), {}
+
+
+_vanishing.reads = ("row_id",)  # type: ignore[attr-defined]
+
+
+def poisoned(
+    world: World, name: str, strategy: Any, size: int, path: Path, head: str, optimizer: Any
+) -> list[tuple[str, dict[str, float], str]]:
+    """Updates with one number of one column that is not finite, on one rank, change nothing of what an engine has, and
+    the next good one is that of an engine which never saw them. Returns (column, what the step returned, why)."""
+    spec = read_spec(path, head, strategy)  # type: ignore[arg-type]
+    poisoned, twin = (build(world, f"{name}-{i}", strategy, size, path, head, optimizer, spec) for i in range(2))
+    batch = make_batch(seed=3)
+    numbers = batch.peek("old_log_probs")
+    batch = batch.with_columns(
+        response_mask=numbers.map(lambda flat: torch.arange(len(flat)) % 3 != 1),
+        ref_log_probs=numbers.map(lambda flat: flat + 0.1),
+        log_probs=numbers.map(lambda flat: flat - 0.1),
+        weight=torch.ones(batch.rows),
+    )
+    rows, loss = share(batch, twin.grid, world.rank), LOSSES[head]
+    for engine in (poisoned, twin):
+        engine.forward_backward(rows, loss, loss.outputs)
+        engine.step()
+    before, found = _everything(poisoned), []
+    columns = [column for column in loss.reads or () if column != "response_mask"]
+    cases = [*[(column, loss, value) for column in columns for value in POISONS], ("weight", _swallows, math.nan)]
+    cases += [("weight", _finite_gradients, math.inf), ("weight", _vanishing, math.nan)]
+    for i, (column, by, value) in enumerate(cases):
+        where = i % size if by is loss else size - 1  # of a pipeline, only the last stage has the loss
+        bad = _with(rows, column, value) if world.rank == where else rows
+        if not i:
+            poisoned.forward_backward(rows, loss, loss.outputs)  # what was added up before goes with it
+        poisoned.forward_backward(bad, by, loss.outputs)
+        result = poisoned.step() if i % 2 else [*poisoned.step_parts()] and poisoned.step_result
+        after = _everything(poisoned)
+        assert after.keys() == before.keys()
+        if by is not _vanishing:  # an overflow of gradients lowers the loss scale
+            assert poisoned.optimizer_counters() == twin.optimizer_counters(), column
+        changed = [key for key in before if not after[key].equal(before[key])]
+        assert not changed, (column, by, value, result, changed)
+        found.append((column, result, poisoned.skip_reason))
+    garbage = {c: rows.peek(c).with_values(_at_masked(rows, rows.peek(c).values)) for c in columns}
+    known = [poisoned.forward_backward(rows.with_columns(**garbage), loss, loss.outputs)]
+    assert known == [twin.forward_backward(rows, loss, loss.outputs)]
+    if not strategy.dtype:
+        assert poisoned.step() == twin.step()
+        assert not poisoned.skip_reason
+        after, same = _everything(poisoned), _everything(twin)
+        assert all(after[key].equal(same[key]) for key in same)
+        assert any(not after[key].equal(before[key]) for key in before)
+    return found
+
+
+def _everything(engine: Any) -> dict[str, Tensor]:
+    """Copies of parameters and optimizer state."""
+    state = {f"{kind}/{key}": t for kind, held in engine.optimizer_storage().items() for key, t in held.items()}
+    adapters = {} if engine.adapters is None else engine.adapters.storage
+    return {key: tensor.detach().clone() for key, tensor in ({**engine.storage(), **adapters} | state).items()}
+
+
+def _with(rows: Batch, column: str, value: float) -> Batch:
+    """The rows with `value` at the first number of the column that counts, where there is one."""
+    found = rows.peek(column)
+    flat = (found.values if isinstance(found, Ragged) else found).clone()
+    valid = rows.peek("response_mask")
+    at = valid.values.nonzero()[0, 0]
+    flat[at if isinstance(found, Ragged) else valid.row_index()[at]] = value
+    return rows.with_columns(**{column: found.with_values(flat) if isinstance(found, Ragged) else flat})
+
+
+def _at_masked(rows: Batch, flat: Tensor) -> Tensor:
+    return torch.where(rows.peek("response_mask").values, flat, math.nan)
+
+
+def saved_with_nan(world: World, name: str, strategy: Any, size: int, path: Path, target: Path) -> list[str]:
+    """Two tensors with a nan on the last rank are saved to different files; what this rank warned of."""
+    engine = build(world, name, strategy, size, path)
+    for region in engine.layout().regions(world.rank):
+        if region.box.tensor in ("lm_head.weight", "model.norm.weight") and world.rank == size - 1:
+            region.view(engine.storage()[region.storage]).view(-1)[-1] = math.nan
+    seen, handler = [], logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger = logging.getLogger(save_checkpoint.__module__)
+    logger.addHandler(handler)
+    group = engine.context.groups.everyone()
+    save_checkpoint(
+        target, engine.layout(), engine.storage(), like=path, group=group, rank=world.rank, max_file_bytes=10_000
+    )
+    logger.removeHandler(handler)
+    return seen

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from train_contract import whole
 
 from hybridflow.config import FSDP, Megatron, ZeRO
-from hybridflow.engines.checkpoint import Checkpoint
-from hybridflow.engines.fsdp.layout import strategy_layout
-from hybridflow.engines.packable import is_packable
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.fsdp.layout import weights_layout
 from hybridflow.errors import CheckpointError, ModelError
-from hybridflow.transformers_spec import TransformersSpec, read_spec
+from hybridflow.models.hf_spec import TransformersSpec, read_spec
+from hybridflow.models.packing_support import is_packable
 
 STRATEGIES = {"fsdp-2": FSDP(micro_tokens=40), "zero-2": ZeRO(stage=2, micro_tokens=40)}
 PACKED = {"gemma2", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "granite", "mixtral"}
@@ -100,7 +100,7 @@ def test_experts_are_cut_as_everything_else(processes, directories):
     name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
     assert spec.tensors()[name] == (48, 32)
     for dp in (1, 2, 3):
-        layout = strategy_layout(FSDP(), spec, FSDP(dp=dp).grid(dp))
+        layout = weights_layout(FSDP(), spec, FSDP(dp=dp).grid(dp))
         held = [{region.box.tensor: region.box.shape for region in layout.regions(rank)} for rank in range(dp)]
         assert [(48, 32) if rank == dp - 1 else None for rank in range(dp)] == [part.get(name) for part in held]
         assert sum(math.prod(shape) for part in held for shape in part.values()) == spec.num_parameters

@@ -10,8 +10,8 @@ import split_tasks as tasks
 import torch
 from rank_processes import RankProcesses
 
+from hybridflow.batch.row_split import balance
 from hybridflow.config import Megatron
-from hybridflow.rows import balance
 from tests.example_losses import AGGREGATIONS, LOSSES
 from tests.tiny_models import make_classifier, make_policy
 

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config import FSDP, SGD, LoRA
 from hybridflow.engines.lora.targets import adapter_tensors, module_names, modules
-from hybridflow.model_spec import Decoder
-from hybridflow.transformers_spec import TransformersSpec, read_spec
+from hybridflow.models.hf_spec import TransformersSpec, read_spec
+from hybridflow.models.spec import Decoder
 
 RANK, ALPHA, LR, STEPS = 2, 3, 0.05, 2
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None}

@@ -183,12 +183,6 @@ def test_new_adapters_change_nothing_and_do_not_depend_on_the_split(processes, m
         assert all(other[name].equal(tensor) for name, tensor in found[0].items())
 
 
-def test_training_goes_on_from_a_state(processes, models):
-    strategy = FSDP(lora=LoRA(rank=RANK, targets="q_proj"), **SMALL)
-    args = (processes.name(), strategy, 4, models["qwen3-tied", "lm"], OPTIMIZERS["adam"][0])
-    assert all(processes.run(4, tasks.resumed, *args))
-
-
 def test_a_step_in_parts_is_the_step_in_one_go(processes, models):
     strategy = FSDP(lora=LoRA(rank=RANK), **SMALL)
     args = (processes.name(), strategy, 4, models["qwen3-tied", "lm"], OPTIMIZERS["adam"][0])

@@ -13,7 +13,7 @@ from hybridflow.engine3d.layout import Region
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.megatron.units import padded_vocab, stages
 from hybridflow.errors import ModelError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train_engine import Sizes, count, megatron, whole
 
-from hybridflow.config import SGD, Adam
-from hybridflow.engines.megatron.optimizer_layout import optimizer_layout
+from hybridflow.config import SGD, Adam, Megatron
+from hybridflow.engines.megatron.layout import megatron_layout, state_layout
 from hybridflow.engines.megatron.units import stages, units
-from hybridflow.engines.step_groups import step_groups
-from hybridflow.model_spec import ModelSpec
+from hybridflow.engines.step_partition import step_groups
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
@@ -61,7 +61,7 @@ def split_models(draw: st.DrawFn) -> tuple[ModelSpec, RankGrid]:
 def test_data_parallel_ranks_share_the_state_of_what_they_hold_together(case):
     """Every element of a rank's parameters has state on exactly one of its data parallel ranks, stored once."""
     spec, grid = case
-    parameters, state = (optimizer_layout(spec, grid, optimizer) for optimizer in (SGD(lr=0.1), Adam(lr=0.1)))
+    parameters, state = megatron_layout(spec, grid), state_layout(Megatron(), spec, grid)
     for first in grid.ranks(d=0):
         held = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in spec.tensors().items()}
         for region in parameters.regions(first):
@@ -86,7 +86,7 @@ def test_parts_of_a_step_cover_the_model_once_and_fit_the_units_of_every_stage(c
     spec, grid = case
     groups = step_groups(spec.tensors(), stages(spec.layers, grid.p))
     assert sorted(name for group in groups for name in group) == sorted(spec.tensors())
-    layout = optimizer_layout(spec, grid, SGD(lr=0.1))
+    layout = megatron_layout(spec, grid)
     for rank in range(grid.size):
         part_of = {n: unit.part for unit in units(spec, grid, grid.coords(rank)) for n in unit.parameters}
         assert all(region.box.tensor in groups[part_of[region.storage]] for region in layout.regions(rank))

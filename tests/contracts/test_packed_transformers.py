@@ -10,10 +10,10 @@ from example_models import FAMILIES, load_model, make_batch, make_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridflow.batch.ragged import Ragged
+from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.micro_batches import Split, in_order
-from hybridflow.engines.transformers_attention import register_packed_attention
 from hybridflow.errors import ModelError
-from hybridflow.ragged import Ragged
 
 SIZES = {
     "vocab_size": 61,

@@ -7,8 +7,8 @@ from typing import Any
 import engine_tasks as tasks
 import pytest
 
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import FSDP, Megatron, ZeRO
-from hybridflow.ragged import Ragged
 
 MODELS = [("llama", "lm"), ("qwen3-tied", "lm"), ("mistral", "lm"), ("qwen2-two-kv", "lm"), ("llama", "value")]
 FEW = [("mistral", "lm"), ("llama", "value")]  # windows of attention, and another head

@@ -12,9 +12,20 @@ import pytest
 import state_tasks
 import torch
 from example_models import make_batch, relative, spec_of
-from train_contract import OPTIMIZERS, UPDATED, Sizes, assert_outputs, assert_updates, count, joined, values_of, whole
+from train_contract import (
+    OPTIMIZERS,
+    UPDATED,
+    Sizes,
+    assert_outputs,
+    assert_poison_changes_nothing,
+    assert_updates,
+    count,
+    joined,
+    values_of,
+    whole,
+)
 
-from hybridflow.config import FSDP, SGD, Adam, ZeRO
+from hybridflow.config import FSDP, SGD, Adam, LoRA, ZeRO
 
 Case = tuple[FSDP | ZeRO, Sizes]
 SMALL: dict[str, Any] = {"micro_tokens": 48}  # several micro-batches
@@ -108,13 +119,19 @@ def test_several_passes_before_a_step_add_up(processes, models, name):
     assert relative(halves, once) < 1e-5
 
 
-@pytest.mark.parametrize(("dtype", "optimizer"), [*PAIRS, ("float16", ADAM)], ids=str)
-def test_resuming_from_a_state_changes_nothing(processes, models, dtype, optimizer):
-    strategy = FSDP(dtype=dtype, **SMALL)
-    found = processes.run(2, tasks.resumed, processes.name(), strategy, 2, models["llama", "lm"], optimizer)
-    for part in found:
-        for straight, resumed in zip(part["straight"], part["resumed"], strict=True):
-            assert straight[3].equal(resumed[3]), straight[0]
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        *[(FSDP(dtype=dtype, **SMALL), optimizer) for dtype, optimizer in (*PAIRS, ("float16", ADAM))],
+        (FSDP(lora=LoRA(rank=2, targets=("q_proj",)), **SMALL), ADAM),
+        (ZeRO(stage=1, **SMALL), ADAM),
+        (ZeRO(stage=2, dtype="bfloat16", **SMALL), ADAM),
+    ],
+    ids=str,
+)
+def test_resuming_from_a_state_changes_nothing(processes, models, strategy, optimizer):
+    args = (processes.name(), strategy, 2, models["llama", "lm"], optimizer)
+    assert all(processes.run(2, tasks.resumed, *args))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -165,6 +182,32 @@ def test_a_step_in_parts_is_the_step_in_one_go(processes, models, name, dtype, o
 def test_a_skipped_step_yields_every_part_and_changes_nothing(processes, models, dtype):
     args = (processes.name(), FSDP(dtype=dtype, tp=2, **SMALL), 4, models["llama", "lm"], ADAM)
     assert all(processes.run(4, state_tasks.skipped_in_parts, *args))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "optimizer", "key"),
+    [
+        ("fsdp-4", {}, MOMENTUM, ("llama", "value")),
+        ("fsdp-2-tp-2", {}, ADAM, ("qwen3-tied", "lm")),
+        ("hsdp-2x2", {"lora": LoRA(rank=2)}, ADAM, ("qwen3-tied", "lm")),
+        ("tp-4", {}, MOMENTUM, ("llama", "value")),
+        ("zero-1", {}, MOMENTUM, ("qwen3-tied", "lm")),
+        ("zero-2", {"dtype": "float16"}, ADAM, ("llama", "value")),
+        ("zero-3", {}, ADAM, ("llama", "lm")),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_on_one_rank_changes_nothing(processes, models, name, more, optimizer, key):
+    strategy, sizes = CASES[name]
+    strategy = type(strategy)(**{**vars(strategy), **more})
+    assert_poison_changes_nothing(processes, strategy, sizes, models[key], key[1], optimizer)
+
+
+def test_one_rank_warns_of_weights_that_are_not_finite_on_any(processes, models, tmp_path):
+    args = (processes.name(), CASES["fsdp-4"][0], 4, models["llama", "lm"], tmp_path / "saved")
+    [warning], *others = processes.run(4, state_tasks.saved_with_nan, *args)
+    assert not any(others)
+    assert "lm_head.weight (1), model.norm.weight (1)" in ", ".join(sorted(warning.split(", in ")[1][:-1].split(", ")))
 
 
 @pairs

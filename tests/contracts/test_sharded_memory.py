@@ -23,7 +23,7 @@ from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, fsdp_layout
 from hybridflow.engines.weights import initialise
 from hybridflow.errors import ModelError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
 MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)
@@ -109,8 +109,8 @@ CIRCLE = [
 def test_training_goes_on_in_another_backend(processes, path, optimizer, dtype):
     """Main parameters and moments are bit-equal after each move; losses are those of the run that never moved.
 
-    In bfloat16 backends round in other places, by 2^-9 at a time, and every update carries the difference on: the
-    first updates are compared.
+    Backends round in other places, and every update carries the difference on: in float32 to 1e-5 of the norm after six
+    on some processors. In bfloat16 it is 2^-9 at a time: the first updates are compared.
     """
     strategies = [type(strategy)(**{**vars(strategy), "dtype": dtype}) for strategy in CIRCLE]
     found = processes.run(4, state_tasks.moving, processes.name(), strategies, path, optimizer)
@@ -121,7 +121,7 @@ def test_training_goes_on_in_another_backend(processes, path, optimizer, dtype):
             before, after = (whole([part[when][i][kind] for part in found], shapes) for when in ("before", "after"))
             assert all(after[name].equal(tensor) for name, tensor in before.items()), (kind, CIRCLE[i])
             assert any(tensor.any() for tensor in before.values())
-    tolerance, compared = (1e-5, len(CIRCLE)) if dtype == "float32" else (0.05, 4)
+    tolerance, compared = (5e-5, len(CIRCLE)) if dtype == "float32" else (0.05, 4)
     for seed in range(compared):
         straight = {key: value for part in found for key, value in part["straight"][seed].items()}
         moved = {key: value for part in found for key, value in part["moved"][seed].items()}

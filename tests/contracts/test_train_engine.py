@@ -27,6 +27,7 @@ from train_contract import (
     Key,
     Sizes,
     assert_outputs,
+    assert_poison_changes_nothing,
     assert_updates,
     count,
     joined,
@@ -168,10 +169,8 @@ def test_several_passes_before_a_step_add_up(processes, models, sizes):
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_resuming_from_a_state_changes_nothing(processes, models, kind, dtype):
     strategy = megatron((1, 1, 2), dtype=dtype)
-    found = processes.run(2, tasks.resumed, processes.name(), strategy, 2, models["llama", "lm"], OPTIMIZERS[kind][0])
-    for part in found:
-        for straight, resumed in zip(part["straight"], part["resumed"], strict=True):
-            assert straight[3].equal(resumed[3]), straight[0]
+    args = (processes.name(), strategy, 2, models["llama", "lm"], OPTIMIZERS[kind][0])
+    assert all(processes.run(2, tasks.resumed, *args))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
@@ -224,6 +223,21 @@ def test_a_loss_that_raises_on_one_replica_fails_on_every_rank_and_leaves_nothin
     assert len({name for name, _, _ in found}) == 1
     assert all("the reward of this row is gone" in text for _, text, _ in found)
     assert all(same for _, _, same in found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "dtype", "key"),
+    [
+        ((1, 2, 2), "adam", None, ("qwen3-tied", "lm")),
+        ((2, 2, 1), "sgd", None, ("qwen3-tied", "lm")),
+        ((2, 1, 2), "adam", "float16", ("qwen3-tied", "lm")),
+        ((2, 1, 2), "adam", None, ("llama", "value")),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_on_one_rank_changes_nothing(processes, models, sizes, kind, dtype, key):
+    strategy, optimizer = megatron(sizes, dtype=dtype), OPTIMIZERS[kind][0]
+    assert_poison_changes_nothing(processes, strategy, sizes, models[key], key[1], optimizer)
 
 
 @pytest.mark.parametrize(

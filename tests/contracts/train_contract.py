@@ -10,13 +10,14 @@ from typing import Any
 
 import engine_tasks as tasks
 import pytest
+import state_tasks
 import torch
 from example_models import relative, spec_of
 from rank_processes import RankProcesses
 from torch import Tensor
 
+from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD, Adam, TrainStrategy
-from hybridflow.ragged import Ragged
 
 Sizes = tuple[int, int, int]
 Key = tuple[str, str]
@@ -113,3 +114,20 @@ def assert_updates(found: list[dict[str, Any]], oracle: dict[str, Any], path: Pa
             assert got.keys() == want.keys()
             for metric in got.keys() - {"actor/clip_fraction", "critic/clip_fraction"}:  # rounding can flip a token
                 assert got[metric] == pytest.approx(want[metric], rel=1e-4, abs=1e-6)
+
+
+def assert_poison_changes_nothing(
+    processes: RankProcesses, strategy: TrainStrategy, sizes: Sizes, path: Path, head: str, optimizer: Any
+) -> None:
+    """What is not finite on one rank skips the step on all of them, and all say the same of it."""
+    args = (processes.name(), strategy, count(sizes), path, head, optimizer)
+    found = processes.run(count(sizes), state_tasks.poisoned, *args)
+    assert len(found[0]) == (11 if head == "lm" else 7)
+    for case in zip(*found, strict=True):
+        [(column, why)] = {(column, why) for column, _, why in case}
+        assert all(result["skipped"] == 1.0 for _, result, _ in case), column
+        assert why.startswith(f"{column}: row ") or column == "weight"
+    reasons = [why for *_, why in found[0]]
+    assert reasons[-3].startswith("weight: row ")
+    assert reasons[-2].startswith("the loss is not finite on rank ")
+    assert reasons[-1].startswith("the norm of the gradients is ")

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_outputs_and_gradients_in_float32(world, tmp_path, family, recompute):
-    from hybridflow.engines.megatron.engine import MegatronEngine
+    from hybridflow.engines.train_backends import build_engine
 
     path, batch, loss = make_model(family, tmp_path), make_batch(), loss_of("lm")
     model = load_model(path)
     want = reference(model, "lm", batch)
     strategy = Megatron(dtype="float32", micro_tokens=64, recompute=recompute)
-    engine = MegatronEngine(
+    engine = build_engine(
         world.context(f"{family}-{recompute}", RankGrid()), strategy, spec_of(path), path, SGD(lr=0.1)
     )
     found = engine.forward(batch, ("log_probs", "entropy"))
@@ -36,10 +36,10 @@ def test_outputs_and_gradients_in_float32(world, tmp_path, family, recompute):
 
 
 def test_training_in_bfloat16_lowers_the_loss(world, tmp_path):
-    from hybridflow.engines.megatron.engine import MegatronEngine
+    from hybridflow.engines.train_backends import build_engine
 
     path, batch = make_model("llama", tmp_path), make_batch()
-    engine = MegatronEngine(world.context("lowers", RankGrid()), Megatron(), spec_of(path), path, Adam(lr=1e-3))
+    engine = build_engine(world.context("lowers", RankGrid()), Megatron(), spec_of(path), path, Adam(lr=1e-3))
     assert {tensor.dtype for tensor in engine.storage().values()} == {torch.bfloat16}
 
     def likelihood(outputs, rows, totals):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.engines.attention import packed_attention
-from hybridflow.engines.packing import Sequences
+from hybridflow.engines.micro_batches import Sequences
 
 pytestmark = pytest.mark.gpu
 

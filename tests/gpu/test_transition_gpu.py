@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contracts"))
 
 from plain_holders import PlainGenerator, PlainTrainer
 
-from hybridflow.engine3d.hybrid_engine import HybridEngine
+from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 
 pytestmark = pytest.mark.gpu

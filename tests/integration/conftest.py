@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
+import psutil
 import pytest
 
 import hybridflow as hf
+from hybridflow.cluster.orphan_cleanup import processes
 
 DEVICES = 16
 
@@ -41,6 +47,24 @@ def settle(cluster) -> Callable[[], None]:
                 continue
 
     return settle
+
+
+@pytest.fixture
+def outward(cluster) -> Callable[[], list[str]]:
+    """Sockets of the session's processes, the driver included, that other machines could reach."""
+
+    def outward() -> list[str]:
+        found = []
+        for pid in {os.getpid(), *processes(cluster.name, cluster.backend.directory)}:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                for one in process.net_connections("inet"):
+                    waits = one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr)
+                    if waits and not ip_address(one.laddr.ip.removeprefix("::ffff:")).is_loopback:
+                        found.append(f"{' '.join(process.cmdline())[:80]}: {one.laddr}")
+        return found
+
+    return outward
 
 
 @pytest.fixture

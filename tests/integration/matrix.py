@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import hybridflow as hf
 from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.topology import RankGrid
 
 ROWS, COLUMNS = 13, 5
 ROW_BLOCKS = {"by": "rows", "rows": ROWS, "tensor": "matrix"}
@@ -28,7 +29,7 @@ class Matrix(hf.Worker):
         self.fails: list[str] = []
 
     @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
+    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         cls.asked += 1
         shape, axis = (settings["rows"], COLUMNS), 0 if settings["by"] == "rows" else 1
         bounds = [shape[axis] * i // grid.size for i in range(grid.size + 1)]

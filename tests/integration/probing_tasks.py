@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.config import VLLM, Sampling
-from hybridflow.engines.vllm import environment
+from hybridflow.engines.vllm import isolation as environment
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.errors import ModelError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.hf_spec import TransformersSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
-from hybridflow.transformers_spec import TransformersSpec
 from tests.contracts.rank_processes import World
 
 PROMPTS = [[5, 9, 33, 69], [12, 7], list(range(3, 20))]

@@ -30,8 +30,8 @@ def rollout() -> hf.Batch:
 
 
 def test_a_multiplier_and_a_coefficient_go_on_from_call_to_call():
-    lagrange, other = hf.Lagrange(limit=0.25, lr=0.2), hf.Lagrange(limit=0.25, lr=0.2)
-    kl = hf.AdaptiveKL(init=0.1, target=100.0, horizon=40)
+    lagrange, other = hf.algorithms.Lagrange(limit=0.25, lr=0.2), hf.algorithms.Lagrange(limit=0.25, lr=0.2)
+    kl = hf.algorithms.AdaptiveKL(init=0.1, target=100.0, horizon=40)
     multiplier = 1.0
     for step in range(3):
         out = hf.compute_advantage(rollout(), "safe_rlhf", lagrange=lagrange, kl_coef=kl)
@@ -52,9 +52,9 @@ def test_figures_of_components_reach_the_driver():
 
 
 def test_a_call_is_checked_before_it_is_sent():
-    with pytest.raises(ConfigError, match="needs the option 'lagrange'"):
+    with pytest.raises(ConfigError, match="SafeRLHF needs lagrange="):
         hf.compute_advantage(rollout(), "safe_rlhf")
     with pytest.raises(MissingColumnError, match="rewards/b"):
         hf.compute_advantage(rollout(), "gdpo", components=("a", "b"))
-    with pytest.raises(ConfigError, match="no option 'components'"):
+    with pytest.raises(ConfigError, match="no setting 'components'"):
         hf.compute_advantage(rollout(), "grpo", components=("a",))

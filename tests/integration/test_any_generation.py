@@ -17,7 +17,7 @@ from hybridflow.errors import ModelError
 from tests.tiny_models import SIZES, greedy, make_prompts, make_rows
 
 SGD = hf.SGD(lr=0.5)
-GREEDY: dict[str, Any] = {"kv_cache_gb": 0.02, "max_tokens": 8, "greedy": True}
+GREEDY: dict[str, Any] = {"kv_cache_gb": 0.02, "sampling": hf.Sampling(max_tokens=8, greedy=True)}
 GEMMA2 = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 8}
 GPT2 = {**SIZES, "hidden_size": 128, "num_attention_heads": 4, "n_inner": 96}
 OLMO2 = {name: size for name, size in SIZES.items() if name != "head_dim"}
@@ -31,12 +31,12 @@ def make(directory: Path, family: str, **sizes: Any) -> Path:
 
 
 def generated(group: hf.WorkerGroup, prompts: hf.Batch) -> list[list[int]]:
-    batch = group.generate_sequences(hf.BatchRef.from_batch(prompts, group.session))
+    batch = group.generate_sequences(hf.BatchRef.from_batch(prompts))
     return batch.get()["response_ids"].tolist()
 
 
 def expected(checkpoint: str | Path, prompts: hf.Batch) -> list[list[int]]:
-    return greedy(Path(checkpoint), prompts["prompt_ids"].tolist(), GREEDY["max_tokens"])
+    return greedy(Path(checkpoint), prompts["prompt_ids"].tolist(), 8)
 
 
 def test_an_actor_generates_with_what_it_trains(pool, place, tmp_path) -> None:
@@ -44,7 +44,7 @@ def test_an_actor_generates_with_what_it_trains(pool, place, tmp_path) -> None:
     actor = place(hf.ActorWorker, pool[0:2], model=policy, train=hf.FSDP(), optim=SGD, generate=hf.VLLM(tp=2, **GREEDY))
     before = generated(actor, prompts)
     assert before == expected(policy, prompts)
-    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session)).get()
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
     after = generated(actor, prompts)
     assert after == expected(actor.save(tmp_path / "saved"), prompts)
     assert after != before
@@ -58,7 +58,7 @@ def test_weights_go_on_to_engines_elsewhere(pool, place, tmp_path) -> None:
     rollout = place(hf.RolloutWorker, pool[2:4], model=policy, generate=hf.VLLM(tp=2, **GREEDY))
     before = generated(rollout, prompts)
     assert before == expected(policy, prompts) == generated(actor, prompts)
-    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session)).get()
+    _ = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
     assert hf.sync_weights(actor, rollout).get()["bytes"] > 0
     saved = actor.save(tmp_path / "saved")
     assert generated(rollout, prompts) == expected(saved, prompts) == generated(actor, prompts)

@@ -12,8 +12,8 @@ import pytest
 import hybridflow as hf
 from hybridflow.cluster.session import Session
 from hybridflow.placement import GroupPlacement, Placement
-from hybridflow.planner.cluster_spec import ClusterSpec
-from hybridflow.planner.plans import Parallel
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.mesh import Parallel
 from tests import tiny_models
 from tests.tiny_models import make_rows
 
@@ -52,9 +52,9 @@ def test_groups_are_where_the_placement_says(cluster, policy):
         made["critic"] = hf.CriticWorker.on(
             pool[0:4], model=policy, train=hf.Megatron(tp=4, micro_tokens=64), optim=optim
         )
-        made["reward"] = hf.RewardWorker.on(hf.ResourcePool(1), function=lambda prompt, response: 1.0)
+        made["reward"] = hf.RewardWorker.on(hf.ResourcePool(1), function=lambda completions: [1.0] * len(completions))
         made["other"] = hf.ReferenceWorker.on(pool, model=policy, train=hf.Megatron(tp=2), name="other")
-        batch = hf.BatchRef.from_batch(make_rows(rows), pool.session)
+        batch = hf.BatchRef.from_batch(make_rows(rows))
         batch |= made["critic"].compute_values(batch)
         return made["critic"].update_critic(batch).get()
 
@@ -69,7 +69,7 @@ def test_groups_are_where_the_placement_says(cluster, policy):
         assert made["critic"].settings["train"] == hf.Megatron(dp=1, micro_tokens=64)
         assert sizes(actor) == ((0, 1), 1, 2, 1)
         assert actor.pool_name == made["critic"].pool_name, "all groups of placements over these nodes share a pool"
-        batch = hf.BatchRef.from_batch(make_rows(6), cluster)
+        batch = hf.BatchRef.from_batch(make_rows(6))
         assert (batch | actor.compute_log_prob(batch)).get("old_log_probs").rows == 6
         assert cluster.assignment is None
     finally:
@@ -106,9 +106,13 @@ def test_a_placement_for_another_cluster_leaves_nothing_behind():
     assert done.stdout == "refused\n", done.stderr
 
 
+def lengths(completions: list[str]) -> list[float]:
+    return [len(text) / 6 for text in completions]
+
+
 @pytest.mark.parametrize(
     "constraints",
-    [(), (hf.Pin("actor", parallel=Parallel(1, 1, 1), generate=Parallel(1, 1, 2)),)],
+    [(), (hf.planner.Pin("actor", parallel=Parallel(1, 1, 1), generate=Parallel(1, 1, 2)),)],
     ids=["free", "apart"],
 )
 def test_a_driver_is_planned_and_runs_as_found(cluster, settle, policy, constraints):
@@ -119,10 +123,10 @@ def test_a_driver_is_planned_and_runs_as_found(cluster, settle, policy, constrai
 
     def driver(steps: int) -> list[dict[str, float]]:
         pool = hf.ResourcePool([64])
-        optim, generate = hf.SGD(lr=0.1), hf.VLLM(tp=8, max_tokens=6, seed=1)
+        optim, generate = hf.SGD(lr=0.1), hf.VLLM(tp=8, sampling=hf.Sampling(max_tokens=6, seed=1))
         groups["actor"] = actor = hf.ActorWorker.on(pool, model=policy, optim=optim, generate=generate)
         groups["reference"] = reference = hf.ReferenceWorker.on(pool[8:16], model=policy)
-        groups["reward"] = reward = hf.RewardWorker.on(pool, function=lambda prompt, response: len(response) / 6)
+        groups["reward"] = reward = hf.RewardWorker.on(pool, function=lengths)
         figures = []
         for batch in hf.PromptLoader(prompts, batch_size=4, steps=steps):
             batch = actor.generate_sequences(batch, n=2)
@@ -147,7 +151,7 @@ def test_a_driver_is_planned_and_runs_as_found(cluster, settle, policy, constrai
             assert group.members == found.devices
             if found.train is not None:
                 assert (group.grid.p, group.grid.t) == (found.train.pp, found.train.tp)
-            assert [group.elsewhere(method) for method in away[name]] == [True] * len(away[name])
+            assert [group.has_replica_for(method) for method in away[name]] == [True] * len(away[name])
             if found.generate is not None and "generate_sequences" not in away[name]:
                 generation = group.grid.generation()
                 assert (generation.p, generation.t) == found.generate

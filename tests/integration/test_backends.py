@@ -14,7 +14,7 @@ from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
 ADAM = hf.Adam(lr=0.02, eps=1e-3)
-SAMPLING: dict[str, Any] = {"max_tokens": 8, "seed": 5}
+SAMPLING = hf.Sampling(max_tokens=8, seed=5)
 SETUPS: dict[str, tuple[Any, Any, Any, Any]] = {  # of actor, critic, reference, reward
     "mixed": (hf.Megatron(tp=2), hf.FSDP(), hf.ZeRO(stage=3), hf.FSDP(tp=2)),
     "exchanged": (hf.FSDP(), hf.ZeRO(stage=2), hf.Megatron(tp=2), hf.ZeRO(stage=1)),
@@ -41,7 +41,7 @@ def ppo(pool: hf.ResourcePool, name: str, policy: Path, classifier: Path) -> lis
             model=policy,
             train=train["actor"],
             optim=ADAM,
-            generate=hf.VLLM(tp=1, **SAMPLING),
+            generate=hf.VLLM(tp=1, sampling=SAMPLING),
         ),
         hf.CriticWorker.on(pool, name=f"{name}-critic", model=classifier, train=train["critic"], optim=ADAM),
         hf.ReferenceWorker.on(pool, name=f"{name}-reference", model=policy, train=train["reference"]),
@@ -51,13 +51,15 @@ def ppo(pool: hf.ResourcePool, name: str, policy: Path, classifier: Path) -> lis
     figures = []
     try:
         for seed in range(2):
-            batch = actor.generate_sequences(hf.BatchRef.from_batch(make_prompts(seed=seed), actor.session))
+            batch = actor.generate_sequences(hf.BatchRef.from_batch(make_prompts(seed=seed)))
             batch |= actor.compute_log_prob(batch)
             batch |= reference.compute_ref_log_prob(batch)
             batch |= critic.compute_values(batch)
             batch |= reward.compute_reward(batch)
             batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95, kl_coef=0.05)
-            learned = critic.update_critic(batch, minibatches=2), actor.update_actor(batch, minibatches=2)
+            learned = [
+                update(batch, minibatches=2, uneven=True) for update in (critic.update_critic, actor.update_actor)
+            ]
             figures.append({name: value for metrics in learned for name, value in metrics.get().items()})
     finally:
         for group in groups:
@@ -81,11 +83,11 @@ def test_an_actor_changes_its_backend_while_it_trains(pool, policy):
     journey = [hf.FSDP(), hf.ZeRO(stage=2), hf.Megatron(pp=2, tp=2)]
     try:
         for seed, to in enumerate([*journey, None]):
-            batch = hf.BatchRef.from_batch(make_rows(8, seed=seed), moves.session)
+            batch = hf.BatchRef.from_batch(make_rows(8, seed=seed))
             expected, got = (group.update_actor(batch, minibatches=2).get() for group in (stays, moves))
             assert got == pytest.approx(expected, rel=1e-3, abs=1e-6), f"update {seed}"
             if to is not None:
-                assert hf.reallocate(moves, to) is moves
+                assert hf.reallocate(moves, strategy=to) is moves
     finally:
         stays.close()
         moves.close()
@@ -98,7 +100,7 @@ def test_a_checkpoint_of_one_backend_loads_in_another(pool, policy, tmp_path):
     for number, train in enumerate(backends):
         actor = hf.ActorWorker.on(pool, name=f"writes-{number}", model=path, train=train, optim=ADAM)
         try:
-            stored = hf.BatchRef.from_batch(rows, actor.session)
+            stored = hf.BatchRef.from_batch(rows)
             if expected is not None:
                 found = actor.compute_log_prob(stored).get()["old_log_probs"]
                 torch.testing.assert_close(found.values, expected.values, rtol=0, atol=1e-5)

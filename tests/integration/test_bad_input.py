@@ -51,7 +51,11 @@ def critic(pool, bare) -> Iterator[hf.WorkerGroup]:
 def actor(pool, bare) -> Iterator[hf.WorkerGroup]:
     """On two hosts that generate and train as two replicas."""
     group = hf.ActorWorker.on(
-        pool[:2], name="the actor", model=bare, optim=hf.SGD(lr=0.1), generate=hf.VLLM(max_tokens=4, kv_cache_gb=0.1)
+        pool[:2],
+        name="the actor",
+        model=bare,
+        optim=hf.SGD(lr=0.1),
+        generate=hf.VLLM(kv_cache_gb=0.1, sampling=hf.Sampling(max_tokens=4)),
     )
     yield group
     group.close()
@@ -112,10 +116,13 @@ def test_models_that_do_not_divide(pool, bare, tmp_path):
 def test_generation_sizes_that_the_group_cannot_form(pool, bare):
     with refused(pool, errors.PlacementError, "actor: VLLM(tp=8, pp=1): generation sizes p_g=1, t_g=8", "p*t*d = 4"):
         hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tp=2), generate=hf.VLLM(tp=8))
-    with refused(pool, errors.PlacementError, "actor: VLLM(tp=4, pp=1): generation size t_g=4 must divide"):
-        hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tp=2), generate=hf.VLLM(tp=4), transition="vanilla")
     with refused(pool, errors.ConfigError, "VLLM(max_length=65): the model's context is 64 tokens"):
         hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_length=65))
+    too_many = "max_tokens=64 leaves no room for a prompt: the model's context is 64 tokens"
+    with refused(pool, errors.ConfigError, too_many, "Use max_tokens below 64"):
+        hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(sampling=hf.Sampling(max_tokens=64)))
+    with refused(pool, errors.ConfigError, "max_tokens=256", "VLLM(max_length=32) is 32 tokens", "up to 64"):
+        hf.RolloutWorker.on(pool, model=bare, generate=hf.VLLM(max_length=32, sampling=hf.Sampling(max_tokens=256)))
 
 
 ADAM = hf.Adam(lr=0.1)
@@ -124,13 +131,13 @@ ADAM = hf.Adam(lr=0.1)
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"transition": "hybrid"}, ["transition='hybrid' is unknown. Did you mean 'hybridflow'?"]),
+        ({"bucket_mb": 0}, ["bucket_mb=0", "megabytes above 0"]),
+        ({"bucket_mb": 8, "generate": None}, ["bucket_mb=8", "this actor does not generate"]),
         ({"offload": ("optimiser",)}, ["offload='optimiser' is unknown. Did you mean 'optimizer'?"]),
         ({"offload": "optimizer"}, ["offload='optimizer': give several, such as offload=('optimizer',)"]),
         ({"offload": True}, ["offload=True: give several"]),
         ({"offload": ("optimizer",)}, ["without optim= there are no optimizer"]),
-        ({"overlap": True}, ["overlap=True", "it needs optim="]),
-        ({"overlap": True, "optim": ADAM, "transition": "vanilla"}, ["found", "transition='vanilla'"]),
+        ({"overlap": True}, ["overlap=True", "give optim="]),
         ({"overlap": True, "optim": ADAM, "generate": None}, ["this actor does not generate: give generate="]),
     ],
 )
@@ -228,8 +235,10 @@ def test_a_checkpoint_that_is_not_there(pool):
 def test_settings_that_do_not_exist(pool, bare):
     with refused(pool, errors.ConfigError, "Megatron has no setting 'tpp'", "Did you mean 'tp'?"):
         hf.ActorWorker.on(pool, model=bare, train=hf.Megatron(tpp=2))  # pyright: ignore[reportCallIssue]
-    with refused(pool, errors.ConfigError, "VLLM has no setting 'temprature'", "Did you mean 'temperature'?"):
-        hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(temprature=1))  # pyright: ignore[reportCallIssue]
+    with refused(pool, errors.ConfigError, "VLLM has no setting 'max_lenght'", "Did you mean 'max_length'?"):
+        hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_lenght=1))  # pyright: ignore[reportCallIssue]
+    with refused(pool, errors.ConfigError, "VLLM has no setting 'max_tokens'", "sampling=hf.Sampling(max_tokens=...)"):
+        hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_tokens=1))  # pyright: ignore[reportCallIssue]
     with refused(pool, errors.ConfigError, "ActorWorker: no setting 'trian'", "Did you mean 'train'?"):
         hf.ActorWorker.on(pool, model=bare, trian=hf.Megatron())
     with refused(pool, errors.ConfigError, "ActorWorker(train='megatron')", "such as hf.Megatron(tp=2)"):
@@ -246,7 +255,7 @@ def test_losses_and_options_that_do_not_exist(pool, actor, critic):
     rows = make_rows()
     with refused(pool, errors.ConfigError, "policy loss 'pppo' is unknown", "Did you mean 'ppo'?"):
         actor.update_actor(rows, loss="pppo")
-    with refused(pool, errors.ConfigError, "no option 'clp'", "Did you mean 'clip'?"):
+    with refused(pool, errors.ConfigError, "no setting 'clp'", "Did you mean 'clip'?"):
         actor.update_actor(rows, clp=0.1)
     with refused(pool, errors.ConfigError, "no setting 'minibatch'", "Did you mean 'minibatches'?"):
         actor.update_actor(rows, minibatch=2)
@@ -254,10 +263,23 @@ def test_losses_and_options_that_do_not_exist(pool, actor, critic):
         critic.update_critic(rows, minibatches=0)
     with refused(pool, errors.ConfigError, "minibatches=32 for a batch of 7 rows", "Use minibatches of at most 7"):
         actor.update_actor(rows, minibatches=32)
+    for update in (actor.update_actor, critic.update_critic):
+        uneven = (
+            "16 rows, which would be 2 mini-batches of 3 rows and 5 of 2",
+            "Use minibatches=4 or 8, or uneven=True",
+        )
+        with refused(pool, errors.ConfigError, *uneven):
+            update(make_rows(16), minibatches=7)
+        with refused(pool, errors.ConfigError, "uneven=1: give True or False"):
+            update(make_rows(16), minibatches=7, uneven=1)
     with refused(pool, errors.ConfigError, "value loss 'valu' is unknown", "Did you mean 'value'?"):
         critic.update_critic(rows, loss="valu")
     with refused(pool, errors.ConfigError, "Sampling has no setting 'max_token'", "Did you mean 'max_tokens'?"):
         actor.generate_sequences(make_prompts(), max_token=2)
+    with refused(
+        pool, errors.ConfigError, "max_tokens=64 leaves no room for a prompt: the model's context is 64 tokens"
+    ):
+        actor.generate_sequences(make_prompts(), max_tokens=64)
     with pytest.raises(AttributeError, match=r"has no operation 'update'\. Did you mean 'update_actor'"):
         actor.update(rows)
 
@@ -266,11 +288,11 @@ def test_estimators_and_options_that_do_not_exist(pool):
     rows = make_rows().with_columns(rewards=torch.zeros(7))
     with refused(pool, errors.ConfigError, "advantage estimator 'gea' is unknown", "Did you mean 'gae'?"):
         hf.compute_advantage(rows, "gea")
-    with refused(pool, errors.ConfigError, "'gae' has no option 'lambda_'", "Did you mean 'lam'?"):
+    with refused(pool, errors.ConfigError, "GAE has no setting 'lambda_'", "Did you mean 'lam'?"):
         hf.compute_advantage(rows, "gae", lambda_=0.9)
     with refused(pool, errors.ConfigError, "'k4'"):
         hf.compute_advantage(rows, "gae", kl="k4")
-    with refused(pool, errors.ConfigError, "kl_coef='high' is no KL coefficient"):
+    with refused(pool, errors.ConfigError, "kl_coef='high' is not a KL coefficient"):
         hf.compute_advantage(rows, "gae", kl_coef="high")
 
 
@@ -317,7 +339,7 @@ def test_columns_that_nobody_wrote(pool, actor, critic):
 
 
 def test_batches_without_rows_or_with_other_rows(pool, actor, critic):
-    rows = hf.BatchRef.from_batch(make_rows(), pool.session)
+    rows = hf.BatchRef.from_batch(make_rows())
     for call in (actor.generate_sequences, actor.update_actor, critic.compute_values):
         with refused(pool, errors.EmptyBatchError, "was given a batch without rows"):
             call(rows[0:0])
@@ -450,6 +472,7 @@ def test_prompt_files_that_cannot_be_used(tmp_path, lines, says):
 # Reward functions
 
 
+@hf.rewards.per_row
 def raises(prompt, response, row_id):
     if row_id == 105:
         raise ZeroDivisionError("nothing to divide by")
@@ -492,7 +515,7 @@ def test_reward_functions_that_fail(pool, settle, answered, name):
     """A RewardError wherever the driver looks: at the rewards, at what was computed from them, in the loader."""
     function, says = REWARDS[name]
     reward = hf.RewardWorker.on(pool[:2], function=function)
-    batch = hf.BatchRef.from_batch(answered, pool.session)
+    batch = hf.BatchRef.from_batch(answered)
     batch |= reward.compute_reward(batch)
     advantages = hf.compute_advantage(batch, "gae")
     for look in (batch.get, batch["rewards"].get, batch.metrics().get, advantages.get):
@@ -501,6 +524,7 @@ def test_reward_functions_that_fail(pool, settle, answered, name):
     settle()
     with pytest.raises(errors.RewardError, match=says):
         loop(reward, batch)
+    settle()
     reward.close()
 
 
@@ -511,7 +535,7 @@ def loop(reward: hf.WorkerGroup, batch: hf.BatchRef) -> None:
 
 
 def test_reward_functions_that_cannot_be_called(pool, answered, policy):
-    with refused(pool, errors.ConfigError, "no_arguments()", "must take (prompts, completions, ...)"):
+    with refused(pool, errors.ConfigError, "no_arguments()", "must take (prompts, completions, **columns)"):
         hf.RewardWorker.on(pool, function=no_arguments)
     with refused(pool, errors.ConfigError, "has no signature"):
         hf.RewardWorker.on(pool, function="exact match")

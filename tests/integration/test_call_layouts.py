@@ -12,7 +12,8 @@ import torch
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError, PlacementError, WorkerError
-from hybridflow.placement import Elsewhere, GroupPlacement, Placement
+from hybridflow.placement import CallPlacement, GroupPlacement, Placement
+from hybridflow.topology import RankGrid
 from tests import tiny_models
 from tests.integration.matrix import Matrix
 from tests.tiny_models import make_prompts
@@ -30,11 +31,11 @@ class Followed(Matrix):
             raise RuntimeError(f"no group of {broken}")
 
     @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid):
+    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid):
         return super().weights_layout({"by": "rows", "rows": 13, "tensor": "matrix"}, grid)
 
     @classmethod
-    def follower(cls, kind: str, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
+    def replica(cls, kind: str, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
         return None if kind == "training" else (cls, dict(settings))
 
     @hf.register(hf.ONE_TO_ALL, kind="training")
@@ -79,12 +80,12 @@ def exchanges(pool: hf.ResourcePool) -> int:
     return len({event.seq for event in pool.events() if event.method == "sync_weights"})
 
 
-def matrix(*elsewhere: Elsewhere) -> GroupPlacement:
+def matrix(*elsewhere: CallPlacement) -> GroupPlacement:
     return GroupPlacement((0, 1), NODES, None, None, elsewhere)
 
 
-def test_followers_have_current_weights_and_get_them_only_when_they_changed(four):
-    where = matrix(Elsewhere("look", (1, 2, 3), (1, 1, 3)), Elsewhere("glance", (3,), (1, 1, 1)))
+def test_replicas_have_current_weights_and_get_them_only_when_they_changed(four):
+    where = matrix(CallPlacement("look", (1, 2, 3), (1, 1, 3)), CallPlacement("glance", (3,), (1, 1, 1)))
     with placed(Followed, where, name="shown") as group:
         before = exchanges(four)
         assert group.look().get().shape == (4, 5)
@@ -103,7 +104,7 @@ def test_followers_have_current_weights_and_get_them_only_when_they_changed(four
             source.fill(1.0)
             hf.sync_weights(source, group)
             assert torch.equal(group.glance().get(), source.read().get()[0])
-        moved = hf.reallocate(group, four[2:4])
+        moved = hf.reallocate(group, pool=four[2:4])
         assert moved is group
         assert group.members == (2, 3)
         group.update(5.0)
@@ -113,7 +114,7 @@ def test_followers_have_current_weights_and_get_them_only_when_they_changed(four
 
 def test_each_call_of_an_iteration_has_its_own_layout(four, settle):
     settle()
-    where = matrix(Elsewhere("look", (3,), (1, 1, 1)), Elsewhere("look", (0, 1), (1, 1, 2)))
+    where = matrix(CallPlacement("look", (3,), (1, 1, 1)), CallPlacement("look", (0, 1), (1, 1, 2)))
     with placed(Followed, where) as group:
         assert [len(group.look().get()) for _ in range(4)] == [13, 6, 13, 6]
         group.session.next_iteration()
@@ -125,7 +126,7 @@ def test_each_call_of_an_iteration_has_its_own_layout(four, settle):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_weights_that_did_not_arrive_are_never_used(four, settle, when):
-    with placed(Followed, matrix(Elsewhere("look", (2, 3), (1, 1, 2))), name="shown") as group:
+    with placed(Followed, matrix(CallPlacement("look", (2, 3), (1, 1, 2))), name="shown") as group:
         group.update(1.0)
         assert float(group.look().get().mean()) == 1.0
         group.fail_once(when).get()
@@ -139,7 +140,7 @@ def test_weights_that_did_not_arrive_are_never_used(four, settle, when):
 def test_it_is_built_and_closed_as_one_group(four):
     with placed(Matrix, GroupPlacement((2,), NODES)) as watcher:
         before = watcher.process_groups().get()
-        where = matrix(Elsewhere("look", (2, 3), (1, 1, 2)))
+        where = matrix(CallPlacement("look", (2, 3), (1, 1, 2)))
         with pytest.raises(WorkerError, match=r"no group of 2"):
             hf.place(Followed, GroupPlacement((0,), NODES, elsewhere=where.elsewhere), name="shown", broken=2)
         assert "shown" not in four.session.groups
@@ -158,16 +159,19 @@ def test_it_is_built_and_closed_as_one_group(four):
 @pytest.mark.parametrize(
     ("one", "message"),
     [
-        (Elsewhere("update", (2,), (1, 1, 1)), r"update is placed with a layout of its own, 1-1-1.*steps the weights"),
-        (Elsewhere("lok", (2,), (1, 1, 1)), r"no such method.*Did you mean 'look'"),
-        (Elsewhere("look", (2, 3), (1, 1, 1)), r"asks for p\*t\*d = 1 devices, and has 2"),
+        (
+            CallPlacement("update", (2,), (1, 1, 1)),
+            r"update is placed with a layout of its own, 1-1-1.*steps the weights",
+        ),
+        (CallPlacement("lok", (2,), (1, 1, 1)), r"no such method.*Did you mean 'look'"),
+        (CallPlacement("look", (2, 3), (1, 1, 1)), r"asks for p\*t\*d = 1 devices, and has 2"),
     ],
 )
 def test_what_cannot_be_is_refused(four, one, message):
     with pytest.raises(PlacementError, match=message):
         hf.place(Followed, matrix(one))
     with pytest.raises(PlacementError, match=r"gives its weights to no other ranks.*OneLayout\('plain'\)"):
-        hf.place(Matrix, matrix(Elsewhere("read", (2,), (1, 1, 1))), name="plain")
+        hf.place(Matrix, matrix(CallPlacement("read", (2,), (1, 1, 1))), name="plain")
 
 
 # Models
@@ -175,8 +179,16 @@ def test_what_cannot_be_is_refused(four, one, message):
 
 def test_generation_of_a_sharded_actor_follows_it(four, policy, tmp_path):
     """Updates, a move to another layout and saving are the actor's; others compute with what it is then."""
-    away = Elsewhere("compute_log_prob", (1, 2, 3), (1, 1, 3)), Elsewhere("generate_sequences", (2, 3), (1, 2, 1))
-    settings = {"model": policy, "train": hf.FSDP(), "optim": hf.SGD(lr=0.5), "generate": hf.VLLM(max_tokens=6, seed=1)}
+    away = (
+        CallPlacement("compute_log_prob", (1, 2, 3), (1, 1, 3)),
+        CallPlacement("generate_sequences", (2, 3), (1, 2, 1)),
+    )
+    settings = {
+        "model": policy,
+        "train": hf.FSDP(),
+        "optim": hf.SGD(lr=0.5),
+        "generate": hf.VLLM(sampling=hf.Sampling(max_tokens=6, seed=1)),
+    }
     prompts = make_prompts(6)
     with placed(hf.ActorWorker, where((0, 1), (1, 1, 2), *away, generate=(1, 1)), **settings) as actor:
 
@@ -193,13 +205,15 @@ def test_generation_of_a_sharded_actor_follows_it(four, policy, tmp_path):
         sums = [float(one["log_probs"].values.sum()) for one in (batch, after)]
         assert sums[0] != pytest.approx(sums[1], rel=1e-2), "the policy has moved"
         with pytest.raises(ConfigError, match="generates where its placement says"):
-            hf.reallocate(actor, hf.Megatron(), generate=None)
-        hf.reallocate(actor, hf.Megatron(tp=2), four[2:4])
+            hf.reallocate(actor, strategy=hf.Megatron(), generate=None)
+        hf.reallocate(actor, strategy=hf.Megatron(tp=2), pool=four[2:4])
         assert torch.equal(drawn()["response_ids"].values, after["response_ids"].values)
         assert Path(actor.save(tmp_path / "saved"), "model.safetensors").exists()
 
 
-def where(devices: tuple[int, ...], sizes: tuple[int, int, int], *elsewhere: Elsewhere, **how: Any) -> GroupPlacement:
+def where(
+    devices: tuple[int, ...], sizes: tuple[int, int, int], *elsewhere: CallPlacement, **how: Any
+) -> GroupPlacement:
     p, t, d = sizes
     return GroupPlacement(devices, NODES, hf.Megatron(pp=p, tp=t, dp=d), how.get("generate"), elsewhere)
 
@@ -211,13 +225,13 @@ FIXED = {
     "reference": where(ALL, (2, 2, 1)),
 }
 HYBRID = {
-    "actor": where(ALL, (2, 2, 1), Elsewhere("compute_log_prob", (0, 1), (1, 2, 1)), generate=(1, 1)),
-    "critic": where((2, 3), (1, 2, 1), Elsewhere("compute_values", (0, 1), (1, 1, 2))),
+    "actor": where(ALL, (2, 2, 1), CallPlacement("compute_log_prob", (0, 1), (1, 2, 1)), generate=(1, 1)),
+    "critic": where((2, 3), (1, 2, 1), CallPlacement("compute_values", (0, 1), (1, 1, 2))),
     "reference": where((3,), (1, 1, 1)),
 }
 APART = {
-    "actor": where((0, 1), (1, 2, 1), Elsewhere("generate_sequences", (2, 3), (1, 1, 2)), generate=(1, 1)),
-    "critic": where((1, 2), (2, 1, 1), Elsewhere("compute_values", (1, 2), (1, 2, 1))),
+    "actor": where((0, 1), (1, 2, 1), CallPlacement("generate_sequences", (2, 3), (1, 1, 2)), generate=(1, 1)),
+    "critic": where((1, 2), (2, 1, 1), CallPlacement("compute_values", (1, 2), (1, 2, 1))),
     "reference": where(ALL, (1, 1, 4)),
 }
 
@@ -225,11 +239,12 @@ APART = {
 def ppo(policy: Path, classifier: Path, made: dict[str, Any], steps: int = 3) -> list[dict[str, float]]:
     """Figures of each iteration, and the responses of the last."""
     pool = hf.ResourcePool([4])
-    optim, generate = hf.Adam(lr=5e-3), hf.VLLM(max_tokens=8, seed=3)
+    optim, generate = hf.Adam(lr=5e-3), hf.VLLM(sampling=hf.Sampling(max_tokens=8, seed=3))
     made["actor"] = actor = hf.ActorWorker.on(pool, model=policy, optim=optim, generate=generate)
     made["critic"] = critic = hf.CriticWorker.on(pool, model=classifier, optim=optim)
     made["reference"] = reference = hf.ReferenceWorker.on(pool, model=policy)
-    reward = hf.RewardWorker.on(pool, function=lambda prompt, response: len(set(response)) / 8, tokenizer=policy)
+    variety = lambda completions: [len(set(text)) / 8 for text in completions]  # noqa: E731
+    reward = hf.RewardWorker.on(pool, function=variety, tokenizer=policy)
     prompts, figures = make_prompts(8), []
     for _ in range(steps):
         batch = actor.generate_sequences(prompts)
@@ -282,6 +297,6 @@ def test_losses_are_those_of_one_layout(run, fixed, groups):
     assert "compute_values at" in repr(critic)
     of_actor, of_critic = made["saved"]
     waiting = of_critic[critic.grid.size :]
-    assert [rank["memory/parameters"] for rank in waiting] == [0.0] * len(waiting), "followers wait in host memory"
+    assert [rank["memory/parameters"] for rank in waiting] == [0.0] * len(waiting), "replicas wait in host memory"
     assert len(of_actor) == actor.grid.size + 2
     assert not any(sum(rank.values()) for rank in of_actor[actor.grid.size :])

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError, MissingColumnError, WorkerError
+from hybridflow.topology import RankGrid
 
 
 class Calls:
@@ -53,7 +54,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def group(pool):
-    group = hf.place(Calls, pool, name="calls", grid=hf.RankGrid(t=2, d=2))
+    group = hf.place(Calls, pool, name="calls", grid=RankGrid(t=2, d=2))
     yield group
     group.close()
 

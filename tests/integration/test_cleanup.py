@@ -56,7 +56,7 @@ def batch():
 
 BUSY = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests themselves run in the background
-hf.init(devices=1)
+hf.init(devices=2)
 group = hf.place(Busy, hf.ResourcePool([1]))
 kept = group.double(hf.Batch({"x": torch.ones(200_000)}))  # in shared memory
 kept.get()
@@ -68,6 +68,22 @@ if END == "error":
     raise RuntimeError("the driver's own mistake")
 if END in ("interrupt", "kill"):
     group.sleep(600.0).get()
+if END == "terminate":
+    tracker = hf.Tracker(Path(READY).parent / "run", console=False)
+    tracker.log(group.figures().get())
+    tracker.log(group.sleep(600.0))
+    Path(READY).with_name("logging").touch()
+    tracker.log({})
+if END == "terminate while building":
+    class Endless:
+        def __init__(self):
+            Path(READY).with_name("building").touch()
+            time.sleep(600.0)
+
+        @hf.register(hf.ONE_TO_ALL)
+        def nothing(self): ...
+
+    hf.place(Endless, hf.ResourcePool([1]))
 """
 
 
@@ -181,9 +197,12 @@ def check_nothing_is_left(name: str, members: dict[int, int], segments: set[str]
 
 @pytest.fixture(scope="module")
 def drivers(tmp_path_factory) -> Iterator[dict[str, Driver]]:
-    """One driver for each way to end, all started at once: they spend most of their time waiting."""
-    started = {}
-    for end in ("return", "error", "interrupt", "kill"):
+    """One driver for each way to end, three started at a time: more of them start too slowly for Ray on two cores."""
+    started: dict[str, Driver] = {}
+    for end in ("return", "error", "interrupt", "kill", "terminate", "terminate while building"):
+        if len(started) == 3:
+            for driver in started.values():
+                driver.session()
         started[end] = Driver(tmp_path_factory.mktemp(end), f"END = {end!r}\n{BUSY}")
     yield started
     for driver in started.values():
@@ -223,7 +242,10 @@ NOTEBOOK = """
 import ray
 runs = Path(READY).parent
 tracker = hf.Tracker(runs / "first", console=False)
+def mine(number, frame): ...
+signal.signal(signal.SIGTERM, mine)
 hf.init(devices=2)
+assert signal.getsignal(signal.SIGTERM) is mine
 first = Session.current()
 pool = hf.ResourcePool([1])
 group = hf.place(Busy, pool)
@@ -251,7 +273,9 @@ group.close()
 pool.close()
 tracker = hf.Tracker(runs / "second", console=False)
 
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 hf.init(devices=2)
+assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
 assert Session.current() is not first
 again = hf.place(Busy, hf.ResourcePool([1]))
 assert again.name == "busy"
@@ -261,6 +285,26 @@ refused(future.get, WorkerError, "session that is closed")
 tracker.log(again.figures())
 Path(READY).write_text(Session.current().name)
 """
+
+
+@pytest.mark.parametrize(("end", "busy"), [("terminate", "logging"), ("terminate while building", "building")])
+def test_sigterm_ends_a_driver_cleanly(drivers, end, busy):
+    """As `timeout` and batch systems send it, to the whole process group and more than once; figures are kept."""
+    driver = drivers[end]
+    name = driver.session()
+    assert until(driver.ready.with_name(busy).exists, 60)
+    members = family(driver.process.pid)
+    segments = shared_memory(members)
+    for _ in range(3):
+        os.killpg(driver.process.pid, signal.SIGTERM)
+        time.sleep(0.3)
+    assert driver.wait() == 128 + signal.SIGTERM, driver.text()
+    check_nothing_is_left(name, members, segments)
+    assert "Traceback" not in driver.text()
+    if end == "terminate":
+        figures = (driver.ready.parent / "run" / "metrics.jsonl").read_text().splitlines()
+        assert len(figures) == 1  # what is under way is not waited for
+        assert '"reward/mean": 0.5' in figures[0]
 
 
 def test_sessions_follow_each_other(tmp_path):
@@ -284,7 +328,7 @@ except ConfigError as error:
     assert "no Ray cluster answers at 127.0.0.1:9" in str(error), error
 pool = hf.ResourcePool([1])
 session = Session.current()
-assert not session.started_ray
+assert not session.backend.started_ray
 assert ray.cluster_resources()["CPU"] == 4
 try:
     hf.ResourcePool([5])

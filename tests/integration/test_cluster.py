@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.connection import _private_directory
 from hybridflow.cluster.future import Future
 from hybridflow.errors import (
     BatchError,
@@ -18,7 +21,7 @@ from hybridflow.errors import (
     MissingColumnError,
     ProtocolError,
 )
-from hybridflow.model_spec import Cost
+from hybridflow.models.spec import Cost
 from hybridflow.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
@@ -162,7 +165,7 @@ def example(rows: int = ROWS) -> hf.Batch:
 
 @pytest.fixture(scope="module")
 def batch(cluster) -> BatchRef:
-    return BatchRef.from_batch(example(), cluster)
+    return BatchRef.from_batch(example())
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +204,7 @@ def test_a_batch_of_the_driver_is_an_input_like_any_other(four):
 @pytest.mark.parametrize("rows", [1, 3, 4, 10])
 def test_balanced_calls_keep_the_order_of_rows(four, two, rows):
     """Through two groups of different size, also with fewer rows than ranks."""
-    batch = BatchRef.from_batch(example(rows), four.session)
+    batch = BatchRef.from_batch(example(rows))
     for group in (four, two):
         batch |= group.balanced(batch)
         got = batch.get()
@@ -224,7 +227,7 @@ def test_balance_evens_out_what_a_worker_says_tokens_cost(pool, two):
         "num_tokens": tokens,
         "tokens": hf.Ragged.from_lengths(torch.arange(18), tokens - 1),
     }
-    batch = BatchRef.from_batch(hf.Batch(columns), two.session)
+    batch = BatchRef.from_batch(hf.Batch(columns))
     attentive = hf.place(Attentive, pool[0:2], name="attentive", factor=3)
     squares = [int((tokens[group.balanced(batch)["rank"].get() == 0] ** 2).sum()) for group in (two, attentive)]
     attentive.close()
@@ -244,7 +247,7 @@ def test_mini_batches_are_the_same_rows_at_any_data_parallel_size(four, two, bat
 
 def test_groups_stay_on_one_rank(four, cluster):
     ids = torch.tensor([3, 3, 3, 1, 1, 7, 7, 7, 7, 2])
-    homes = four.grouped(BatchRef.from_batch(hf.Batch({"group_id": ids}), cluster))["home"].get()
+    homes = four.grouped(BatchRef.from_batch(hf.Batch({"group_id": ids})))["home"].get()
     for group in ids.unique():
         assert len(homes[ids == group].unique()) == 1
     assert len(homes.unique()) > 1
@@ -349,3 +352,23 @@ def test_batches_that_cannot_be_used(four, batch):
         four.double(batch[0:0])
     with pytest.raises(BatchError, match="10 rows with one of 4 rows"):
         four.double(batch | batch[0:4])
+
+
+def test_nobody_else_reaches_a_local_cluster(cluster, four, two, batch, outward, tmp_path, monkeypatch):
+    """Neither over the network, nor in the directories of its files and sockets."""
+    assert four.double(batch).get().rows == two.double(batch).get().rows
+    assert not outward()
+    with socket.create_server(("", 0)):
+        assert len(outward()) == 1  # it would be seen
+    private = Path(cluster.backend.directory).parents[1]
+    assert (private.stat().st_mode & 0o777, private.stat().st_uid) == (0o700, os.getuid())
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    made = _private_directory()
+    made.chmod(0o777)
+    assert _private_directory() == made
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.rename(tmp_path / "elsewhere")
+    made.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is another user's, or not a directory"):
+        _private_directory()

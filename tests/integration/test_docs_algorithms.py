@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import hybridflow as hf
-from hybridflow.algorithms.advantage import ESTIMATORS
-from hybridflow.algorithms.loss import POLICY_LOSSES
+from hybridflow.algorithms.registry import ESTIMATORS, POLICY_LOSSES
 from recipes import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,16 +21,16 @@ LOOP = re.compile(r"^```python loop\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = 4
 
 
-def correct(prompt: str, response: str, answer: str) -> float:
-    return arithmetic.exact_match(prompt, response, answer)
+def correct(completions: list[str], answer: list[str]) -> list[float]:
+    return arithmetic.exact_match(completions, answer)
 
 
 def short(completions, **columns) -> list[float]:
     return [-float(len(text)) for text in completions]
 
 
-def too_large(prompt: str, response: str, answer: str) -> float:
-    return float(response.isdigit() and int(response) > int(answer))
+def too_large(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(text.isdigit() and int(text) > int(right)) for text, right in zip(completions, answer, strict=True)]
 
 
 class Tracked:
@@ -52,7 +51,9 @@ def names(cluster, settle) -> Any:
     pool = hf.ResourcePool([1])
     optim = hf.Adam(lr=1e-5)
     groups = {
-        "actor": hf.ActorWorker.on(pool, model=task.model, optim=optim, generate=hf.VLLM(max_tokens=5)),
+        "actor": hf.ActorWorker.on(
+            pool, model=task.model, optim=optim, generate=hf.VLLM(sampling=hf.Sampling(max_tokens=5))
+        ),
         "reference": hf.ReferenceWorker.on(pool, model=task.model),
         "critic": hf.CriticWorker.on(pool, model=task.model, optim=optim),
         "cost_critic": hf.CriticWorker.on(pool, model=task.model, optim=optim, of="costs"),
@@ -81,7 +82,7 @@ def test_the_loop_of_a_page_runs(page: Path, names: Any):
         "text": hf.TextLoader(
             task.train, tokenizer=task.model, batch_size=ROWS, max_tokens=32, prompt="prompt", completion="answer"
         ),
-        "lagrange": hf.Lagrange(limit=0.25),
+        "lagrange": hf.algorithms.Lagrange(limit=0.25),
     }
     if "dynamic_sampling" in loop(page):
         scope["loader"] = hf.PromptLoader(task.train, batch_size=ROWS, steps=8, seed=3)

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 import hybridflow as hf
+from hybridflow.cluster import weight_channels
+from hybridflow.cluster.weight_transfer import ChannelSpec
 from hybridflow.engine3d.layout import Layout, Region
 from hybridflow.errors import LayoutError, WorkerError
+from hybridflow.topology import RankGrid
 from tests.integration.matrix import ROW_BLOCKS, Matrix, whole
 
 
@@ -20,7 +23,7 @@ class Picky(Matrix):
     """The process with pool rank 1 cannot plan; being at work is a collective of the group."""
 
     @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
+    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         layout = Matrix.weights_layout(ROW_BLOCKS, grid)
 
         def regions(rank: int) -> list[Region]:
@@ -107,11 +110,16 @@ def test_a_link_that_one_host_cannot_open_is_refused_by_all(pool, other_pool, pl
     source, destination = place(Matrix, pool[0:2]), place(Matrix, other_pool)
     source.fill(1.0)
     source.rest(1.0)
+
+    def unknown_there(*, processes, **others):
+        here = [(pool, rank) if pool == source.pool_name else ("no pool", rank) for pool, rank in processes]
+        return ChannelSpec(processes=tuple(here), **others)
+
     with monkeypatch.context() as context:
-        context.setattr(hf.ResourcePool, "store_address", lambda self: ("localhost", 1 << 40))
+        context.setattr(weight_channels, "ChannelSpec", unknown_there)
         tries = [hf.sync_weights(source, destination) for _ in range(2)]
     for failed in tries:
-        with pytest.raises(WorkerError, match=rf"{destination.name}.sync_weights failed on rank [01]: TypeError"):
+        with pytest.raises(WorkerError, match=rf"{destination.name}.sync_weights failed on rank [01]: ValueError"):
             failed.get()
     settle()
     hf.sync_weights(source, destination).get()

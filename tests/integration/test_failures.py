@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import hybridflow as hf
+from hybridflow.cluster.backend import Deadlines
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.future import Future
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import (
     BatchError,
@@ -130,6 +132,15 @@ class Unbuildable:
     def nothing(self): ...
 
 
+class Sleeper:
+    def __init__(self) -> None:
+        if self.context.rank == 1:
+            time.sleep(600.0)
+
+    @register(ONE_TO_ALL)
+    def nothing(self): ...
+
+
 @pytest.fixture(scope="module")
 def source(pool):
     group = hf.place(Source, pool, name="source")
@@ -146,7 +157,7 @@ def trainer(pool):
 
 @pytest.fixture
 def batch(cluster):
-    yield BatchRef.from_batch(hf.Batch({"x": torch.arange(8.0)}), cluster)
+    yield BatchRef.from_batch(hf.Batch({"x": torch.arange(8.0)}))
     settled = False
     while not settled:  # errors of this test must not surface in the next one
         try:
@@ -173,7 +184,7 @@ def test_one_failed_input_reaches_every_rank_and_the_next_call_works(source, tra
     queued = [trainer.update(broken) for _ in range(3)]
     after = trainer.update(batch)
     for future in queued:
-        for part in future.parts:
+        for part in future.outputs:
             error = error_of(type(future)((part,)))
             assert "source.bad failed on rank 1, rows 2..3: ValueError: the source is dry" in str(error)
             assert (error.role, error.rank, error.method) == ("source", 1, "bad")
@@ -189,7 +200,7 @@ def test_failed_updates_leave_all_ranks_at_the_same_step(source, trainer, batch)
     trainer.update(source.bad(batch, rank=3))
     trainer.update(source.bad(batch, rank=0))
     after = trainer.update(batch)
-    assert {hf.Future((part,)).get()["steps"] for part in after.parts} == {before + 1}
+    assert {Future((part,)).get()["steps"] for part in after.outputs} == {before + 1}
 
 
 def test_an_error_travels_through_a_chain_of_calls(source, batch):
@@ -262,7 +273,7 @@ def test_arguments_that_cannot_be_sent_are_refused_on_the_driver(source):
 def test_waiting_has_a_limit(source):
     start = time.monotonic()
     slow = source.sleep(2.0)
-    with pytest.raises(WaitTimeoutError, match=r"waited 0.1 s for source.sleep on rank 0, .* without a result"):
+    with pytest.raises(WaitTimeoutError, match=r"waited 0.1 s for source.sleep \(ranks 0, .*\) without a result"):
         slow.get(timeout=0.1)
     assert time.monotonic() - start < 2.0
     assert not slow.done()
@@ -332,3 +343,20 @@ def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluste
         assert again.good(batch).get()["x"].tolist() == list(range(8))
     with pytest.raises(PlacementError, match="closed"):
         fresh.check_open()
+
+
+def test_building_has_a_limit_and_names_who_does_not_answer(cluster, batch, monkeypatch):
+    """One rank never ends its __init__: the pool can be closed, and the next one works."""
+    with hf.ResourcePool([2]) as doomed:
+        before = hf.place(Source, doomed, name="before")
+        monkeypatch.setattr(cluster.backend, "deadlines", Deadlines(peers=5.0))
+        monkeypatch.setattr(cluster.iterations, "timeout", 5.0)
+        with pytest.raises(WaitTimeoutError, match=r"waited 5 s for sleeper.__init__ \(rank 1: at .* in __init__,"):
+            hf.place(Sleeper, doomed)
+        assert "sleeper" not in cluster.groups
+        start = time.monotonic()
+        before.close()
+        assert time.monotonic() - start < 30.0
+        monkeypatch.undo()
+    with hf.ResourcePool([2]) as fresh:
+        assert hf.place(Source, fresh, name="after").good(batch).get()["x"].tolist() == list(range(8))

@@ -24,15 +24,15 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import make_policy, make_rows
 
-from hybridflow.algorithms.loss import policy_loss
+from hybridflow.algorithms.registry import policy_loss
 from hybridflow.config import VLLM, Adam, Megatron, Sampling
-from hybridflow.engine3d.hybrid_engine import HybridEngine
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer import execute
-from hybridflow.engines.checkpoint import SINGLE, Checkpoint
-from hybridflow.engines.checkpoint_writer import save_checkpoint
+from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import execute
+from hybridflow.engines.checkpoint.reader import SINGLE, Checkpoint
+from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts.rank_processes import RankProcesses, World
 
@@ -72,10 +72,10 @@ def train(world: World, group: str, name: str, root: Path) -> None:
 
 
 def with_megatron(context: RankContext, sizes: tuple[int, int, int], source: Path, target: Path) -> Any:
-    from hybridflow.engines.megatron.engine import MegatronEngine
+    from hybridflow.engines.train_backends import build_engine
 
     strategy, optimizer = Megatron(tp=sizes[1], pp=sizes[0]), Adam(lr=0.02, weight_decay=0.0)
-    engine = MegatronEngine(context, strategy, ModelSpec.from_checkpoint(source), source, optimizer)
+    engine = build_engine(context, strategy, ModelSpec.from_checkpoint(source), source, optimizer)
     loss = policy_loss("ppo")
     for seed in range(STEPS):
         engine.forward_backward(make_rows(seed=seed), loss, loss.outputs)
@@ -90,7 +90,7 @@ def with_torch(context: RankContext, sizes: tuple[int, int, int], source: Path, 
     from fsdp_models import wrap
     from transformers import AutoModelForCausalLM
 
-    from hybridflow.engines.fsdp.mesh import make_mesh
+    from hybridflow.engines.fsdp.sharded import make_mesh
 
     model: Any = wrap(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), make_mesh(context, sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, foreach=False)
@@ -133,7 +133,7 @@ def generate(world: World, group: str, case: str, fresh: str, moved: str, root: 
 
 
 def move_from_torch(model: Any, engine: Any, spec: ModelSpec, context: RankContext) -> None:
-    from hybridflow.engines.fsdp.dtensors import dtensor_layout, dtensor_storage
+    from dtensor_layouts import dtensor_layout, dtensor_storage
 
     weights = plan(dtensor_layout(model, spec=spec), engine.layout(), rank=context.rank)
     execute(weights, dtensor_storage(model), engine.storage(), context.groups.everyone(), context.rank)

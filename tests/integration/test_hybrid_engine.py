@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.algorithms.loss import policy_loss
+from hybridflow.algorithms.registry import policy_loss
 from hybridflow.config import VLLM, Adam, Megatron, Sampling
-from hybridflow.engine3d.designs import storage_regions
-from hybridflow.engine3d.hybrid_engine import HybridEngine, TransitionReport
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer import execute
+from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine, TransitionReport
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests import tiny_models
 from tests.contracts.plain_holders import resident_bytes, tensors
@@ -84,12 +83,12 @@ def train_once(engine: Any, step: Callable[[], dict[str, float]], cycle: int, ra
 
 
 def trainer(context: RankContext, scenario: Scenario, model: Path) -> Any:
-    from hybridflow.engines.megatron.engine import MegatronEngine
+    from hybridflow.engines.train_backends import build_engine
 
     p, t, _ = scenario.sizes
     spec = ModelSpec.from_checkpoint(model)
     strategy = Megatron(tp=t, pp=p, dtype=scenario.dtype)
-    return MegatronEngine(context, strategy, spec, model, Adam(lr=1e-2))
+    return build_engine(context, strategy, spec, model, Adam(lr=1e-2))
 
 
 def observe(world: World, scenario: Scenario, model: Path, name: str) -> Seen:
@@ -145,7 +144,7 @@ def differences(generate: Any, expected: dict[str, torch.Tensor], rank: int) -> 
     storage = generate.storage()
     return [
         str(region.box)
-        for regions in storage_regions(generate.layout(), rank).values()
+        for regions in generate.layout().storages(rank).values()
         for region in regions
         if not torch.equal(region.view(storage[region.storage]), region.view(expected[region.storage]))
     ]

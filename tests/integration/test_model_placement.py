@@ -52,12 +52,12 @@ def test_actor_and_critic_train_in_the_same_processes(pool, policy, tmp_path):
     assert processes == critic.process().get()
     assert len({os.getpid(), *processes}) == 5
 
-    batch = hf.BatchRef.from_batch(make_rows(), pool.session)
+    batch = hf.BatchRef.from_batch(make_rows())
     for _ in range(2):
         batch |= actor.compute_log_prob(batch)
         batch |= critic.compute_values(batch)
         before = batch.get()
-        metrics = [actor.update_actor(batch, minibatches=2), critic.update_critic(batch, minibatches=2)]
+        metrics = [update(batch, minibatches=2, uneven=True) for update in (actor.update_actor, critic.update_critic)]
         after = (actor.compute_log_prob(batch) | critic.compute_values(batch)).get()
         figures = {name: value for future in metrics for name, value in future.get().items()}
         assert figures["actor/skipped"] == figures["critic/skipped"] == 0
@@ -91,7 +91,11 @@ class Split:
 @pytest.fixture(scope="module")
 def split(cluster, policy) -> Iterator[Split]:
     hosts, alone = hf.ResourcePool([8]), hf.ResourcePool([1])
-    optim, tensor, generate = hf.Adam(lr=1e-2), hf.Megatron(tp=2), hf.VLLM(max_tokens=6, n=2, seed=1)
+    optim, tensor, generate = (
+        hf.Adam(lr=1e-2),
+        hf.Megatron(tp=2),
+        hf.VLLM(sampling=hf.Sampling(max_tokens=6, n=2, seed=1)),
+    )
     yield Split(
         hosts,
         alone,

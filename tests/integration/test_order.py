@@ -75,7 +75,7 @@ def test_groups_on_one_pool_take_turns_in_call_order(pool, place, cluster, tmp_p
     half, other = pool[0:2], pool[2:3]
     a, b = place(Gate, half, name="a", folder=str(tmp_path)), place(Gate, half, name="b", folder=str(tmp_path))
     slow = place(Gate, other, name="slow", folder=str(tmp_path))
-    late = slow.hold(BatchRef.from_batch(hf.Batch({"x": torch.zeros(4)}), cluster), "gate")
+    late = slow.hold(BatchRef.from_batch(hf.Batch({"x": torch.zeros(4)})), "gate")
     first, second = a.step(late), b.tick()
     results = [group.tick() for group in (a, b, a, b)]
     time.sleep(0.3)  # the calls reach their hosts
@@ -130,7 +130,7 @@ def finished(batch: BatchRef) -> bool:
 def test_at_most_two_iterations_are_under_way(pool, place, cluster, tmp_path):
     """The third begins when the first is over, whatever the second does."""
     group = place(Gate, pool[0:1], folder=str(tmp_path))
-    batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}), cluster)
+    batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}))
     cluster.drain()
     cluster.next_iteration()
     first = group.hold(batch, "first")
@@ -148,7 +148,7 @@ def test_at_most_two_iterations_are_under_way(pool, place, cluster, tmp_path):
 
 def test_errors_of_an_iteration_surface_when_it_is_over(pool, place, cluster):
     group = place(Gate, pool[0:1], folder="")
-    batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}), cluster)
+    batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}))
     cluster.drain()
     cluster.next_iteration()
     group.fail(batch)
@@ -161,7 +161,7 @@ def test_errors_of_an_iteration_surface_when_it_is_over(pool, place, cluster):
 def test_a_driver_without_a_loader_hears_of_an_error_once(pool, place, cluster):
     """References of thousands of calls do not pile up, and an old error does not come back with every call."""
     group = place(Gate, pool[0:1], folder="")
-    batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}), cluster)
+    batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}))
     cluster.drain()
     group.fail(batch)
 

@@ -26,6 +26,7 @@ from hybridflow.protocols import (
     join,
     register,
 )
+from hybridflow.topology import RankGrid
 
 ROWS = 10
 
@@ -64,7 +65,7 @@ class Strict(Base):
 
 @pytest.fixture(scope="module")
 def batch(cluster) -> BatchRef:
-    return BatchRef.from_batch(hf.Batch({"x": torch.arange(ROWS)}), cluster)
+    return BatchRef.from_batch(hf.Batch({"x": torch.arange(ROWS)}))
 
 
 class Grid:
@@ -93,7 +94,7 @@ class Grid:
 
 def test_protocols_of_three_dimensions(pool, place, batch):
     """(p, t, d) = (2, 1, 2) and (2, 2, 1), generation replicas of one device."""
-    for grid in (hf.RankGrid(2, 1, 2, p_g=1, t_g=1), hf.RankGrid(2, 2, 1, p_g=1, t_g=1)):
+    for grid in (RankGrid(2, 1, 2, p_g=1, t_g=1), RankGrid(2, 2, 1, p_g=1, t_g=1)):
         group = place(Grid, pool, grid=grid)
         for call in (group.three_d, group.micro, group.stages_as_replicas):
             assert call(batch)["y"].get().tolist() == list(range(ROWS))
@@ -154,7 +155,7 @@ def test_slices_share_hosts(pool, place):
 @pytest.mark.parametrize(
     ("wrong", "kind", "message"),
     [
-        (lambda pool: hf.place(Grid, pool, grid=hf.RankGrid(2, 2, 2)), PlacementError, r"2\*2\*2 = 8 .*pool has 4"),
+        (lambda pool: hf.place(Grid, pool, grid=RankGrid(2, 2, 2)), PlacementError, r"2\*2\*2 = 8 .*pool has 4"),
         (lambda pool: hf.place(Strict, pool, foldr="x"), ConfigError, "no setting 'foldr'. Did you mean 'folder'"),
         (lambda pool: hf.place(Strict, pool), ConfigError, "missing a required argument: 'folder'"),
         (lambda pool: hf.place(Shadowing, pool), ConfigError, "an operation 'hosts', which every group already has"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,8 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.algorithms.loss import policy_loss
-from hybridflow.algorithms.totals import Totals
+from hybridflow.algorithms.losses.aggregation import Totals
+from hybridflow.algorithms.registry import policy_loss
 from tests import tiny_models
 from tests.tiny_models import make_rows
 
@@ -56,13 +59,13 @@ def test_every_loss_trains_and_reports_what_the_whole_batch_gives(actor, rows):
         ratio = (log_probs.values - old_log_probs.values).clamp(-2, 2).exp()
         return -(ratio**power) * advantages.values
 
-    batch = hf.BatchRef.from_batch(rows, actor.session)
+    batch = hf.BatchRef.from_batch(rows)
     log_probs = actor.compute_log_prob(batch).get()["old_log_probs"]
-    reject = hf.RolloutCorrection("geometric", mode="reject", high=1.05)
+    reject = hf.algorithms.RolloutCorrection("geometric", mode="reject", high=1.05)
     cases: list[tuple[Any, dict[str, Any]]] = [
         ("ppo", {"rollout_correction": "token", "kl_coef": 0.1}),
         ("gspo", {"rollout_correction": "sequence"}),
-        ("cispo", {"aggregation": "seq-mean-token-sum-norm"}),
+        (hf.algorithms.CISPO(aggregation="seq-mean-token-sum-norm"), {}),
         ("geo_mean", {"rollout_correction": reject}),
         ("sapo", {"aggregation": "seq-mean-token-sum-norm", "norm": 12}),
         ("reinforce", {"rollout_correction": reject}),
@@ -79,10 +82,10 @@ def test_every_loss_trains_and_reports_what_the_whole_batch_gives(actor, rows):
 
 
 def test_what_is_wrong_with_a_loss_is_said_by_the_call(actor, rows):
-    batch = hf.BatchRef.from_batch(rows, actor.session)
+    batch = hf.BatchRef.from_batch(rows)
     for options, message in (
         ({"loss": "gsp"}, "policy loss 'gsp' is unknown. Did you mean 'gspo'"),
-        ({"dual_clip": 0.5}, "dual_clip=0.5 must be a finite number above 1"),
+        ({"dual_clip": 0.5}, r"dual_clip=0.5\): must be a finite number above 1"),
         ({"rollout_correction": "seq"}, "RolloutCorrection.level=.seq.. is unknown"),
     ):
         with pytest.raises(hf.errors.ConfigError, match=message):
@@ -99,3 +102,58 @@ def test_what_is_wrong_with_a_loss_is_said_by_the_call(actor, rows):
     with pytest.raises(hf.errors.WorkerError, match="one value per response token"):
         actor.update_actor(batch, loss=wrong).get()
     assert actor.update_actor(batch, loss="sapo").get()["actor/grad_norm"] > 0  # and the actor goes on
+
+
+@pytest.fixture
+def said(capfd) -> Callable[[str], str]:
+    """Waits until a text is on the console; returns the line that has it."""
+    seen = ""
+
+    def said(text: str) -> str:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while text not in seen and time.monotonic() < deadline:
+            seen += "".join(capfd.readouterr())
+            time.sleep(0.05)
+        return next((line for line in seen.splitlines() if text in line), f"{text!r} is not in {seen!r}")
+
+    return said
+
+
+def test_a_step_that_is_skipped_is_counted_and_said(actor, rows, said):
+    old = rows["old_log_probs"]
+    bad = torch.where(torch.arange(len(old.values)) < len(old.values) - 1, old.values, math.nan)
+    batch = hf.BatchRef.from_batch(rows.with_columns(old_log_probs=old.with_values(bad)))
+    found = actor.update_actor(batch, minibatches=3, epochs=2).get()
+    assert found["actor/skipped"] == 2
+    assert all(math.isfinite(value) for value in found.values())  # means over the four steps that were made
+    line = said("losses.update_actor skipped step 3 of 6")
+    assert "no weight and no optimizer state has changed: old_log_probs: row " in line, line
+    assert " is nan on rank " in line, line
+    assert "skipped step 6 of 6" in said("skipped step 6 of 6")
+    none = actor.update_actor(batch).get()
+    assert none.pop("actor/skipped") == 1
+    assert all(math.isnan(value) for value in none.values())
+
+
+def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tmp_path):
+    def spoil(worker):
+        worker.kept = {name: tensor.clone() for name, tensor in worker.engine.storage().items()}
+        worker.engine.storage()[next(iter(worker.kept))].fill_(math.nan)
+
+    def mend(worker):
+        for name, tensor in worker.kept.items():
+            worker.engine.storage()[name].copy_(tensor)
+
+    batch = hf.BatchRef.from_batch(rows)
+    actor.session.backend.ask(actor.ranks, spoil)
+    try:
+        assert actor.compute_log_prob(batch).get()["old_log_probs"].values.isnan().all()
+        assert " computed old_log_probs: row 0 is nan" in said("losses.compute_log_prob: rank ")
+        assert actor.update_actor(batch).get()["actor/skipped"] == 1
+        assert "losses.update_actor skipped" in said("the model's log_probs and the loss are not finite on rank 0, 1")
+        actor.save(tmp_path / "saved")
+        assert str(tmp_path / "saved") in said("was saved with numbers that are not finite, in ")
+    finally:
+        actor.session.backend.ask(actor.ranks, mend)
+    assert actor.update_actor(batch).get()["actor/skipped"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,21 @@ import tiny_models
 from hybridflow import cli
 from hybridflow.cluster.session import Session
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.model_spec import ModelSpec
-from hybridflow.planner.cluster_spec import ClusterSpec
-from hybridflow.planner.graph import ppo
-from hybridflow.planner.planning import plan
-from hybridflow.planner.profiles import LayerProfile, architecture
-from hybridflow.planner.workload import Workload
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.layer_profile import LayerProfile, architecture
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.graph import ppo
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.planning import plan
 from hybridflow.profiling import profile
 
 
 @pytest.mark.timeout(280)
 def test_layers_are_measured_and_priced(cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    model = tiny_models.make_policy(tmp_path / "model")
+    model = tmp_path / "config.json"  # fewer layers than the copies that are built, and each has its own setting
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0, "tie_word_embeddings": True}
+    own = {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"], **window}
+    model.write_text(json.dumps(tiny_models.SIZES | own))
     saved = tmp_path / "profile.yaml"
     sizes = ["--length", "32", "--tokens", "128", "--rows", "4", "--repeats", "1"]
     assert cli.main(["profile", str(model), "--devices", "2", "--save", str(saved), *sizes]) == 0
@@ -32,7 +36,7 @@ def test_layers_are_measured_and_priced(cluster, tmp_path: Path, capsys: pytest.
     assert found.device == "host"
     assert [n for n, _ in found.slowdown] == [1, 2]
     assert min(found.latency or 0, found.bandwidth or 0, found.call_seconds or 0) > 0
-    policy, value = ModelSpec.from_checkpoint(model), ModelSpec.from_checkpoint(model, "value")
+    policy, value = ModelSpec.from_checkpoint(tmp_path), ModelSpec.from_checkpoint(tmp_path, "value")
     curves = {(curve.model, curve.kind, curve.t, curve.d): curve for curve in found.curves}
     passes = ("forward", "backward", "output", "output_backward")
     due = {(architecture(spec), kind, t, 1) for spec in (policy, value) for kind in passes for t in (1, 2)}

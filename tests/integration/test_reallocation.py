@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hybridflow as hf
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer import execute
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.errors import ConfigError, ModelError, PlacementError, WorkerError
 from hybridflow.topology import RankGrid
 from tests import tiny_models
@@ -117,7 +117,7 @@ def test_training_goes_on_in_every_layout(eight, policy, other_pool):
     place = {"model": policy, "train": strategy(2, 2), "optim": ADAM}
     stays = hf.ActorWorker.on(eight, name="stays", **place)
     moves = Watched.on(eight, name="moves", **place)
-    batches = [hf.BatchRef.from_batch(make_rows(8, seed=seed), moves.session) for seed in range(6)]
+    batches = [hf.BatchRef.from_batch(make_rows(8, seed=seed)) for seed in range(6)]
     try:
         for step, batch in enumerate(batches):
             expected, got = (group.update_actor(batch, minibatches=2).get() for group in (stays, moves))
@@ -125,9 +125,9 @@ def test_training_goes_on_in_every_layout(eight, policy, other_pool):
             assert got == pytest.approx(expected, rel=TOLERANCE), f"update {step} at {moves.grid}"
             if step < len(JOURNEY):
                 (p, t, d), devices = JOURNEY[step]
-                to = {"to": strategy(p, t), "pool": eight[:devices] if devices < 8 else eight}
+                to = {"strategy": strategy(p, t), "pool": eight[:devices] if devices < 8 else eight}
             elif step == len(JOURNEY):
-                (p, t, d), to = (1, 2, 1), {"to": strategy(1, 2), "pool": other_pool}
+                (p, t, d), to = (1, 2, 1), {"strategy": strategy(1, 2), "pool": other_pool}
             else:
                 break
             pending = moves.compute_log_prob(batch)
@@ -152,32 +152,32 @@ def test_an_actor_generates_before_and_after(pool, policy):
     """Its vLLM is closed and built again; when that fails, the old layout has one again."""
     fragile = policy / FRAGILE
     fragile.touch()
-    sampling = {"max_tokens": 8, "seed": 5}
+    sampling = hf.Sampling(max_tokens=8, seed=5)
     actor = Watched.on(
         pool[0:2],
         name="generating",
         model=policy,
         train=hf.Megatron(),
         optim=hf.SGD(lr=0.5, momentum=0.9),
-        generate=hf.VLLM(**sampling),
+        generate=hf.VLLM(sampling=sampling),
         offload=("optimizer",),
     )
-    prompts = hf.BatchRef.from_batch(make_prompts(6), actor.session)
+    prompts = hf.BatchRef.from_batch(make_prompts(6))
     try:
-        actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session))
+        actor.update_actor(hf.BatchRef.from_batch(make_rows(8)))
         drawn = [actor.generate_sequences(prompts)]
         before = actor.optimizer_state().get()[0]
         with pytest.raises(
             WorkerError, match=r"no generation here\ngenerating was not moved: it is still at \(p,t,d\)=\(1,1,2\), "
         ):
-            hf.reallocate(actor, hf.Megatron(tp=2), generate=hf.VLLM(tp=2, **sampling))
+            hf.reallocate(actor, strategy=hf.Megatron(tp=2), generate=hf.VLLM(tp=2, sampling=sampling))
         assert (actor.grid.t, actor.grid.d) == (1, 2)
         drawn.append(actor.generate_sequences(prompts))
         fragile.unlink()
         held = actor.remember().get()
         assert actor.remembered_bytes().get() == held
         assert min(held) > 0
-        hf.reallocate(actor, hf.Megatron(tp=2), pool[1:3], generate=hf.VLLM(tp=2, **sampling))
+        hf.reallocate(actor, strategy=hf.Megatron(tp=2), pool=pool[1:3], generate=hf.VLLM(tp=2, sampling=sampling))
         drawn.append(actor.generate_sequences(prompts))
         assert actor.members == (1, 2)
         assert actor.remembered_bytes().get() == [0, None]  # although vLLM has frozen what Python would collect
@@ -191,7 +191,7 @@ def test_an_actor_generates_before_and_after(pool, policy):
             assert float((found["log_probs"].values - found["old_log_probs"].values).abs().max()) < SAMPLING_TOLERANCE
         responses = [batch.get()["response_ids"].tolist() for batch in drawn]
         assert responses[0] == responses[1] == responses[2]
-        hf.reallocate(actor, hf.Megatron(), generate=None)
+        hf.reallocate(actor, strategy=hf.Megatron(), generate=None)
         assert (actor.settings["generate"], actor.settings["offload"]) == (None, ())
         assert actor.compute_log_prob(drawn[0]).get().rows == 6
     finally:
@@ -200,31 +200,31 @@ def test_an_actor_generates_before_and_after(pool, policy):
 
 def test_a_model_that_does_not_train_moves_too(pool, policy, settle):
     reference = hf.ReferenceWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), offload=True)
-    batch = hf.BatchRef.from_batch(make_rows(5), reference.session)
+    batch = hf.BatchRef.from_batch(make_rows(5))
     try:
         before = reference.compute_ref_log_prob(batch)
-        hf.reallocate(reference, pool[2:4])
+        hf.reallocate(reference, pool=pool[2:4])
         assert reference.grid == RankGrid(1, 2, 1)
-        hf.reallocate(reference, to=hf.Megatron(pp=2))
+        hf.reallocate(reference, strategy=hf.Megatron(pp=2))
         after = reference.compute_ref_log_prob(batch).get()["ref_log_probs"]
         torch.testing.assert_close(after.values, before.get()["ref_log_probs"].values, rtol=0, atol=1e-4)
         refuse_what_cannot_be(reference, pool)
-        assert hf.reallocate(reference, pool[2:4]) is reference  # it is there
+        assert hf.reallocate(reference, pool=pool[2:4]) is reference  # it is there
     finally:
         reference.close()
     with pytest.raises(PlacementError, match="is closed"):
-        hf.reallocate(reference, pool[0:2])
+        hf.reallocate(reference, pool=pool[0:2])
     settle()
 
 
 def test_a_grid_of_its_own_stays(pool, policy):
     reference = hf.place(hf.ReferenceWorker, pool[0:2], model=policy, grid=RankGrid(1, 2, 1))
     try:
-        hf.reallocate(reference, pool)
+        hf.reallocate(reference, pool=pool)
         assert reference.grid == RankGrid(1, 2, 2)
         with pytest.raises(PlacementError, match=r"grid of its own, p=1 and t=2.*multiple of 2 devices \(found 3\)"):
-            hf.reallocate(reference, pool[0:3])
-        hf.reallocate(reference, hf.Megatron(pp=2), pool[0:2])
+            hf.reallocate(reference, pool=pool[0:3])
+        hf.reallocate(reference, strategy=hf.Megatron(pp=2), pool=pool[0:2])
         assert reference.grid == RankGrid(2, 1, 1)
     finally:
         reference.close()
@@ -234,20 +234,22 @@ def refuse_what_cannot_be(group: hf.WorkerGroup, pool: hf.ResourcePool) -> None:
     """Issue 3, acceptance 9: before anything is built."""
     where = (group.members, group.grid, group.settings)
     with pytest.raises(PlacementError, match=r"p\*t\*d = 2\*4\*1 = 8 devices, the pool has 4"):
-        hf.reallocate(group, hf.Megatron(tp=4, pp=2), pool)
+        hf.reallocate(group, strategy=hf.Megatron(tp=4, pp=2), pool=pool)
     with pytest.raises(ModelError, match="divisible"):
-        hf.reallocate(group, hf.Megatron(tp=3), pool[0:3])
-    for to in (hf.VLLM(), hf.Megatron, group, 3, None):
-        with pytest.raises(ConfigError, match="give a strategy"):
-            hf.reallocate(group, to)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="give one pool"):
-        hf.reallocate(group, pool, pool)
+        hf.reallocate(group, strategy=hf.Megatron(tp=3), pool=pool[0:3])
+    for strategy in (hf.VLLM(), hf.Megatron, group, 3, pool):
+        with pytest.raises(ConfigError, match=r"reallocate\(.*strategy="):
+            hf.reallocate(group, strategy=strategy)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"strategy=.*pool="):
+        hf.reallocate(group)
+    with pytest.raises(ConfigError, match=r"pool=hf\.KEEP"):
+        hf.reallocate(group, pool=hf.KEEP)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot generate"):
-        hf.reallocate(group, pool, generate=hf.VLLM())
+        hf.reallocate(group, pool=pool, generate=hf.VLLM())
     plain = hf.place(Plain, pool[0:1])
     with pytest.raises(ConfigError, match="no weights"):
-        hf.reallocate(plain, pool[1:2])
+        hf.reallocate(plain, pool=pool[1:2])
     plain.close()
     with pytest.raises(ConfigError, match="takes a group"):
-        hf.reallocate(pool, hf.Megatron())  # type: ignore[arg-type]
+        hf.reallocate(pool, strategy=hf.Megatron())  # type: ignore[arg-type]
     assert where == (group.members, group.grid, group.settings)

@@ -66,7 +66,9 @@ def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(tmp_p
     pq.write_table(pa.table(columns), tmp_path / "prompts.parquet")
     held_out = [dict(zip(columns, pair, strict=True)) for pair in list(zip(*columns.values(), strict=True))[:9]]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
-    (tmp_path / "judge.py").write_text("def right(prompt, response, solution):\n    return response == solution\n")
+    (tmp_path / "judge.py").write_text(
+        "def right(completions, solution):\n    return [c == s for c, s in zip(completions, solution)]\n"
+    )
     lines = figures(
         *(
             "dapo",

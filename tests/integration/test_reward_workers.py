@@ -217,11 +217,13 @@ def even(prompts, completions, row_id):
     return [None if row % 2 else 1.0 for row in row_id]
 
 
+@hf.rewards.per_row
 def refuses(prompt, response, row_id):
     """Cannot judge two rows of seven."""
     return hf.rewards.RowFailure(f"no reason for {row_id}") if row_id in (101, 105) else 0.5
 
 
+@hf.rewards.per_row
 def stuck(prompt, response, row_id):
     if row_id == 103:
         time.sleep(600)
@@ -238,7 +240,7 @@ def test_several_functions_write_what_each_of_them_said(on, policy):
     applies = [row % 2 == 0 for row in rows["row_id"].tolist()]
     settings = {"function": [long, even], "weights": [2.0, 1.0], "tokenizer": policy}
     reward, cost = on(hf.RewardWorker, devices=3, **settings), on(hf.CostWorker, devices=3, **settings)
-    batch = hf.BatchRef.from_batch(rows, reward.session)
+    batch = hf.BatchRef.from_batch(rows)
     batch |= reward.compute_reward(batch)
     batch |= cost.compute_cost(batch)
     found = batch.get()
@@ -258,7 +260,7 @@ def test_rows_that_failed_are_named_and_can_leave_training(on, policy, worker, r
     mask = rows["response_mask"].map(lambda mask: torch.arange(len(mask)) % 3 != 1)
     rows, failed = rows.with_columns(response_mask=mask), [row in (101, 105) for row in rows["row_id"].tolist()]
     group = on(worker, function=refuses, tokenizer=policy, on_failure=on_failure)
-    batch = hf.BatchRef.from_batch(rows, group.session)
+    batch = hf.BatchRef.from_batch(rows)
     batch |= getattr(group, f"compute_{role}")(batch)
     found = batch.get()
     assert found[f"{role}s"].tolist() == [0.0 if row else 0.5 for row in failed]
@@ -344,13 +346,13 @@ def test_a_critic_of_costs_is_a_critic_under_other_names(on, classifier):
         critic.compute_values(rows).get()["cost_values"].values, plain.compute_values(rows).get()["values"].values
     )
     for loss in ("value", absolute_error, every_column):
-        expected = plain.update_critic(rows, minibatches=2, loss=loss).get()
-        found = critic.update_critic(costs, minibatches=2, loss=loss).get()
+        expected = plain.update_critic(rows, minibatches=2, loss=loss, uneven=True).get()
+        found = critic.update_critic(costs, minibatches=2, loss=loss, uneven=True).get()
         assert found == {name.replace("critic/", "cost_critic/"): value for name, value in expected.items()}
         assert found["cost_critic/grad_norm"] > 0
     with pytest.raises(errors.MissingColumnError, match=r"cost critic\.update_critic reads 'cost_values'"):
         critic.update_critic(rows)
-    with pytest.raises(errors.ConfigError, match="no option 'clp'"):
+    with pytest.raises(errors.ConfigError, match="no setting 'clp'"):
         critic.update_critic(costs, clp=0.1)
 
 

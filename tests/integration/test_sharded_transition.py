@@ -20,25 +20,25 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.profiler import ProfilerActivity, profile
 
 import hybridflow as hf
-from hybridflow.engine3d.designs import storage_regions
+from hybridflow.models.spec import ModelSpec
 from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
 # eight layers, so that each is small against the whole
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8}
-SPEC = hf.ModelSpec.from_hf_config({"model_type": "llama", **tiny_models.SIZES, **SIZES})
+SPEC = ModelSpec.from_hf_config({"model_type": "llama", **tiny_models.SIZES, **SIZES})
 ADAM = hf.Adam(lr=0.02, eps=1e-3)
-GREEDY: dict[str, Any] = {"max_tokens": 6, "greedy": True}
+GREEDY = hf.Sampling(max_tokens=6, greedy=True)
 ALLOCATIONS: dict[str, Any] = {"activities": [ProfilerActivity.CPU], "profile_memory": True}
 PROMPTS = make_prompts(8)
 FLOAT32 = 4
 SPEC_BYTES = FLOAT32 * SPEC.num_parameters
 LAYER_BYTES = FLOAT32 * sum(math.prod(shape) for shape in SPEC.layer_tensors(0).values())
 CASES: dict[str, tuple[hf.FSDP, hf.VLLM]] = {
-    "tp-1": (hf.FSDP(), hf.VLLM(tp=1, kv_cache_gb=0.02, **GREEDY)),
-    "tp-2": (hf.FSDP(), hf.VLLM(tp=2, kv_cache_gb=0.02, **GREEDY)),
-    "tp-4": (hf.FSDP(), hf.VLLM(tp=4, kv_cache_gb=0.02, **GREEDY)),
-    "tp-2-bf16": (hf.FSDP(dtype="bfloat16"), hf.VLLM(tp=2, dtype="bfloat16", kv_cache_gb=0.02, **GREEDY)),
+    "tp-1": (hf.FSDP(), hf.VLLM(tp=1, kv_cache_gb=0.02, sampling=GREEDY)),
+    "tp-2": (hf.FSDP(), hf.VLLM(tp=2, kv_cache_gb=0.02, sampling=GREEDY)),
+    "tp-4": (hf.FSDP(), hf.VLLM(tp=4, kv_cache_gb=0.02, sampling=GREEDY)),
+    "tp-2-bf16": (hf.FSDP(dtype="bfloat16"), hf.VLLM(tp=2, dtype="bfloat16", kv_cache_gb=0.02, sampling=GREEDY)),
 }
 
 
@@ -123,7 +123,7 @@ def needed(generator: Any, rank: int, parameters: dict[str, Any]) -> dict[str, i
 def unlike(generator: Any, rank: int, whole: dict[str, Tensor]) -> list[str]:
     """Generation tensors that have not the values of `whole` in all their elements."""
     storage, found = generator.storage(), []
-    for name, regions in storage_regions(generator.layout(), rank).items():
+    for name, regions in generator.layout().storages(rank).items():
         tensor, filled = storage[name], 0
         for region in regions:
             box = region.box
@@ -173,8 +173,8 @@ def observed(request: pytest.FixtureRequest, pool: hf.ResourcePool, policy: Path
     name = f"moves-{request.param}"
     actor = MeasuredActor.on(pool, name=name, model=policy, train=train, optim=ADAM, generate=generate)
     try:
-        responses = actor.generate_sequences(hf.BatchRef.from_batch(PROMPTS, actor.session)).get()["response_ids"]
-        metrics = actor.update_actor(hf.BatchRef.from_batch(make_rows(8), actor.session)).get()
+        responses = actor.generate_sequences(hf.BatchRef.from_batch(PROMPTS)).get()["response_ids"]
+        metrics = actor.update_actor(hf.BatchRef.from_batch(make_rows(8))).get()
         assert metrics["actor/skipped"] == 0.0
         return Observed(generate.tp, actor.transition().get(), [row.tolist() for row in responses.rows()])
     finally:
@@ -183,7 +183,7 @@ def observed(request: pytest.FixtureRequest, pool: hf.ResourcePool, policy: Path
 
 @pytest.fixture(scope="module")
 def expected(policy: Path) -> list[list[int]]:
-    return tiny_models.greedy(policy, [row.tolist() for row in PROMPTS["prompt_ids"].rows()], GREEDY["max_tokens"])
+    return tiny_models.greedy(policy, [row.tolist() for row in PROMPTS["prompt_ids"].rows()], 6)
 
 
 def test_a_rank_receives_what_it_needs_and_does_not_hold(observed):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 import hybridflow as hf
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, WorkerError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.topology import RankGrid
 from tests import tiny_models
 from tests.integration.matrix import COLUMNS, ROW_BLOCKS, ROWS, Matrix, whole
 from tests.tiny_models import make_prompts, make_rows
@@ -29,13 +31,13 @@ class Rotated(Matrix):
         self.theta, self.heads = theta, heads
 
     @classmethod
-    def weights_layout(cls, settings: Mapping[str, Any], grid: hf.RankGrid) -> Layout:
+    def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         return Matrix.weights_layout(ROW_BLOCKS, grid)
 
     @classmethod
-    def model_spec(cls, settings: Mapping[str, Any]) -> hf.ModelSpec:
+    def model_spec(cls, settings: Mapping[str, Any]) -> ModelSpec:
         sizes = {"hidden": 8, "intermediate": 8, "layers": 1, "kv_heads": 1, "head_dim": 8, "vocab": 8}
-        return hf.ModelSpec(family="llama", rope_theta=settings["theta"], heads=settings["heads"], **sizes)
+        return ModelSpec(family="llama", rope_theta=settings["theta"], heads=settings["heads"], **sizes)
 
 
 class HalfBuilt(hf.RolloutWorker):
@@ -184,7 +186,7 @@ def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
     ]
     actor, reference, second = groups
     rows = make_rows(8)
-    batch = hf.BatchRef.from_batch(rows, actor.session)
+    batch = hf.BatchRef.from_batch(rows)
     try:
         second.update_actor(batch)
         actor.update_actor(batch)
@@ -208,14 +210,16 @@ def test_a_reference_and_another_actor_follow_the_actor(pool, policy, tmp_path):
             group.close()
 
 
-def test_a_standalone_rollout_generates_with_the_actors_weights(pool, other_pool, policy):
+def test_a_standalone_rollout_generates_with_the_actors_weights(pool, other_pool, policy, outward):
     with pytest.raises(WorkerError, match="no room for the rest"):  # and leaves no engine behind
         hf.place(HalfBuilt, other_pool, model=str(policy), generate=hf.VLLM())
     actor = hf.ActorWorker.on(pool, model=policy, train=hf.Megatron(tp=2, pp=2), optim=hf.SGD(lr=0.5))
-    rollout = hf.RolloutWorker.on(other_pool, model=policy, generate=hf.VLLM(tp=2, max_tokens=8, seed=5))
+    rollout = hf.RolloutWorker.on(
+        other_pool, model=policy, generate=hf.VLLM(tp=2, sampling=hf.Sampling(max_tokens=8, seed=5))
+    )
     try:
         assert (rollout.grid.p, rollout.grid.t, rollout.grid.d) == (1, 2, 1)
-        prompts = hf.BatchRef.from_batch(make_prompts(6), actor.session)
+        prompts = hf.BatchRef.from_batch(make_prompts(6))
         apart = []
         for _ in range(2):
             batch = rollout.generate_sequences(prompts)
@@ -230,6 +234,7 @@ def test_a_standalone_rollout_generates_with_the_actors_weights(pool, other_pool
             first = batch.get()
             apart += [difference(first), difference(fresh)]
             assert difference(stale) > 10 * TOLERANCE
+        assert not outward()  # with engines, links and groups of every kind
         assert max(apart) < TOLERANCE
     finally:
         actor.close()

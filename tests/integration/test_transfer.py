@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,11 @@ from example_layouts import SPEC, placed, whole
 from transfer_pairs import RANKS, empty, values_of
 from transfer_tasks import Watch, member
 
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.residency import Residency
-from hybridflow.engine3d.rounds import DIRECT_BYTES
-from hybridflow.engine3d.transfer import Transfer, execute
-from hybridflow.engines.checkpoint import Checkpoint
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.plan.chunks import DIRECT_BYTES
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import Transfer, execute
+from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.errors import LayoutError
 
 
@@ -35,12 +38,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> list[dict]:
+def seen(folder: Path) -> Iterator[list[dict]]:
+    (folder / "full").mkdir()
+    mounted = mount(folder / "full", 24)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(member, (port, str(folder)), RANKS)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    yield [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    if mounted:
+        subprocess.run(["umount", "-l", folder / "full"], check=True)
+
+
+def mount(folder: Path, kilobytes: int) -> bool:
+    """A small file system of its own, where one may be mounted."""
+    options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "hybridflow", str(folder)]
+    return shutil.which("mount") is not None and not subprocess.run(["mount", *options], capture_output=True).returncode
 
 
 def test_random_pairs_arrive_bit_by_bit_at_the_smallest_cost_within_the_memory_bound(seen):
@@ -92,9 +105,23 @@ def test_a_sharded_model_is_saved_by_all_ranks(seen, folder):
     assert len({entry.file for entry in checkpoint.entries.values()}) > RANKS
     checkpoint.read_into(layout, 0, storage := empty(layout, 0, torch.float32))
     assert all(torch.equal(storage[name], tensor) for name, tensor in values_of(layout, 11).items())
-    assert [len(rank["save"]) for rank in seen] == [1] * RANKS
-    assert "rank 0 could not write" in seen[3]["save"][0]
-    assert "Not a directory" in seen[0]["save"][0]
+
+
+def test_a_save_that_fails_says_on_all_ranks_which_rank_could_not_write_what_and_why(seen, folder):
+    errors = seen[0]["save"]
+    assert [rank["save"] for rank in seen] == [errors] * RANKS
+    assert re.search(r"rank 0 on .* could not write .*file/.saved.partial: Not a directory", errors.pop("file"))
+    if full := errors.pop("full", None):
+        assert re.search(r"rank \d on .* could not write .*/model-\d+-.*: No space left on device \(\d.* bytes", full)
+        assert "Nothing is there." in full
+        assert list((folder / "full").iterdir()) == []
+    for rank in range(RANKS):
+        file = "model-0000" if rank else "config.json"
+        why = rf"rank {rank} on .* could not write .*/.saved.partial/{file}.*: File too large \([\d,]+ bytes free\)"
+        assert re.search(why, errors[f"rank {rank}"]), errors
+        assert "What was there before is unchanged." in errors[f"rank {rank}"]
+    assert len(errors) == RANKS
+    assert not list(folder.glob(".saved*"))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +150,11 @@ def test_what_does_not_fit_on_one_rank_is_an_error_on_all_before_a_byte_moves(se
 
 
 def test_an_absent_peer_ends_in_an_error_that_names_it(seen):
-    assert "rank 0 exchanges weights with ranks [1]" in seen[0]["absent"]
+    assert "ranks [1] did not take part in moving weights with rank 0" in seen[0]["absent"]
 
 
 def test_a_killed_peer_ends_in_errors_on_those_who_meet_it(seen):
-    assert ["exchanges weights with ranks" in seen[rank]["killed"][0] for rank in (0, 5)] == [True, True]
+    assert ["did not take part in moving weights with" in seen[rank]["killed"][0] for rank in (0, 5)] == [True, True]
     assert ["not all of them came" in seen[rank]["killed"][1] for rank in (0, 5)] == [True, True]
 
 

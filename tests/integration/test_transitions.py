@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.engine3d.hybrid_engine import HybridEngine, TransitionReport
+from benchmarks.designs import WEAKER
+from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine, TransitionReport
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.topology import RankGrid
 from tests.contracts.plain_holders import PlainGenerator, PlainTrainer, resident_bytes
@@ -139,7 +140,7 @@ def norms(rank: Seen) -> int:
 def test_table_2_of_the_weaker_designs(observe, p, t, d):
     """They gather all of a model whatever the generation sizes are, so three of them tell."""
     choices = list(dict.fromkeys([(1, 1), (1, t), (p, t)]))
-    cases = [Case((p, t, d), sizes, design) for design in ("vanilla", "gather_all") for sizes in choices]
+    cases = [Case((p, t, d), sizes, design) for design in WEAKER for sizes in choices]
     for case, seen in zip(cases, observe(cases), strict=True):
         shares = p * t if case.design == "vanilla" else p * t * d
         correct(seen)
@@ -297,13 +298,9 @@ def test_what_two_ranks_of_a_node_need_enters_it_once(ranks):
 def test_settings_are_checked():
     layouts = Case((1, 1, 1), (1, 1)).layouts()
     holders = PlainTrainer(SPEC, layouts[0], RankGrid(), 0, BF16), PlainGenerator(layouts[1], 0, BF16)
-    with pytest.raises(ConfigError, match=r"transition='hybrid' is unknown.*hybridflow"):
-        HybridEngine(*holders, None, 0, transition="hybrid")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"offload='optimiser' is unknown.*optimizer"):
         HybridEngine(*holders, None, 0, offload=("optimiser",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give several"):
         HybridEngine(*holders, None, 0, offload="optimizer")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="overlap=True works with transition='hybridflow'"):
-        HybridEngine(*holders, None, 0, transition="vanilla", overlap=True)
     with pytest.raises(ConfigError, match="without overlap=True"):
         HybridEngine(*holders, None, 0).step()

@@ -22,7 +22,7 @@ from hybridflow.config import VLLM
 from hybridflow.engines.vllm.layout import stage_layers
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")

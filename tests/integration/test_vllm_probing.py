@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridflow.config import VLLM
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ModelError
-from hybridflow.transformers_spec import TransformersSpec
+from hybridflow.models.hf_spec import TransformersSpec
 from tests.contracts.rank_processes import RankProcesses
 
 SIZES: dict[str, Any] = {

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hybridflow as hf
-from hybridflow.engine3d.hybrid_engine import TransitionReport
+from hybridflow.engine3d.hybrid.hybrid_engine import TransitionReport
 from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 
@@ -33,7 +33,7 @@ PLACEMENTS: dict[str, tuple[Any, tuple[int, int]]] = {
     "zero-1": (hf.ZeRO(stage=1), (1, 2)),
     "zero-3": (hf.ZeRO(stage=3), (2, 1)),
 }
-SAMPLING: dict[str, Any] = {"max_tokens": 8, "seed": 5}
+SAMPLING = hf.Sampling(max_tokens=8, seed=5)
 
 
 @dataclass
@@ -76,7 +76,7 @@ def observe(pool, policy, tmp_path_factory) -> Callable[[str], Observed]:
                 model=policy,
                 train=train,
                 optim=hf.SGD(lr=0.5, clip_grad=1.0),
-                generate=hf.VLLM(tp=t_g, pp=p_g, **SAMPLING),
+                generate=hf.VLLM(tp=t_g, pp=p_g, sampling=SAMPLING),
             )
             try:
                 known[name] = run(actor, tmp_path_factory.mktemp(name) / "saved")
@@ -89,7 +89,7 @@ def observe(pool, policy, tmp_path_factory) -> Callable[[str], Observed]:
 
 def run(actor: hf.WorkerGroup, saved: Path) -> Observed:
     """Sample, update three times on the same tokens, sample after each update, save."""
-    prompts = hf.BatchRef.from_batch(make_prompts(), actor.session)
+    prompts = hf.BatchRef.from_batch(make_prompts())
     batch = actor.generate_sequences(prompts)
     batch |= actor.compute_log_prob(batch)
     several = actor.generate_sequences(prompts, n=3, max_tokens=4)
@@ -100,7 +100,7 @@ def run(actor: hf.WorkerGroup, saved: Path) -> Observed:
     for _ in range(UPDATES):
         noise = torch.randn(len(before), generator=generator)
         batch |= hf.Batch({"advantages": found.sampled["response_ids"].with_values(noise)})
-        found.updates.append(actor.update_actor(batch, minibatches=2).get())
+        found.updates.append(actor.update_actor(batch, minibatches=2, uneven=True).get())
         batch |= actor.compute_log_prob(batch)
         after = batch["old_log_probs"].get().values
         found.moved.append(float((after - before).abs().max()))
@@ -111,7 +111,8 @@ def run(actor: hf.WorkerGroup, saved: Path) -> Observed:
     found.greedy = actor.generate_sequences(prompts, greedy=True).get()["response_ids"].tolist()
     texts = hf.Batch({"row_id": prompts.get("row_id")["row_id"], "prompt": decoded(prompts.get())})
     found.text = actor.generate_sequences(texts, greedy=True).get()
-    assert actor.save(saved) == str(saved)
+    with tiny_models.away(actor.settings["model"]):  # whoever tidies up while a run goes on
+        assert actor.save(saved) == str(saved)
     return found
 
 
@@ -125,7 +126,7 @@ def difference(one: hf.Ragged, other: hf.Ragged) -> float:
 
 
 def stored(batch: hf.Batch, group: hf.WorkerGroup) -> hf.BatchRef:
-    return hf.BatchRef.from_batch(batch, group.session)
+    return hf.BatchRef.from_batch(batch)
 
 
 # The actor: generation and training of one model
@@ -220,7 +221,7 @@ def test_the_saved_model_is_the_one_that_generates(observe, name):
 
 def test_a_saved_model_goes_on_in_a_new_actor(observe, pool):
     seen = observe("d2")
-    actor = hf.ActorWorker.on(pool[1:2], name="heir", model=seen.saved, generate=hf.VLLM(**SAMPLING))
+    actor = hf.ActorWorker.on(pool[1:2], name="heir", model=seen.saved, generate=hf.VLLM(sampling=SAMPLING))
     try:
         drawn = actor.generate_sequences(make_prompts(), greedy=True).get()
     finally:
@@ -242,9 +243,8 @@ def test_the_pretraining_loss_is_that_of_transformers(observe, policy, name):
 TRANSITIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "moved aside": {"offload": ("optimizer", "gradients", "generation"), "overlap": True},
-    "vanilla": {"transition": "vanilla"},
-    "gather all": {"transition": "gather_all"},
-    "wider": {"generate": hf.VLLM(tp=4, **SAMPLING)},  # than training: any sizes will do
+    "buckets": {"bucket_mb": 0.01},
+    "wider": {"generate": hf.VLLM(tp=4, sampling=SAMPLING)},  # than training: any sizes will do
 }
 
 
@@ -263,7 +263,7 @@ class Moved:
 def moved(pool, policy) -> dict[str, Moved]:
     found = {}
     for name, settings in TRANSITIONS.items():
-        chosen = {"generate": hf.VLLM(tp=1, **SAMPLING), "train": hf.Megatron(tp=2), "optim": hf.Adam(lr=1e-2)}
+        chosen = {"generate": hf.VLLM(tp=1, sampling=SAMPLING), "train": hf.Megatron(tp=2), "optim": hf.Adam(lr=1e-2)}
         actor = hf.ActorWorker.on(pool, name=f"mover-{name}", model=policy, **(chosen | settings))
         try:
             found[name] = _moved(actor)
@@ -282,7 +282,7 @@ def _moved(actor: hf.WorkerGroup) -> Moved:
         _ = actor.compute_log_prob(make_rows()).get()
         training = actor.memory()
         if not last:
-            update = actor.update_actor(make_rows(), minibatches=2).get()
+            update = actor.update_actor(make_rows(), minibatches=2, uneven=True).get()
     drawn.append(actor.generate_sequences(prompts, greedy=True).get()["response_ids"].tolist())  # nothing changed
     reports.append(actor.transition_report())
     return Moved(drawn, update, reports, generating, training)
@@ -300,7 +300,7 @@ def test_every_way_to_generation_gives_the_same(moved, name):
 @pytest.mark.parametrize("train", [hf.FSDP(dtype="bfloat16"), hf.ZeRO(stage=2, dtype="bfloat16")], ids=["fsdp", "zero"])
 def test_sharded_weights_travel_in_16_bits(pool, policy, train, settings):
     """FSDP's parameters are float32 and what generates is not; those of ZeRO-2 come back from main parameters."""
-    generate = hf.VLLM(tp=2, dtype="bfloat16", **SAMPLING)
+    generate = hf.VLLM(tp=2, dtype="bfloat16", sampling=SAMPLING)
     actor = hf.ActorWorker.on(
         pool, name="mover-16", model=policy, train=train, optim=hf.Adam(lr=1e-2), generate=generate, **settings
     )
@@ -314,9 +314,7 @@ def test_sharded_weights_travel_in_16_bits(pool, policy, train, settings):
 
 def test_transitions_report_what_they_cost(moved):
     received = {name: [rank.received_bytes for rank in seen.reports[1]] for name, seen in moved.items()}
-    assert [rank.design for rank in moved["vanilla"].reports[0]] == ["vanilla"] * 4
-    assert received["moved aside"] == received["plain"] == received["vanilla"]  # (d_g - 1) = (t p - 1) with t_g p_g = 1
-    assert min(received["gather all"]) > max(received["vanilla"])
+    assert received["moved aside"] == received["plain"] == received["buckets"]
     for rank in moved["moved aside"].reports[1]:
         assert 0 <= rank.hidden_seconds <= rank.moved_seconds != 0
     for name, seen in moved.items():
@@ -352,7 +350,7 @@ def test_a_critic_learns_the_same_at_any_data_parallel_size(pool, classifier, po
             pool[:devices], model=classifier, train=hf.Megatron(pp=pp), optim=hf.SGD(lr=0.05, clip_grad=0.0)
         )
         batch = stored(rows, critic)
-        found.append([critic.update_critic(batch, minibatches=2, epochs=2).get() for _ in range(2)])
+        found.append([critic.update_critic(batch, minibatches=2, epochs=2, uneven=True).get() for _ in range(2)])
         values.append(critic.compute_values(batch).get()["values"])
         critic.close()
     assert found[0] == [pytest.approx(metrics, rel=1e-4, abs=1e-6) for metrics in found[1]]
@@ -370,7 +368,7 @@ def test_idle_models_wait_in_host_memory(pool, classifier, policy):
         reference = hf.ReferenceWorker.on(pool[2:], model=policy, **settings)
         reward = hf.RewardWorker.on(pool[:2], model=classifier, **settings)
         groups = (critic, reference, reward)
-        metrics = [critic.update_critic(rows, minibatches=2).get() for _ in range(2)]
+        metrics = [critic.update_critic(rows, minibatches=2, uneven=True).get() for _ in range(2)]
         out = [critic.compute_values(rows).get()["values"].values, reward.compute_reward(rows).get()["rewards"]]
         out.append(reference.compute_ref_log_prob(rows).get()["ref_log_probs"].values)
         held = [rank["memory/parameters"] for group in groups for rank in group.memory()]

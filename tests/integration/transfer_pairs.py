@@ -12,7 +12,7 @@ import torch
 from example_layouts import SPEC, TIED, fused, some_layout, storage_shapes
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 
 RANKS = 8
 _SIXES = {"family": "llama", "hidden": 6, "intermediate": 12, "layers": 3, "heads": 6, "head_dim": 2, "vocab": 11}

@@ -6,6 +6,7 @@ import datetime
 import gc
 import json
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -14,11 +15,11 @@ from example_layouts import SPEC, fused, placed, whole
 from transfer_pairs import MHA, RANKS, Pair, empty, fill, filled, flat, missing, some_pair, values_of
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.residency import Residency
-from hybridflow.engine3d.rounds import DIRECT_BYTES
-from hybridflow.engine3d.transfer import Transfer, execute
-from hybridflow.engines.checkpoint_writer import save_checkpoint
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.plan.chunks import DIRECT_BYTES
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import Transfer, execute
+from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.engines.process_groups import ProcessGroups
 from hybridflow.errors import CheckpointError, LayoutError, WaitTimeoutError
 
@@ -311,16 +312,29 @@ def killed_peer(groups: ProcessGroups, rank: int) -> list[str]:
     return errors
 
 
-def save(group: dist.ProcessGroup, rank: int, folder: Path) -> list[str]:
-    """Two stages by two tensor shards, twice, write a checkpoint; then a target that nobody can make is asked for."""
+def save(group: dist.ProcessGroup, rank: int, folder: Path) -> dict[str, str]:
+    """Two stages by two tensor shards, twice, write a checkpoint; then nobody can make the target, then each rank in
+    turn may not write files as large as its own, and then the disk is full. The errors by what was wrong."""
     layout = fused(SPEC, 2, 2, 2)
     storage = filled(layout, rank, values_of(layout, 11), torch.float32)
-    errors = []
-    for target in (folder / "saved", folder / "file" / "saved"):
+    errors = {}
+
+    def attempt(what: str, target: Path) -> None:
         try:
             save_checkpoint(target, layout, storage, like=folder / "like", group=group, rank=rank, max_file_bytes=1000)
         except CheckpointError as error:
-            errors.append(str(error))
+            errors[what] = str(error)
+
+    attempt("nothing", folder / "saved")
+    attempt("file", folder / "file" / "saved")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for small in range(RANKS):
+        if rank == small:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        attempt(f"rank {small}", folder / "saved")
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if (folder / "full").is_mount():
+        attempt("full", folder / "full" / "saved")
     return errors
 
 

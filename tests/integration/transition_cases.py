@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from hybridflow.engine3d.designs import TransitionDesign, grouping_rule
-from hybridflow.engine3d.hybrid_engine import HybridEngine
+from benchmarks.designs import WeakerDesign, WeakerTransition
+from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.residency import Residency
+from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.process_groups import ProcessGroups
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts.plain_holders import PlainGenerator, PlainTrainer
 from tests.contracts.rank_processes import World
@@ -35,7 +35,7 @@ class Case:
 
     sizes: tuple[int, int, int]
     generation: tuple[int, int]
-    design: TransitionDesign = "hybridflow"
+    design: WeakerDesign | None = None  # of table 2, in place of a HybridEngine
     spec: ModelSpec = SPEC
     dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16)
     restorable: bool = False
@@ -51,14 +51,12 @@ class Case:
     def layouts(self) -> tuple[Layout, Layout]:
         p_g, t_g = self.generation
         divide = self.sizes[0] % p_g == 0 and self.sizes[1] % t_g == 0
-        rule = grouping_rule(self.design) if divide else "general"
+        rule = ("vanilla" if self.design else "hybridflow") if divide else "general"
         grid = self.grid
         return megatron_layout(self.spec, grid), vllm_layout(self.spec, grid.generation(p_g, t_g, rule))
 
 
-def build(
-    world: World, case: Case, groups: ProcessGroups, **options: Any
-) -> tuple[HybridEngine, PlainTrainer, PlainGenerator]:
+def build(world: World, case: Case, groups: ProcessGroups, **options: Any) -> tuple[Any, PlainTrainer, PlainGenerator]:
     train_layout, generate_layout = case.layouts()
     train = PlainTrainer(case.spec, train_layout, case.grid, world.rank, case.dtypes[0], case.restorable)
     generate = PlainGenerator(generate_layout, world.rank, case.dtypes[1])
@@ -66,7 +64,9 @@ def build(
     if options.get("overlap") and "overlap_group" not in options:
         options["overlap_group"] = groups.new("overlap", range(case.ranks))
     options.setdefault("bucket_bytes", BUCKET)
-    engine = HybridEngine(train, generate, group, world.rank, transition=case.design, **options)
+    if case.design:
+        return WeakerTransition(case.design, train, generate, group, world.rank, **options), train, generate
+    engine = HybridEngine(train, generate, group, world.rank, **options)
     return engine, train, generate
 
 
@@ -82,13 +82,11 @@ class Scarce(Residency):
         return super().acquire(names)
 
 
-def plain(
-    design: TransitionDesign = "hybridflow", dtype: torch.dtype = BF16, **options: Any
-) -> tuple[HybridEngine, PlainTrainer, PlainGenerator]:
+def plain(dtype: torch.dtype = BF16, **options: Any) -> tuple[HybridEngine, PlainTrainer, PlainGenerator]:
     """One rank whose memory of either kind can run out; training weights are `dtype`."""
     case = Case((1, 1, 1), (1, 1), spec=TIED)
     layouts = case.layouts()
     train = PlainTrainer(case.spec, layouts[0], case.grid, 0, dtype)
     generate = PlainGenerator(layouts[1], 0, BF16, shares=False)
     train.memory_, generate.memory_ = Scarce(train.storage()), Scarce(generate.storage())
-    return HybridEngine(train, generate, None, 0, transition=design, bucket_bytes=BUCKET, **options), train, generate
+    return HybridEngine(train, generate, None, 0, bucket_bytes=BUCKET, **options), train, generate

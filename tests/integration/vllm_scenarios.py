@@ -16,7 +16,7 @@ from hybridflow.config import VLLM, Sampling
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import HybridFlowError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 
 VOCAB, CONTEXT, EOS = 70, 64, 1  # 70 rows of vocabulary: vLLM pads them to 128

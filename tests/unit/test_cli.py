@@ -11,11 +11,11 @@ import pytest
 
 import hybridflow as hf
 from hybridflow import cli
-from hybridflow.automatic import workload_of
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
-from hybridflow.planner.cluster_spec import ClusterSpec
-from hybridflow.tracing import Trace, trace_driver
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.tracing.auto import workload_of
+from hybridflow.tracing.trace import Trace, trace_driver
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_7B = {
@@ -37,8 +37,9 @@ from beside import PROMPTS
 def main(arguments):
     settings = dict(a.split("=") for a in arguments)
     pool = hf.ResourcePool([8])
-    actor = hf.ActorWorker.on(pool, model=settings["model"], optim=hf.Adam(lr=1e-6), generate=hf.VLLM(max_tokens=256))
-    reward = hf.RewardWorker.on(pool, function=lambda prompt, response: 1.0)
+    generate = hf.VLLM(sampling=hf.Sampling(max_tokens=256))
+    actor = hf.ActorWorker.on(pool, model=settings["model"], optim=hf.Adam(lr=1e-6), generate=generate)
+    reward = hf.RewardWorker.on(pool, function=lambda completions: [1.0] * len(completions))
     for batch in hf.PromptLoader(PROMPTS, batch_size=32):
         batch = actor.generate_sequences(batch, n=4)
         batch |= reward.compute_reward(batch)
@@ -226,7 +227,7 @@ def test_auto_plans_what_it_runs(home: Path):
         """Of the user."""
         pool = hf.ResourcePool([8])
         actor = hf.ActorWorker.on(pool, model="llama3-7b", generate=hf.VLLM())
-        reward = hf.RewardWorker.on(pool, function=lambda prompt, response: 1.0)
+        reward = hf.RewardWorker.on(pool, function=lambda completions: [1.0] * len(completions))
         for batch in hf.PromptLoader([{"prompt": "one"}] * 64, batch_size=rows):
             batch = actor.generate_sequences(batch, n=n)
             reward.compute_reward(batch)
@@ -240,7 +241,7 @@ def test_auto_plans_what_it_runs(home: Path):
     assert placement.calls["actor.generate_sequences"].devices == placement.groups["actor"].devices
     assert placement.cluster == "a100:1x2"
     assert driver.plan(16, cluster="h100:1x2").seconds < placement.seconds
-    assert driver.plan(16, batch=256).seconds > placement.seconds
+    assert driver.plan(16, workload=256).seconds > placement.seconds
     assert trace_driver(driver, 8, 2).rows == 16, "a trace of it does not plan again"
 
 
@@ -280,6 +281,6 @@ def test_auto_with_a_placement_searches_nothing(tmp_path: Path):
     Placement((2,)).save(tmp_path / "plan.yaml")
     assert hf.auto(lambda: 3, placement=tmp_path / "plan.yaml")() == 3
     with pytest.raises(ConfigError, match="searches nothing"):
-        hf.auto(placement=Placement((2,)), batch=4)
+        hf.auto(placement=Placement((2,)), workload=4)
     with pytest.raises(PlacementError, match="no placement file"):
         hf.auto(placement=tmp_path / "none.yaml")

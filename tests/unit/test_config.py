@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def test_a_wrong_name_gets_the_nearest_setting():
         (lambda: VLLM(tp=0), "tp=0"),
         (lambda: VLLM(tp=2.0), "tp=2.0"),
         (lambda: VLLM(memory_fraction=1), "memory_fraction=1"),
-        (lambda: VLLM(top_p=7), "top_p=7"),
+        (lambda: VLLM(sampling=Sampling(top_p=7)), "top_p=7"),
         (lambda: VLLM(dtype="float8"), "'float8'"),
     ],
 )
@@ -127,14 +128,19 @@ def test_learning_rate_stays_in_range_and_falls_after_warm_up(schedule, warmup, 
 
 
 def test_engine_defaults_and_changes_of_sampling():
-    engine = VLLM(tp=2, max_tokens=64, temperature=0.7, stop="\n")
-    assert engine.sampling() == Sampling(max_tokens=64, temperature=0.7, stop=("\n",))
-    assert engine.sampling(greedy=True, n=4).n == 4
+    engine = VLLM(tp=2, sampling=Sampling(max_tokens=64, temperature=0.7, stop="\n"))
+    assert engine == VLLM(tp=2, sampling={"max_tokens": 64, "temperature": 0.7, "stop": ["\n"]})  # of YAML
+    assert replace(engine.sampling, greedy=True, n=4).n == 4
     with pytest.raises(ConfigError, match=r"Sampling has no setting 'temprature'. Did you mean 'temperature'"):
-        engine.sampling(temprature=1.0)
+        VLLM(sampling={"temprature": 1.0})
     with pytest.raises(ConfigError, match="n=0"):
-        engine.sampling(n=0)
+        replace(engine.sampling, n=0)
+    with pytest.raises(ConfigError, match=r"VLLM has no setting 'max_tokens'.*sampling=hf.Sampling\(max_tokens=...\)"):
+        VLLM(max_tokens=5)
+    with pytest.raises(ConfigError, match=r"VLLM\(sampling=5\)"):
+        VLLM(sampling=5)
     assert Sampling(temperature=0, greedy=True).greedy
+    assert Sampling().longest == 256
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def test_engine_defaults_and_changes_of_sampling():
         SGD(lr=1),
         Megatron(pp=2, stage_layers=[2, 1]),
         Sampling(stop="a"),
-        VLLM(stop=["a", "b"]),
+        VLLM(sampling=Sampling(stop=["a", "b"])),
     ],
 )
 def test_strategies_are_plain_values(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -22,10 +23,9 @@ RECIPES = ROOT / "recipes"
 LAYERS = (
     ("errors",),
     ("topology",),
-    ("ragged", "rows", "columns"),
+    ("batch",),
     ("config", "settings"),
-    ("model_spec", "causality", "transformers_spec"),
-    ("batch", "batch_records", "batch_display"),
+    ("models",),
     ("placement",),
     ("protocols",),
     ("algorithms",),
@@ -36,11 +36,10 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
-    ("run_display",),
-    ("tracker", "loader", "driver", "sampling"),
+    ("tracker_display", "kept_files"),
+    ("tracker", "loader", "driver", "dynamic_sampler"),
     ("tracing",),
     ("profiling",),
-    ("automatic",),
     ("cli",),
     ("__main__",),
 )
@@ -59,6 +58,14 @@ BACKENDS = ("hybridflow.engines.megatron", "hybridflow.engines.vllm", "hybridflo
 TYPES_FROM_ABOVE = {("algorithms", "hybridflow.engines.contract")}
 
 FILE_LINES, RECIPE_LINES, FUNCTION_LINES = 400, 100, 60
+# The package may become smaller than this, not larger: lower the figures with it.
+FILES, LINES = 263, 38_800
+TWINS = {"__init__.py", "engine.py", "layout.py", "optimizer.py"}  # one for each backend
+# Phrases that docs/architecture.md's words and plain English have better ones for.
+PHRASES = (
+    *(r"\bis none\b", r"\bbut for\b", r"\bso many\b", r"\bnobody\b", r"\bwhoever\b", r"\bis told\b", r"\bare told\b"),
+    *(r"\bgoes on\b", r"\bmeets an? \w*error", r"\bwhat is over\b", r"\bthe former\b", r"\bthe latter\b"),
+)
 
 
 class Import(NamedTuple):
@@ -143,9 +150,11 @@ def test_imports_go_down_the_house():
 
 
 def test_no_import_cycles():
+    """Imports under TYPE_CHECKING count: a reader follows them, too."""
     graph: dict[str, set[str]] = {}
     for found in imports():
-        if within(found.target, "hybridflow") and not found.typing and found.module != "hybridflow":
+        exception = (found.module.split(".")[1:2] or [""])[0], found.target
+        if within(found.target, "hybridflow") and exception not in TYPES_FROM_ABOVE and found.module != "hybridflow":
             graph.setdefault(found.module, set()).add(found.target)
     done: set[str] = set()
 
@@ -196,6 +205,35 @@ def test_files_and_functions_stay_small():
                 if length > FUNCTION_LINES:
                     over.append(f"{name}:{node.lineno} {node.name}: {length} lines, the limit is {FUNCTION_LINES}")
     report(over)
+
+
+def test_the_package_stays_small(capsys: pytest.CaptureFixture[str]):
+    files, lines = len(sources()), sum(len(path.read_text().splitlines()) for path in sources())
+    with capsys.disabled():
+        print(f"\nhybridflow: {files} files, {lines:,} lines")
+    assert (files <= FILES, lines <= LINES) == (True, True), (
+        f"{files} files, {lines} lines; the limits: {FILES}, {LINES}"
+    )
+
+
+def test_names_are_used_once():
+    files = Counter(path.name for path in sources() if path.name not in TWINS)
+    classes = Counter(
+        node.name for path in sources() for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)
+    )
+    report([f"{name}: {count} times" for name, count in {**files, **classes}.items() if count > 1])
+
+
+def test_sentences_are_plain():
+    """Comments, docstrings, errors and documents do without PHRASES."""
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = []
+    for path in [*sources(), *sorted(RECIPES.rglob("*.py")), *documents]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            prose = path.suffix == ".md" or "#" in line or '"' in line or not re.search(r"[=(){}\[\]]", line)
+            if prose and any(re.search(phrase, line) for phrase in PHRASES):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]}")
+    report(found)
 
 
 def test_the_package_does_not_print():
@@ -257,5 +295,5 @@ def test_every_public_name_exists_and_none_loads_a_backend():
         "names = {name: repr(getattr(hybridflow, name)) for name in hybridflow.__all__}\n"
         "print(json.dumps({'names': names, 'modules': [m for m in ('vllm', 'megatron') if m in sys.modules]}))"
     )
-    assert {"ResourcePool", "Megatron", "VLLM", "RankGrid"} <= set(found["names"])
+    assert {"ResourcePool", "Megatron", "VLLM", "KEEP"} <= set(found["names"])
     assert found["modules"] == []

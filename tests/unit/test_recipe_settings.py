@@ -97,8 +97,8 @@ class Judge:
 def half() -> float:
     return Judge(0.5).good
 
-def mine(prompt, response):
-    return half() if response else 0.0
+def mine(prompts, completions):
+    return [half() if text else 0.0 for text in completions]
 
 nothing = 3
 """
@@ -108,20 +108,20 @@ def test_a_function_in_a_file_travels_to_other_processes(tmp_path):
     path = tmp_path / "json.py"  # the name of a module is no hindrance
     path.write_text(FILE)
     function = scorers.scorer(config(f"reward={path}:mine"), "reward")["function"]
-    assert function("a", "b") == 0.5
+    assert function(["a"], ["b"]) == [0.5]
     (tmp_path / "pickled").write_bytes(cloudpickle.dumps(function))
     path.unlink()
-    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))('a', 'b'))"
+    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))(['a'], ['b']))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "pickled")], capture_output=True, text=True, timeout=60, cwd="/"
     )
-    assert (done.stdout.strip(), done.stderr) == ("0.5", "")
+    assert (done.stdout.strip(), done.stderr) == ("[0.5]", "")
 
 
 def test_what_scores_nothing_is_refused(tmp_path):
     (tmp_path / "file.py").write_text(FILE)
     for wrong, message in (
-        ("exakt", "reward=exakt is none of exact, math.* Did you mean 'exact'"),
+        ("exakt", "reward=exakt is not one of exact, math.* Did you mean 'exact'"),
         (f"{tmp_path}/none.py:mine", "there is no file"),
         (f"{tmp_path}/file.py:mien", "has no function 'mien'. Did you mean 'mine'"),
         (f"{tmp_path}/file.py:nothing", "has no function 'nothing'"),
@@ -138,7 +138,7 @@ def test_functions_are_added_under_names():
 
 def test_the_cost_of_arithmetic_is_that_of_large_numbers():
     cost = scorers.scorer(config() | {"cost": "too_large"}, "cost")["function"]
-    assert [cost("2+3=", response, "5") for response in ("6", "5", "4", "", "5+")] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert cost(completions=["6", "5", "4", "", "5+"], answer=["5"] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_texts_are_worksheets_or_what_was_asked_for(tmp_path):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from hybridflow.errors import ConfigError
-from hybridflow.run_display import RunDisplay, sparkline
 from hybridflow.tracker import Tracker
+from hybridflow.tracker_display import RunDisplay, sparkline
 
 
 class Later:
@@ -160,6 +163,80 @@ def test_samples_and_notes(tmp_path):
     expected = {"step": 1, "title": "greedy", "prompt": "1+1=", "response": "2", "rewards": 1.0}
     assert lines(tmp_path, "samples.jsonl") == [expected]
     assert json.loads((tmp_path / "notes.json").read_text()) == {"accuracy_before": 0.25, "accuracy_after": 0.75}
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 256 kB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "hybridflow", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def fill(file: Path) -> None:
+    with suppress(OSError), file.open("wb", buffering=0) as stream:
+        while stream.write(bytes(512)):
+            pass
+
+
+def test_a_full_disk_stops_no_run_and_figures_are_written_when_there_is_room(disk, caplog):
+    other, metrics = disk / "other", disk / "run" / "metrics.jsonl"
+    tracker = Tracker(disk / "run", console=False)
+    for step in range(60):
+        if step == 2:
+            fill(other)
+        if step == 50:
+            other.unlink()
+        tracker.log({"reward/mean": step / 10, **{f"figure/{i}": 1.0 for i in range(9)}})
+        tracker.samples([{"prompt": "p" * 300, "response": str(step)}])
+        tracker.note(accuracy=step)
+        assert metrics.read_text()[-1:] in ("", "\n")
+        assert len(lines(disk / "run")) == (step if not 2 < step < 50 else len(lines(disk / "run")))
+        assert step < 2 or json.loads((disk / "run" / "notes.json").read_text())
+    tracker.finish()
+    assert [line["reward/mean"] for line in lines(disk / "run")] == [step / 10 for step in range(60)]
+    assert [row["response"] for row in lines(disk / "run", "samples.jsonl")] == [str(step) for step in range(60)]
+    assert json.loads((disk / "run" / "notes.json").read_text()) == {"accuracy": 59}
+    assert len(caplog.records) == 1
+    assert "No space left on device. The run continues" in caplog.text
+    assert not list((disk / "run").glob(".*"))
+
+
+def test_a_directory_that_is_removed_stops_no_run_and_the_end_says_what_is_missing(tmp_path, caplog):
+    tracker = Tracker(tmp_path / "run", console=False)
+    tracker.log({"reward/mean": 0.1})
+    tracker.log({"reward/mean": 0.2})
+    shutil.rmtree(tmp_path / "run")
+    for step in range(3):
+        tracker.log({"reward/mean": 0.3 + step / 10})
+    tracker.samples([{"prompt": "p"}])
+    tracker.note(accuracy=1.0)
+    assert len(caplog.records) == 1
+    tracker.finish()
+    missing = "4 lines of metrics.jsonl, 1 lines of samples.jsonl, notes.json, reward.png (No such file or directory)"
+    assert missing in caplog.records[1].message
+    assert len(caplog.records) == 2
+
+
+def test_a_terminal_that_cannot_be_written_stops_no_run(tmp_path, caplog):
+    full = Path("/dev/full").open("w")  # noqa: SIM115  which cannot be closed without an error
+    with Tracker(tmp_path) as tracker:
+        tracker._display = RunDisplay(console=Console(file=full))
+        for _ in range(3):
+            tracker.log({"reward/mean": 0.5})
+            tracker.samples([{"prompt": "p"}])
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+    assert len(lines(tmp_path)) == 3
+    assert "the display cannot be written: No space left on device" in caplog.text
+
+
+def test_a_directory_that_nobody_can_write_is_refused_at_once(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone" / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"No such file or directory: .*metrics.jsonl. Give a directory"):
+        Tracker(tmp_path)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -47,14 +47,14 @@ def bytes_kept(
     strategy: config.FSDP | config.ZeRO, dtype: torch.dtype, optimizer: config.Optimizer | None, ranks: int
 ) -> float:
     """Bytes in host memory for each parameter that a rank holds."""
-    partly = strategy if isinstance(strategy, config.ZeRO) and strategy.stage < 3 else None
-    frozen = optimizer is None or (isinstance(strategy, config.FSDP) and strategy.lora is not None)
+    stage, lora = getattr(strategy, "stage", 3), getattr(strategy, "lora", None)
+    partly, frozen = stage < 3, optimizer is None or lora is not None
     if frozen:
         return 0.0 if partly else float(dtype.itemsize)
     momentum = optimizer.momentum if isinstance(optimizer, config.SGD) else 0.0
     moments = 2 if isinstance(optimizer, config.Adam) else int(momentum > 0)
     if partly:  # main parameters, moments and, with stage 2, gradients are cut over the ranks
-        return 4.0 * (1 + moments + (partly.stage == 2)) / ranks
+        return 4.0 * (1 + moments + (stage == 2)) / ranks
     return 4.0 * (2 + moments)
 
 
@@ -73,7 +73,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_container(group: Path) -> int | None:
-    """What control group v2 leaves; pages of files that nobody uses are given back when they are needed."""
+    """Bytes that control group v2 leaves; pages of unused files are given back when they are needed."""
     try:
         limit, used = ((group / f"memory.{what}").read_text().strip() for what in ("max", "current"))
         pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from hybridflow.config import FSDP, ZeRO
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.fsdp.parts import boxes_of, parameter_shapes
+from hybridflow.engines.fsdp.fused_params import boxes_of, parameter_shapes
 from hybridflow.engines.lora.targets import trained_tensors
-from hybridflow.engines.zero.partition import optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
-from hybridflow.model_spec import Decoder, ModelSpec, Part
+from hybridflow.models.spec import Decoder, ModelSpec, Part
 from hybridflow.topology import RankGrid
 
 # the dimension that tensor parallelism cuts: outputs of the first linear layer of a pair, inputs of the second
@@ -73,42 +72,37 @@ def fsdp_layout(
     return cut_layout(tensors, len(ranks), cuts, parts)
 
 
-def strategy_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, *, state: bool = False) -> Layout:
-    """Which rank of `grid` holds what of `spec` under a strategy, or with `state` what of the optimizer's state.
-
-    With LoRA that is the state of other tensors: of those that are trained.
-
-    Errors: PlacementError for a grid of other sizes than the strategy's; ModelError when tensor parallel ranks cannot
-    share the model; ConfigError for a target of LoRA that matches nothing.
-    """
-    check_grid(strategy, grid)
-    check_tensor_parallel(spec, grid.t)
-    if isinstance(strategy, ZeRO):
-        if strategy.stage < 3:
-            return (
-                optimizer_layout(spec.tensors(), grid.d, spec.parts)
-                if state
-                else parameter_layout(spec.tensors(), grid.d)
-            )
-        return fsdp_layout(spec, grid.d)
-    held = trained_tensors(spec, strategy.lora) if strategy.lora and state else spec
-    return fsdp_layout(held, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
-
-
-def check_grid(strategy: FSDP | ZeRO, grid: RankGrid, role: str = "the model") -> None:
-    """Errors: PlacementError when `grid`, which may be a caller's own, is not how the strategy cuts its ranks: both say
-    how a model is cut, and where they differ no rank would hold what its peers believe it does."""
+def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the model") -> None:
+    """Errors: PlacementError when `grid`, which may be a caller's own, has other sizes than the strategy's: both say
+    how a model is cut. ModelError when heads, kv-heads or MLP columns do not divide by its tensor parallel size:
+    transformers' attention has no kv-head that several ranks share."""
     fits = strategy.grid(grid.size)
     if (grid.p, grid.t, grid.d) != (fits.p, fits.t, fits.d):
         raise PlacementError(
             f"{role} has a grid of its own, p={grid.p}, t={grid.t}, d={grid.d}, on which {strategy} cannot be laid "
             f"out: its {grid.size} ranks are p={fits.p}, t={fits.t}, d={fits.d}. Leave grid= out, or use hf.Megatron()."
         )
+    check_tensor_parallel(spec, grid.t, role)
+
+
+def weights_layout(strategy: FSDP, spec: Decoder, grid: RankGrid) -> Layout:
+    """Which rank of `grid` holds which boxes of `spec`. Errors: those of `check`."""
+    check(strategy, spec, grid)
+    return fsdp_layout(spec, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
+
+
+def state_layout(strategy: FSDP, spec: Decoder, grid: RankGrid) -> Layout:
+    """The same for one kind of optimizer state: with LoRA of the tensors that are trained.
+
+    Errors: those of `check`; ConfigError for a target of LoRA that matches nothing.
+    """
+    check(strategy, spec, grid)
+    trained = trained_tensors(spec, strategy.lora) if strategy.lora else spec
+    return fsdp_layout(trained, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
 
 
 def check_tensor_parallel(spec: Decoder, tp: int, role: str = "the model") -> None:
-    """Errors: ModelError when heads, kv-heads or MLP columns do not divide by `tp`: transformers' attention has no
-    kv-head that several ranks share."""
+    """Errors: ModelError when heads, kv-heads or MLP columns do not divide by `tp`."""
     spec.check_parallel(1, tp, role)
     if isinstance(spec, ModelSpec) and spec.kv_heads % tp:
         sizes = [n for n in range(1, spec.kv_heads + 1) if not (spec.kv_heads % n or spec.intermediate % n)]

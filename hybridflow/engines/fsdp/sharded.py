@@ -5,28 +5,31 @@ Losses are shares of a global sum, so gradients are added up over data parallel 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from hybridflow.config import FSDP
-from hybridflow.engine3d.residency import Residency
+from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.causal_model import CausalModel
-from hybridflow.engines.fsdp.dtensors import canonical_name, local_tensor
 from hybridflow.engines.fsdp.layout import tensor_parallel_dim
-from hybridflow.engines.fsdp.mesh import make_mesh
 from hybridflow.engines.lora.targets import is_adapter
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.shards import ShardGradients
+from hybridflow.engines.sharded_model import ShardGradients
 from hybridflow.engines.token_model import TokenModel
 
+AXES = ("replicate", "shard", "tp")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, torch.compile
+_WRAPPERS += ("base_layer.", "default.")  # a layer with adapters; peft's name of an adapter without one
 _PER_HEAD = (".q_norm.weight", ".k_norm.weight")  # of all ranks, but each rank sees the gradient of its own heads
 
 
@@ -40,7 +43,7 @@ def itself(name: str, local: Tensor) -> dict[str, Tensor]:
 
 
 class Sharded:
-    """Fulfils `engines.shards.Shards`.
+    """Fulfils `engines.sharded_model.DataParallelShards`.
 
     Cuts `model`, whose parameters are on the meta device still, and gives this rank's parts memory.
 
@@ -147,7 +150,7 @@ class Sharded:
         """Nothing follows them."""
 
     def close(self) -> None:
-        """Free parameters and gradients, whoever still refers to them."""
+        """Free parameters and gradients, also where others still refer to them."""
         self.gradients.drop()
         self.memory.release()
         Residency(self.adapters, device=self._device).release()
@@ -221,3 +224,36 @@ def _parallel_styles(model: nn.Module) -> dict[str, ParallelStyle]:
             styles[name] = RowwiseParallel() if dim == 1 else ColwiseParallel()
     styles["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
     return styles
+
+
+def make_mesh(context: RankContext, sizes: Sequence[int]) -> DeviceMesh:
+    """A mesh (replicate, shard, tp) of these sizes: rank `(r * shard + s) * tp + t` is at (r, s, t).
+
+    Every collective of it has the timeout of the group's `ProcessGroups`; no other process takes part. The names of
+    its axes are its own (`mesh.mesh_dim_names`): DTensor keeps what it once found out about operations on a mesh, and
+    would use the groups of another model for one that is equal to it.
+    """
+    ranks = torch.arange(math.prod(sizes), device="cpu").reshape(*sizes)
+    at = (ranks == context.rank).nonzero()[0].tolist()
+    groups = []
+    for axis, name in enumerate(AXES):
+        line = ranks[tuple(slice(None) if i == axis else at[i] for i in range(len(AXES)))]
+        groups.append(context.groups.new(name, line.tolist()))
+    names = tuple(f"{axis} of {context.groups.name}" for axis in AXES)
+    world_ranks = torch.tensor(context.groups.ranks, device="cpu")[ranks]
+    mesh = DeviceMesh.from_group(groups, context.device.type, mesh=world_ranks, mesh_dim_names=names)
+    context.groups.when_closed(mesh._pg_registry.clear)  # DTensor's caches keep meshes for ever
+    return mesh
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, detached, sharing its memory."""
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def canonical_name(name: str) -> str:
+    """The Hugging Face name of a parameter, whatever its module is wrapped in."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

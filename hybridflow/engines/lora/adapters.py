@@ -21,7 +21,7 @@ from hybridflow.engines.lora.injection import without_adapters
 from hybridflow.engines.lora.saved import load_adapters, save_adapters
 from hybridflow.engines.lora.targets import modules, parts
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.model_spec import Decoder
+from hybridflow.models.spec import Decoder
 
 
 class Adapters:

@@ -13,8 +13,8 @@ from torch import nn
 from hybridflow.config import LoRA
 from hybridflow.engines.lora.targets import ALL, module_names, modules, suffixes
 from hybridflow.errors import ConfigError
-from hybridflow.model_spec import Decoder
-from hybridflow.transformers_spec import TransformersSpec, make_model
+from hybridflow.models.hf_spec import TransformersSpec, make_model
+from hybridflow.models.spec import Decoder
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 

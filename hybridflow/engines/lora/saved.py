@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.checkpoint import Entry, MappedTensors, read_header
-from hybridflow.engines.checkpoint_writer import save_tensors
+from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
+from hybridflow.engines.checkpoint.writer import save_tensors, writing
 from hybridflow.engines.lora.injection import write_config
 from hybridflow.engines.lora.targets import ALL
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.model_spec import Decoder
+from hybridflow.models.spec import Decoder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
@@ -44,7 +43,7 @@ def is_adapter_directory(directory: str | os.PathLike[str]) -> bool:
 
 
 def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
-    """The model that saved adapters belong to, and the setting that goes on from them.
+    """The model that saved adapters belong to, and the option that continues from them.
 
     Errors: CheckpointError for an unreadable config, or adapters of another kind.
     """
@@ -88,10 +87,9 @@ def check_adapters(directory: str | os.PathLike[str], tensors: Mapping[str, tupl
 
 def load_adapters(directory: str | os.PathLike[str], layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
     """Read this rank's boxes. Errors: those of `check_adapters`."""
-    files = MappedTensors(check_adapters(directory, layout.tensors))
+    entries = check_adapters(directory, layout.tensors)
     for region in layout.regions(rank):
-        box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
-        region.view(storage[region.storage]).copy_(files[_PREFIX + region.box.tensor][box])
+        read_boxes(entries[_PREFIX + region.box.tensor], (region,), storage)
 
 
 def save_adapters(
@@ -109,12 +107,17 @@ def save_adapters(
 
     The directory is replaced as a whole when all is written. Errors: CheckpointError, on all ranks.
     """
+
+    def start(directory: Path) -> None:
+        with writing(directory / CONFIG):
+            write_config(directory, spec=spec, lora=lora, base=str(base))
+
     save_tensors(
         directory,
         _renamed(layout),
         storage,
         {WEIGHTS: [_PREFIX + name for name in layout.tensors]},
-        partial(write_config, spec=spec, lora=lora, base=str(base)),
+        start,
         group=group,
         rank=rank,
     )

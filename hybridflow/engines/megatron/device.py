@@ -19,10 +19,6 @@ from torch.overrides import TorchFunctionMode
 _MODULES = (
     "distributed.param_and_grad_buffer",
     "models.gpt.gpt_model",
-    "optimizer.clip_grads",
-    "optimizer.distrib_optimizer",
-    "optimizer.grad_scaler",
-    "optimizer.optimizer",
     "pipeline_parallel.p2p_communication",
     "pipeline_parallel.schedules",
     "tensor_parallel.layers",

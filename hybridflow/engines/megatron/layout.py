@@ -11,10 +11,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.megatron.units import EMBEDDING, OUTPUT, stages, vocabulary_rows
-from hybridflow.model_spec import ModelSpec
+from hybridflow.engines.flat_regions import flat_regions
+from hybridflow.engines.megatron.units import EMBEDDING, OUTPUT, stages, units, vocabulary_rows
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
+
+
+def check(strategy: Megatron, spec: ModelSpec, grid: RankGrid, role: str = "the model") -> None:
+    """Errors: ModelError when the model cannot be split by t, p and the stages' layers."""
+    spec.check_parallel(grid.p, grid.t, role, strategy.stage_layers)
+
+
+def weights_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
+    """Which rank of `grid` holds which boxes of `spec`. Errors: those of `megatron_layout`."""
+    return megatron_layout(spec, grid, strategy.stage_layers)
+
+
+def state_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
+    """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
+
+    As in Megatron's distributed optimizer, of every unit's buffer each data parallel rank owns one contiguous range,
+    which cuts parameters anywhere. State is stored flat, one tensor per parameter that the range touches. Padding of
+    the vocabulary has state too, which is zero and in no box.
+
+    Errors: those of `megatron_layout`.
+    """
+    parameters = weights_layout(strategy, spec, grid)
+
+    def regions(rank: int) -> list[Region]:
+        at = grid.coords(rank)
+        owned: dict[str, tuple[int, int]] = {}
+        for unit in units(spec, grid, at, strategy.stage_layers):
+            owned |= unit.owned(grid.d, at.d)
+        whole = (region for region in parameters.regions(rank) if region.storage in owned)
+        return [part for region in whole for part in flat_regions(region, *owned[region.storage])]
+
+    return Layout(parameters.tensors, grid.size, regions)
 
 
 def megatron_layout(spec: ModelSpec, grid: RankGrid, stage_layers: Sequence[int] | None = None) -> Layout:

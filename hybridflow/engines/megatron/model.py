@@ -24,11 +24,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import nn
 
 from hybridflow.config import Megatron
-from hybridflow.engines.megatron.attention import CoreAttention, Rotary, SharedHeadAttention
-from hybridflow.engines.megatron.layers import RMSNorm, SelectedPositions, SwiGLU, ValueHead
-from hybridflow.engines.megatron.linear import use_onednn
+from hybridflow.engines.megatron.core_attention import CoreAttention, Rotary, SharedHeadAttention
+from hybridflow.engines.megatron.layers import RMSNorm, SelectedPositions, SwiGLU, ValueHead, use_onednn
 from hybridflow.engines.megatron.units import padded_vocab
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
 
 RNG_NAME = "model-parallel-rng"
@@ -82,7 +81,7 @@ def sequence_parallel(strategy: Megatron, grid: RankGrid) -> bool:
     return strategy.sequence_parallel and grid.t > 1
 
 
-def build_model(
+def build_gpt(
     spec: ModelSpec,
     config: TransformerConfig,
     at: Coords,

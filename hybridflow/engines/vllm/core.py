@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from hybridflow.config import VLLM
-from hybridflow.engine3d.residency import Memory, Residency
-from hybridflow.engines.vllm import environment
-from hybridflow.engines.vllm.architectures import architecture
+from hybridflow.engine3d.offloadable import Memory, Residency
+from hybridflow.engines.vllm import isolation
+from hybridflow.engines.vllm.discovery.probe import LayoutProbe
 from hybridflow.engines.vllm.groups import ReplicaGroups
-from hybridflow.engines.vllm.pooled_memory import PooledMemory
-from hybridflow.engines.vllm.probing import Probe
-from hybridflow.engines.vllm.requirements import max_length, resolved_dtype, runs_eagerly
-from hybridflow.model_spec import Decoder
+from hybridflow.engines.vllm.requirements import architecture, max_length, resolved_dtype, runs_eagerly
+from hybridflow.engines.vllm.sleep_mode import PooledMemory
+from hybridflow.models.spec import Decoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +33,7 @@ def start_core(
     checkpoint: Path,
     device: torch.device,
     groups: ReplicaGroups,
-    probe: Probe | None = None,
+    probe: LayoutProbe | None = None,
 ) -> EngineCore:
     """Build this rank's part, with random weights and our sampler. Collective over the replica.
 
@@ -78,7 +77,7 @@ def memory(
         buffers = dict(model_runner(core).model.named_buffers())
 
     def map_back() -> None:
-        with environment.uncollected():
+        with isolation.uncollected():
             executor.wake_up([tag])
 
     return PooledMemory(tensors, buffers, lambda: executor.discard((tag,)), map_back)
@@ -105,7 +104,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         gpu_memory_utilization=strategy.memory_fraction,
         kv_cache_memory_bytes=int(strategy.kv_cache_gb * 2**30) if cpu else None,
         enforce_eager=eager,
-        enable_sleep_mode=not eager,  # see pooled_memory.py
+        enable_sleep_mode=not eager,  # see sleep_mode.py
         enable_prefix_caching=True,  # several responses per prompt share its cache
         disable_log_stats=True,
         seed=0,

@@ -1,6 +1,6 @@
 """VLLMEngine: one rank of a vLLM replica inside a training process (GenerateEngine; paper, section 5).
 
-Weights are never loaded by vLLM: it starts with random ones, and whoever owns the real ones writes them through
+Weights are never loaded by vLLM: it starts with random ones, and the owner of the real ones writes them through
 `layout()` into `storage()`. We drive vLLM's engine core step by step and read token ids and log-probabilities from it
 directly; its front end (text, streaming, statistics) is for servers.
 """
@@ -16,26 +16,29 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hybridflow.config import VLLM, Sampling
+from hybridflow.engine3d.hybrid.transition import alike
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.residency import Memory
-from hybridflow.engine3d.sharing import alike
+from hybridflow.engine3d.offloadable import Memory
 from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.vllm import environment
-from hybridflow.engines.vllm.architectures import has_own_layout
+from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.core import memory, model_runner, start_core
-from hybridflow.engines.vllm.drawing import draw, submit
+from hybridflow.engines.vllm.discovery.probe import LayoutProbe, flattened, probed_layout
+from hybridflow.engines.vllm.discovery.regions import flat_storages
+from hybridflow.engines.vllm.engine_loop import (
+    StopStrings,
+    derived_seed,
+    draw,
+    request_parameters,
+    stop_token_ids,
+    submit,
+)
 from hybridflow.engines.vllm.groups import ReplicaGroups, in_use
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.engines.vllm.probed_layout import probed_layout
-from hybridflow.engines.vllm.probing import Probe, flattened
-from hybridflow.engines.vllm.reading import flat_storages
-from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
-from hybridflow.engines.vllm.sampling import derived_seed, request_parameters
-from hybridflow.engines.vllm.stopping import StopStrings, stop_token_ids
-from hybridflow.engines.vllm.zero_pages import zero_pages
+from hybridflow.engines.vllm.requirements import check, has_own_layout, max_length, runs_eagerly
+from hybridflow.engines.vllm.sleep_mode import zero_pages
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError
-from hybridflow.model_spec import Decoder
+from hybridflow.models.spec import Decoder
 from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
@@ -72,12 +75,12 @@ class VLLMEngine:
         self.grid, self.strategy, self.spec = generation, strategy, spec
         self.checkpoint, self.device = Path(checkpoint), context.device
         self.max_length = max_length(spec, strategy)
-        probe = None if has_own_layout(spec) else Probe(spec.tensors(), spec.family)
+        probe = None if has_own_layout(spec) else LayoutProbe(spec.tensors(), spec.family)
         self._stop_ids = stop_token_ids(self.checkpoint)
         self._stop_strings = StopStrings(self.checkpoint)
         self._calls, self._eager = 0, runs_eagerly(strategy, context.device.type)
-        environment.prepare(self.device.type)
-        with environment.fence(self.device):
+        isolation.prepare(self.device.type)
+        with isolation.fence(self.device):
             if in_use():
                 raise PlacementError(
                     f"{context.role}: this process already has a vLLM engine, and vLLM keeps its groups in globals, so "
@@ -98,7 +101,7 @@ class VLLMEngine:
         self._shared: set[str] = set()
         self._weights: Memory | None = None  # made when it is asked for
 
-    def _layout_of(self, probe: Probe | None) -> Layout:
+    def _layout_of(self, probe: LayoutProbe | None) -> Layout:
         """Collective over the replica, whose ranks either all have a layout or all raise."""
         if has_own_layout(self.spec):
             return vllm_layout(self.spec, self.grid)
@@ -160,7 +163,7 @@ class VLLMEngine:
             )
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling, names: Sequence[int]) -> None:
-        needed = sampling.max_tokens if sampling.ignore_eos else 1
+        needed = sampling.longest if sampling.ignore_eos else 1
         for row, prompt in zip(names, prompts, strict=True):
             if not len(prompt):
                 raise PromptError(f"prompt {row} is empty. Give it at least one token.")
@@ -199,7 +202,7 @@ class VLLMEngine:
         return flattened(self._runner().model, self._flat)
 
     def memory(self) -> Memory:
-        """Memory of the weights in `storage()`. Buffers (rotary caches) are nobody's weights and always stay.
+        """Memory of the weights in `storage()`. Buffers (rotary caches) are no weights and always stay.
 
         Released weights are lost: after `acquire` they have to be written again before the next `generate`.
         """
@@ -264,7 +267,7 @@ class VLLMEngine:
 
     def _shut_down(self, core: EngineCore) -> None:
         self._core = None
-        with environment.uncollected() if self._eager else nullcontext():
+        with isolation.uncollected() if self._eager else nullcontext():
             core.model_executor.shutdown()
             core.scheduler.shutdown()
             core.structured_output_manager.clear_backend()

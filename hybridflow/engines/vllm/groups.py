@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.vllm.environment import replaced
+from hybridflow.engines.vllm.isolation import replaced
 from hybridflow.topology import GenerationGrid
 
 _GLOBALS = ("_WORLD", "_TP", "_ETP", "_PP", "_DCP", "_PCP", "_DP", "_EP", "_INNER_DP_WORLD", "_NODE_COUNT")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import ModelError
-from hybridflow.model_spec import ModelSpec
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import GenerationGrid
 
 VOCAB_PADDING = 64
@@ -34,8 +34,8 @@ def vllm_layout(spec: ModelSpec, grid: GenerationGrid) -> Layout:
 
 
 def check_sizes(spec: ModelSpec, p: int, t: int, asked: str, name: str) -> None:
-    """Errors: ModelError when vLLM cannot split the model into p stages by t shards; `asked` and `name` say in the
-    words of whoever chose them what they are, and what t is called."""
+    """Errors: ModelError when vLLM cannot split the model into p stages by t shards; `asked` and `name` are the
+    sizes, and the name of t, as the caller wrote them."""
     if spec.heads % t or (spec.kv_heads % t and t % spec.kv_heads):
         raise ModelError(
             f"{asked}: {spec.heads} heads must divide by {name}, and {spec.kv_heads} kv-heads must divide by {name} or "

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeGuard
+
 from hybridflow.config import VLLM, DType
-from hybridflow.engines.vllm.architectures import architecture, has_own_layout
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.model_spec import Decoder
-from hybridflow.transformers_spec import TransformersSpec, hf_config
+from hybridflow.models.hf_spec import TransformersSpec, hf_config
+from hybridflow.models.spec import Decoder, ModelSpec
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,8 +67,20 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
     length = max_length(spec, strategy)
     if length > spec.context:
         raise ConfigError(f"VLLM(max_length={length}): the model's context is {spec.context} tokens.")
+    check_response(spec, strategy, strategy.sampling.max_tokens)
     if device_type == "cpu":
         _check_cache(spec, strategy, length)
+
+
+def check_response(spec: Decoder, strategy: VLLM, max_tokens: int | None) -> None:
+    """Errors: ConfigError for `max_tokens` (None: not asked for) that leave no room for a prompt of one token."""
+    length = max_length(spec, strategy)
+    if max_tokens is not None and max_tokens >= length:
+        bound = f"VLLM(max_length={length})" if strategy.max_length else "the model's context"
+        raise ConfigError(
+            f"max_tokens={max_tokens} leaves no room for a prompt: {bound} is {length} tokens of prompt and response. "
+            f"Use max_tokens below {length}{f', or max_length up to {spec.context}' if length < spec.context else ''}."
+        )
 
 
 def _check_probed(spec: Decoder, p: int, t: int, asked: str) -> None:
@@ -86,3 +103,50 @@ def _check_cache(spec: Decoder, strategy: VLLM, length: int) -> None:
             f"VLLM(kv_cache_gb={strategy.kv_cache_gb}) holds no sequence of {length} tokens, which needs "
             f"{needed:.2g} GiB. Use kv_cache_gb of at least that, or a smaller max_length."
         )
+
+
+_OWN = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# not the table of models that vLLM runs on transformers' modules: it changes those classes for the whole process, in
+# which they train
+_TABLE = "_TEXT_GENERATION_MODELS"
+
+
+def has_own_layout(spec: Decoder) -> TypeGuard[ModelSpec]:
+    """Whether `layout.py` knows where vLLM keeps its weights; other models are probed."""
+    return isinstance(spec, ModelSpec)
+
+
+def architecture(spec: Decoder) -> str:
+    """The name of vLLM's class, whatever head the checkpoint has.
+
+    Errors: ModelError for a model that vLLM has no class of its own for.
+    """
+    if has_own_layout(spec):
+        return _OWN[spec.family]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(spec.family))
+    if name not in (known := _known()) and known:
+        raise ModelError(
+            f"vLLM has no model class {name} of its own, so it cannot generate with this {spec.family} model in the "
+            "process that trains it. Use a model that vLLM has."
+        )
+    return name
+
+
+@cache
+def _known() -> frozenset[str]:
+    """vLLM's classes of text models, read from the table in its source; empty where there is no such table."""
+    found = find_spec("vllm")
+    path = Path(found.origin).parent / "model_executor/models/registry.py" if found and found.origin else None
+    if path is None or not path.is_file():
+        return frozenset()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == _TABLE:
+            return frozenset(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
+    return frozenset()

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engine3d.residency import Residency
-from hybridflow.engines.held import GradientBuffers
-from hybridflow.engines.zero.collectives import start_all_gather, start_reduce_scatter
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.offload_manager import GradientBuffers
 from hybridflow.engines.zero.parameters import FlatParameters, unit_views
 
 
@@ -48,12 +48,12 @@ class Gradients(GradientBuffers):
             self.own, self._open = kept, {}
         self._kept = kept
         memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, device=self._device)
-        super().__init__(memory, self.drop)
+        super().__init__(memory)
         self.pieces = parameters.pieces(self.own)  # by name: what this rank owns of each parameter's gradient
         self._missing: list[set[str]] = [set() for _ in self.units]  # parameters without a gradient so far
         self._sent: list[tuple[int, Tensor, dist.Work, Tensor]] = []
         self._next = -1  # the unit that is sent next; all ranks send from the last to the first
-        # the collector does not see through hooks: they must not keep what keeps their parameters
+        # the collector does not see through hooks: they must not refer to an owner of their parameters
         arrived = weakref.WeakMethod(self._arrived)
         self._hooks = [
             parameters.named[name].register_post_accumulate_grad_hook(partial(_call, arrived, i, name))
@@ -104,7 +104,7 @@ class Gradients(GradientBuffers):
             self.own[unit].add_(buffer.to(self.own[unit].device))
             return
         sums = buffer.new_empty(len(buffer) // self.ranks)
-        work = start_reduce_scatter(sums, buffer, self.parameters.group)
+        work = _reduce_scatter(sums, buffer, self.parameters.group)
         self._sent.append((unit, sums, work, buffer))
         del buffer
         self._receive(self._in_flight)
@@ -126,7 +126,7 @@ class Gradients(GradientBuffers):
         if not self.whole or self.ranks == 1:
             return
         works = [
-            start_reduce_scatter(own, buffer, self.parameters.group)
+            _reduce_scatter(own, buffer, self.parameters.group)
             for own, buffer in zip(self.own, self._kept, strict=True)
         ]
         for own, buffer, work in zip(self.own, self._kept, works, strict=True):
@@ -146,7 +146,7 @@ class Gradients(GradientBuffers):
             if self.ranks == 1:
                 buffer.copy_(own)
             else:
-                start_all_gather(buffer, own.to(self._device), self.parameters.group).wait()
+                dist.all_gather_single(buffer, own.to(self._device), group=self.parameters.group)
             found |= unit_views(unit, buffer)
         return found
 
@@ -180,6 +180,12 @@ class Gradients(GradientBuffers):
             hook.remove()
         self._hooks, self._open = [], {}
         self.memory.release()
+
+
+def _reduce_scatter(share: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts `share` [n/N] := this rank's part of the sum over ranks of `buffer` [n], whose part it may itself be."""
+    work: Any = dist.reduce_scatter_single(share, buffer, group=group, async_op=True)
+    return work
 
 
 def _call(arrived: weakref.WeakMethod, unit: int, name: str, parameter: Tensor) -> None:

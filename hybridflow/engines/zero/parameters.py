@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridflow.engine3d.residency import Residency
-from hybridflow.engines.fsdp.dtensors import canonical_name
-from hybridflow.engines.zero.collectives import start_all_gather
-from hybridflow.engines.zero.partition import Unit
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.fsdp.sharded import canonical_name
+from hybridflow.engines.zero.layout import FlatUnit
 from hybridflow.errors import ModelError
 
 
@@ -31,7 +30,7 @@ class FlatParameters:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[FlatUnit],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -72,20 +71,21 @@ class FlatParameters:
         if self.ranks == 1:
             return
         works = [
-            start_all_gather(buffer, own, self.group)
+            dist.all_gather_single(buffer, own, group=self.group, async_op=True)
             for unit, buffer, own in zip(self.units, self.buffers, self.own, strict=True)
             if not unit.parameters.keys().isdisjoint(names)
         ]
         for work in works:
+            assert work is not None
             work.wait()
 
 
-def unit_views(unit: Unit, buffer: Tensor) -> dict[str, Tensor]:
+def unit_views(unit: FlatUnit, buffer: Tensor) -> dict[str, Tensor]:
     """The parameters of a unit in its buffer [n], by name, in their shapes."""
     return {name: buffer[a:b].view(unit.parameters[name]) for name, (a, b) in unit.places.items()}
 
 
-def _check(model: nn.Module, units: Sequence[Unit]) -> None:
+def _check(model: nn.Module, units: Sequence[FlatUnit]) -> None:
     expected: dict[str, tuple[int, ...]] = {}
     for unit in units:
         shapes = {name: part.shape for name, part in unit.parts.items()}

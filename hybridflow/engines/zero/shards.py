@@ -18,24 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridflow.engine3d.residency import Residency
+from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.shards import ShardGradients
+from hybridflow.engines.sharded_model import ShardGradients
 from hybridflow.engines.zero.gradients import Gradients
+from hybridflow.engines.zero.layout import Tensors, units
 from hybridflow.engines.zero.parameters import FlatParameters
-from hybridflow.engines.zero.partition import Tensors, units
 from hybridflow.errors import ConfigError
-from hybridflow.model_spec import Part
+from hybridflow.models.spec import Part
 
 
 class ZeroShards:
-    """Fulfils `engines.shards.Shards` for `ZeRO(stage=1)` and `ZeRO(stage=2)` over all ranks of the group.
+    """Fulfils `DataParallelShards` for `ZeRO(stage=1)` and `ZeRO(stage=2)` over all ranks of the group.
 
     Gives `model`, whose parameters may be on the meta device, new parameters on the context's device; `tensors` are
-    their canonical names and shapes in the order of `partition.optimizer_layout`, and `parts` parameters that consist
-    of several of them. A frozen model keeps nothing but its
-    parameters. `offload` keeps main parameters, optimizer state and, with stage 2, gradients in host memory (Ren et al.
-    2021, "ZeRO-Offload").
+    their canonical names and shapes in the order of `layout.optimizer_layout`, and `parts` parameters that consist of
+    several of them. A frozen model keeps only its parameters. `offload` keeps main parameters, optimizer state and,
+    with stage 2, gradients in host memory (Ren et al. 2021, "ZeRO-Offload").
 
     Attributes as in `Shards`; storage of `main` is by canonical name, flat, of what this rank owns.
 
@@ -107,7 +106,7 @@ class ZeroShards:
             torch._foreach_copy_(list(self.main.values()), list(self._own.values()))
 
     def close(self) -> None:
-        """Free all memory, whoever still refers to it."""
+        """Free all memory, also where others still refer to it."""
         self._gradients.close()
         self.memory.release()
         if self.separate:

@@ -1,0 +1,64 @@
+"""Generalised advantage estimation. Shapes: B rows, R response tokens, V valid (unmasked) tokens of all rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.advantages.estimator import Estimator
+from hybridflow.algorithms.advantages.token_rewards import discounted_sum, valid_only
+from hybridflow.algorithms.masked import finite_column, mask_column, valid_lengths, whiten
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.settings import settings, share, true_or_false
+
+
+@settings
+class GAE(Estimator):
+    """Generalised advantage estimates from the critic's `values`; `returns` are what the critic learns.
+
+    Over the valid tokens t = 0..T-1 of a row (masked ones are skipped: the recursion runs over the row as if they were
+    not there, and rewards or values at them do not count):
+
+        delta_t = r_t + gamma * v_{t+1} - v_t              (v_T = 0: the response ends the episode)
+        A_t     = delta_t + gamma * lam * A_{t+1}
+        R_t     = A_t + v_t
+
+    `whiten` brings the advantages to mean 0 and variance 1 over the valid tokens of the batch.
+    Schulman et al., "High-dimensional continuous control using generalized advantage estimation" (2016), eq. 16.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    reads = ("values",)
+
+    def __post_init__(self) -> None:
+        share(self, "gamma", "lam")
+        true_or_false(self, "whiten")
+
+    def __call__(self, rewards: Ragged, batch: Batch, /) -> tuple[Ragged, Ragged]:
+        mask = mask_column(batch)
+        advantages, returns = gae(rewards, finite_column(batch, "values", mask), mask, gamma=self.gamma, lam=self.lam)
+        return whiten(advantages, mask) if self.whiten else advantages, returns
+
+
+def gae(rewards: Ragged, values: Ragged, mask: Ragged, *, gamma: float, lam: float) -> tuple[Ragged, Ragged]:
+    """Advantages and returns, ragged [B, R] float64, 0 at masked tokens: see `GAE`.
+
+    `rewards` and `values` ragged [B, R] of any type of number, `mask` ragged [B, R] bool.
+    """
+    valid = mask.values
+    reward_V, value_V = rewards.values[valid].to(torch.float64), values.values[valid].to(torch.float64)
+    delta_V = reward_V + float(gamma) * _next_in_row(value_V, mask) - value_V
+    advantage_V = discounted_sum(delta_V, valid_lengths(mask), float(gamma) * float(lam))
+    return valid_only(advantage_V, mask), valid_only(advantage_V + value_V, mask)
+
+
+def _next_in_row(x_V: Tensor, mask: Ragged) -> Tensor:
+    """[V]: the value at the next valid token of the same row, 0 at the last one."""
+    shifted = torch.cat([x_V[1:], x_V.new_zeros(1)])[: len(x_V)]
+    ends = valid_lengths(mask)
+    last = (ends.cumsum(0) - 1)[ends > 0]
+    shifted[last] = 0
+    return shifted

@@ -1,0 +1,46 @@
+"""PPO's clipped policy loss. Shapes: R response tokens, N those of all rows."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.algorithms.losses.policy import PolicyLoss, TokenLoss, log_ratio, policy_kl
+from hybridflow.batch.ragged import Ragged
+from hybridflow.settings import above, settings
+
+
+@settings
+class PPO(PolicyLoss):
+    """The clipped surrogate, as a loss, for each token:
+
+        ratio = exp(log_probs - old_log_probs)
+        loss  = -min(ratio * A, clamp(ratio, 1 - clip, 1 + clip_high) * A)        (clip_high defaults to clip)
+
+    With `dual_clip=c` (> 1) the loss of tokens with A < 0 is at most -c * A; without it there is no such bound (verl
+    has c = 3 by default). A token counts as clipped when it gets no gradient because of a clip. Log-ratios are kept
+    within +-20.
+    Schulman et al., "Proximal policy optimization algorithms" (2017), eq. 7; asymmetric clip: DAPO (2025), eq. 10;
+    dual clip: Ye et al. (2020), eq. 5.
+    """
+
+    clip: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, 0, "clip", "clip_high")
+        above(self, 1, "dual_clip")
+
+    def token_loss(self, log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged) -> TokenLoss:
+        high = self.clip if self.clip_high is None else self.clip_high
+        change, a = log_ratio(log_probs, old_log_probs), advantages.values
+        ratio = change.exp()
+        plain = -a * ratio
+        bounded = -a * ratio.clamp(1.0 - self.clip, 1.0 + high)
+        loss, clipped = torch.maximum(plain, bounded), bounded > plain
+        if self.dual_clip is not None:
+            ceiling = -self.dual_clip * a
+            capped = (a < 0) & (loss > ceiling)
+            loss, clipped = torch.where(capped, ceiling, loss), clipped | capped
+        return TokenLoss(loss, clipped.to(loss.dtype), policy_kl(change))

@@ -1,0 +1,47 @@
+"""The language-model loss. Shapes: N response tokens of all rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.losses.aggregation import Outputs, Share, TokenWeights, Totals
+from hybridflow.algorithms.losses.loss import AggregatedLoss
+from hybridflow.algorithms.masked import response_mask
+from hybridflow.batch.batch import Batch
+from hybridflow.settings import above, settings
+
+
+def negative_log_likelihood(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """[N]: -log p of each token, in nats, differentiable; exactly 0 at masked tokens. `mask` [N] bool."""
+    return -torch.where(mask, log_probs, 0.0)
+
+
+@settings
+class PretrainLoss(AggregatedLoss):
+    """-coef * log p of every response token (all of them without a `response_mask`), in nats.
+
+    The pretraining loss of PPO-ptx (InstructGPT, 2022, eq. 2) and of Safe-RLHF.
+    """
+
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, -math.inf, "coef")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("response_mask?",)
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        return ("response_mask",)
+
+    def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
+        mask = response_mask(rows)
+        token_loss = negative_log_likelihood(outputs["log_probs"].values, mask.values)
+        share = self.reduce(token_loss, TokenWeights(mask, totals))
+        return self.coef * share, {"actor/pretrain_loss": share.detach()}

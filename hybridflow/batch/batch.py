@@ -1,0 +1,374 @@
+"""Batch: rows x named columns in a TensorDict. Pure.
+
+A column is dense (`Tensor` [B, *F]), ragged (`Ragged`, B rows of different length) or a list of B Python objects.
+Nothing is padded. A batch is a value: operations return a new batch, whose tensors are views wherever no row has to
+be copied.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridflow.batch import columns as kinds
+from hybridflow.batch import formats as batch_formats
+from hybridflow.batch.columns import Column
+from hybridflow.batch.ragged import Ragged
+from hybridflow.batch.row_split import RowPlan
+from hybridflow.errors import BatchError, MissingColumnError, nearest
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class Batch:
+    """B rows of named columns: tensors or numpy arrays [B, ...], `Ragged`, or lists with one entry per row.
+
+    Of a list, numbers become a dense column, lists of numbers a ragged one, anything else stays a list of objects
+    (`columns.from_values`); `columns.Objects` keeps numbers as they are.
+
+    `chunk_rows` are the row counts of the mini-batches that the rows form, in order (set by `split`).
+
+    A column may lie in memory that other processes read too (see `from_shared`): `batch["x"]` then makes a private
+    copy the first time, so writing into a tensor never changes what another reader sees. `peek` does not copy.
+
+    Errors: BatchError when columns differ in rows or are no columns, MissingColumnError for an unknown name.
+    """
+
+    __slots__ = ("_data", "_rows", "_shared", "chunk_rows")
+
+    def __init__(self, columns: Mapping[str, Any], *, chunk_rows: Sequence[int] | None = None) -> None:
+        made, shared = kinds.checked(columns)
+        self._set(made, len(next(iter(made.values()), ())), shared, chunk_rows)
+
+    def _set(
+        self, made: Mapping[str, Column], rows: int, shared: Iterable[str], chunk_rows: Sequence[int] | None
+    ) -> None:
+        self._data = TensorDict({}, batch_size=[])
+        self._rows, self._shared, self.chunk_rows = rows, set(shared), None
+        for name, column in made.items():
+            self._store(name, column)
+        if chunk_rows is not None:
+            self.chunk_rows = tuple(int(count) for count in chunk_rows)
+            if sum(self.chunk_rows) != rows or min(self.chunk_rows, default=0) < 0:
+                raise BatchError(f"chunk_rows={self.chunk_rows} has {sum(self.chunk_rows)} rows, the batch has {rows}.")
+
+    @classmethod
+    def _of(
+        cls,
+        made: Mapping[str, Column],
+        rows: int,
+        shared: Iterable[str] = (),
+        chunk_rows: Sequence[int] | None = None,
+    ) -> Batch:
+        """A batch of checked columns; it has rows also when it has no columns."""
+        batch = cls.__new__(cls)
+        batch._set(made, rows, shared, chunk_rows)
+        return batch
+
+    @classmethod
+    def from_shared(cls, columns: Mapping[str, Any], *, chunk_rows: Sequence[int] | None = None) -> Batch:
+        """A batch over columns that others read too: each tensor is copied on its first `batch[name]`."""
+        made, _ = kinds.checked({name: kinds.Objects(c) if isinstance(c, list) else c for name, c in columns.items()})
+        shared = {name for name, column in made.items() if not isinstance(column, list)}
+        return cls._of(made, len(next(iter(made.values()), ())), shared, chunk_rows)
+
+    # Columns
+
+    @property
+    def tensordict(self) -> TensorDict:
+        """The storage, to be read: tensors, {values, offsets} of ragged columns, non-tensor data for objects."""
+        return self._data
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self._data.keys())  # type: ignore[arg-type]
+
+    @property
+    def shared(self) -> bool:
+        """True while a column still lies in memory that is not this batch's own."""
+        return bool(self._shared)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; Python objects count as 0."""
+        return sum(kinds.size_of(column) for column in self._peek_all().values())
+
+    def peek(self, name: str) -> Column:
+        """The column without the private copy: for reading only, the memory may be shared."""
+        value = self._data.get(name, None)
+        if value is None:
+            raise MissingColumnError(f"the batch has no column {name!r}.{nearest(name, self.columns)}")
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, TensorDictBase):
+            return Ragged(value.get("values"), value.get("offsets"))
+        return kinds.Objects(value.data)
+
+    def select(self, *names: str | Iterable[str]) -> Batch:
+        """Only these columns, in this order: `select("a", "b")` or `select(["a", "b"])`."""
+        return self._with({name: self.peek(name) for name in kinds.names_of(names)})
+
+    def without(self, *names: str | Iterable[str]) -> Batch:
+        """All columns but these."""
+        dropped = kinds.names_of(names)
+        for name in dropped:
+            self.peek(name)
+        return self._with({name: column for name, column in self._peek_all().items() if name not in dropped})
+
+    def rename(self, names: Mapping[str, str] | None = None, /, **more: str) -> Batch:
+        """Other names for some columns: `rename(old="new")` or `rename({"old": "new"})`."""
+        old_to_new = dict(names or {}, **more)
+        for old in old_to_new:
+            self.peek(old)
+        new = {old: old_to_new.get(old, old) for old in self.columns}
+        if len(set(new.values())) < len(new):
+            raise BatchError(f"rename({old_to_new}) gives two columns one name; the columns are {list(new)}.")
+        made = {new[old]: column for old, column in self._peek_all().items()}
+        return Batch._of(made, self._rows, {new[old] for old in self._shared}, self.chunk_rows)
+
+    def with_columns(self, **new: Any) -> Batch:
+        """These columns added, or put in the place of those with the same name."""
+        if not self.columns and not self._rows:
+            return Batch(new)
+        made, shared = kinds.checked(new, self._rows)
+        return Batch._of(self._peek_all() | made, self._rows, (self._shared - made.keys()) | shared, self.chunk_rows)
+
+    def union(self, other: Batch | Mapping[str, Any]) -> Batch:
+        """The columns of both batches of the same rows; of two with one name, `other`'s. Also `batch | other`.
+
+        `other` may be a mapping of columns. Errors: BatchError when the row counts or the `row_id`s differ.
+        """
+        other = other if isinstance(other, Batch) else Batch(other)
+        if self._rows != other._rows:
+            raise BatchError(
+                f"cannot unite a batch of {self._rows} rows with one of {other._rows}: give the same rows."
+            )
+        if "row_id" in self and "row_id" in other and not kinds.same(self.peek("row_id"), other.peek("row_id")):
+            raise BatchError(
+                "cannot unite two batches whose row_id differ: their rows are different or in another order. "
+                "Bring one into the other's order with reorder(index), or drop row_id to unite by position."
+            )
+        shared = (self._shared - set(other.columns)) | other._shared
+        chunk_rows = self.chunk_rows if self.chunk_rows is not None else other.chunk_rows
+        return Batch._of(self._peek_all() | other._peek_all(), self._rows, shared, chunk_rows)
+
+    # Rows
+
+    def split(
+        self, parts: int, *, balance: str | Tensor | None = None, groups: bool = False, chunks: int = 1
+    ) -> list[Batch]:
+        """The rows over `parts` batches in `chunks` mini-batches (`RowPlan`), contiguously or balanced.
+
+        `balance` is the weight of each row, [B], or a column: its values, or the lengths of a ragged one.
+        `groups=True` keeps the rows of one `group_id` together. `chunk_rows` of each part says its mini-batches.
+        """
+        weights = self._row_weights(balance) if isinstance(balance, str) else balance
+        ids = self.peek("group_id") if groups else None
+        assignment = RowPlan(self._rows, parts, chunks).assign(weights, ids)  # type: ignore[arg-type]
+        return [self._take(torch.cat(part), [len(rows) for rows in part]) for part in assignment]
+
+    def balance(self, parts: int, by: str = "num_tokens") -> list[Batch]:
+        """`parts` batches with about equal sums of column `by` (of a ragged one, its lengths): `split` for tokens."""
+        return self.split(parts, balance=by)
+
+    def chunks(self) -> list[Batch]:
+        """The mini-batches by `chunk_rows`; the batch itself when it has none."""
+        if self.chunk_rows is None:
+            return [self]
+        ends = torch.tensor(self.chunk_rows).cumsum(0).tolist()
+        return [self[end - count : end] for count, end in zip(self.chunk_rows, ends, strict=True)]
+
+    @staticmethod
+    def concat(parts: Sequence[Batch]) -> Batch:
+        """The rows of all parts. Errors: BatchError when there is no part or columns or their types differ."""
+        if not parts:
+            raise BatchError("Batch.concat needs at least one batch.")
+        first = parts[0]
+        if len(parts) == 1:
+            return first._with(first._peek_all(), keep_chunks=False)
+        for i, part in enumerate(parts):
+            if differing := set(first.columns) ^ set(part.columns):
+                raise BatchError(f"batches 0 and {i} cannot be joined: only one of them has {sorted(differing)}.")
+        made = {name: kinds.join(name, [part.peek(name) for part in parts]) for name in first.columns}
+        return Batch._of(made, sum(part.rows for part in parts))
+
+    def repeat(self, n: int) -> Batch:
+        """Each row n times, the copies adjacent, as n responses per prompt need it.
+
+        `group_id` says which row the copies come from (its `row_id`, or its position), unless there are groups
+        already; `row_id` becomes row_id * n + copy, so it stays unique.
+        """
+        if type(n) is not int or n < 1:
+            raise BatchError(f"repeat({n!r}): must be a whole number of at least 1.")
+        index = torch.arange(self._rows).repeat_interleave(n)
+        row_id = torch.as_tensor(self.peek("row_id") if "row_id" in self else torch.arange(self._rows))[index]
+        ids = {"row_id": row_id * n + torch.arange(len(index)) % n}
+        return self._take(index).with_columns(**({} if "group_id" in self else {"group_id": row_id}), **ids)
+
+    def reorder(self, index: Tensor | Sequence[int]) -> Batch:
+        """The rows at `index` [K], copied, in that order. Errors: BatchError for an index out of range."""
+        index = torch.as_tensor(index)
+        if index.ndim != 1 or (len(index) and index.dtype.is_floating_point) or index.dtype == torch.bool:
+            raise BatchError(f"reorder needs row indices [K], got {index.dtype} {list(index.shape)}.")
+        index = index.to("cpu", torch.int64)
+        if len(index) and not -self._rows <= int(index.min()) <= int(index.max()) < self._rows:
+            raise BatchError(
+                f"reorder was given rows {int(index.min())}..{int(index.max())}, the batch has {self._rows} rows."
+            )
+        return self._take(index % max(1, self._rows))
+
+    def filter(self, mask: Tensor | Sequence[bool]) -> Batch:
+        """The rows where `mask` [B] bool is True."""
+        mask = torch.as_tensor(mask, dtype=None if len(mask) else torch.bool)
+        if mask.shape != (self._rows,) or mask.dtype != torch.bool:
+            raise BatchError(f"filter needs a bool mask [{self._rows}], got {mask.dtype} {list(mask.shape)}.")
+        return self._take(mask.cpu().nonzero()[:, 0])
+
+    # Memory
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """All tensors on `device` (offsets of ragged columns stay on the CPU)."""
+        device = torch.device(device)
+        made = {name: kinds.to_device(column, device, non_blocking) for name, column in self._peek_all().items()}
+        shared = {name for name in self._shared if _memory(made[name]) == _memory(self.peek(name))}
+        return Batch._of(made, self._rows, shared, self.chunk_rows)
+
+    def clone(self) -> Batch:
+        """A copy with memory of its own."""
+        made = {name: kinds.copy(column) for name, column in self._peek_all().items()}
+        return Batch._of(made, self._rows, (), self.chunk_rows)
+
+    def equal(self, other: Batch) -> bool:
+        """Same rows and columns (in any order), with equal types and values."""
+        if self._rows != other._rows or set(self.columns) != set(other.columns):
+            return False
+        return all(kinds.same(self.peek(name), other.peek(name)) for name in self.columns)
+
+    # Records
+
+    @classmethod
+    def from_dicts(cls, records: Sequence[Mapping[str, Any]]) -> Batch:
+        """One row per dict: numbers dense (bool, int64, else float32), lists of numbers ragged, the rest objects."""
+        return cls._of(batch_formats.columns_from_dicts(records), len(records))
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """One dict of plain Python values per row."""
+        return batch_formats.dicts_from_columns(self._peek_all(), self._rows)
+
+    @classmethod
+    def from_pandas(cls, frame: DataFrame) -> Batch:
+        return cls._of(batch_formats.columns_from_pandas(frame), len(frame))
+
+    def to_pandas(self) -> DataFrame:
+        return batch_formats.pandas_from_columns(self._peek_all())
+
+    # Python
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._data.get(name, None) is not None
+
+    def __getitem__(self, key: Any) -> Any:
+        """A column by name (copied out of shared memory the first time), columns by a list of names, or rows.
+
+        Rows come by number or slice as a batch of views, by a list or tensor of row numbers or of bools as a copy.
+        """
+        if isinstance(key, str):
+            if key in self._shared:
+                self._store(key, kinds.copy(self.peek(key)))
+                self._shared.discard(key)
+            return self.peek(key)
+        if isinstance(key, list | tuple) and any(isinstance(name, str) for name in key):
+            return self.select(*key)
+        if isinstance(key, list | tuple | range) or getattr(key, "ndim", 0):
+            index = torch.as_tensor(key)
+            return self.filter(index) if index.dtype == torch.bool else self.reorder(index)
+        if isinstance(key, slice):
+            picked = range(self._rows)[key]
+        elif -self._rows <= (row := operator.index(key)) < self._rows:
+            picked = range(row % self._rows, row % self._rows + 1)
+        else:
+            raise IndexError(f"row {key} of a batch of {self._rows} rows")
+        return self._slice(picked.start, picked.stop) if picked.step == 1 else self._take(torch.tensor(list(picked)))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Each row as a dict: a tensor of the row for dense and ragged columns, the object for others."""
+        own = {name: self[name] for name in self.columns}
+        for row in range(self._rows):
+            yield {name: c.row(row) if isinstance(c, Ragged) else c[row] for name, c in own.items()}
+
+    def __or__(self, other: Batch | Mapping[str, Any]) -> Batch:
+        return self.union(other) if isinstance(other, Batch | Mapping) else NotImplemented
+
+    def __ror__(self, other: Mapping[str, Any]) -> Batch:
+        return Batch(other).union(self) if isinstance(other, Mapping) else NotImplemented
+
+    def __reduce__(self):
+        encoded = {name: kinds.encode(column) for name, column in self._peek_all().items()}
+        return _unpickle, (encoded, self._rows, self.chunk_rows)
+
+    def __repr__(self) -> str:
+        return batch_formats.summary(self._peek_all(), self._rows, self.chunk_rows)
+
+    def _repr_html_(self) -> str:
+        return batch_formats.table(self._peek_all(), self._rows)
+
+    def _store(self, name: str, column: Column) -> None:
+        if isinstance(column, Tensor):
+            self._data.set(name, column)
+        elif isinstance(column, Ragged):
+            nested = {"values": column.values, "offsets": column.offsets}
+            self._data.set(name, TensorDict(nested, batch_size=[]))
+        else:
+            self._data.set_non_tensor(name, column)
+
+    def _peek_all(self) -> dict[str, Column]:
+        return {name: self.peek(name) for name in self.columns}
+
+    def _with(self, made: Mapping[str, Column], keep_chunks: bool = True) -> Batch:
+        """The same rows with a part of the columns."""
+        return Batch._of(made, self._rows, self._shared & made.keys(), self.chunk_rows if keep_chunks else None)
+
+    def _slice(self, start: int, stop: int, chunk_rows: Sequence[int] | None = None) -> Batch:
+        stop = max(start, stop)
+        made = {name: kinds.row_slice(column, start, stop) for name, column in self._peek_all().items()}
+        return Batch._of(made, stop - start, self._shared, chunk_rows)
+
+    def _take(self, index: Tensor, chunk_rows: Sequence[int] | None = None) -> Batch:
+        """The rows at `index` [K] int64, as views where they are one range."""
+        start = int(index[0]) if len(index) else 0
+        if torch.equal(index, torch.arange(start, start + len(index))):
+            return self._slice(start, start + len(index), chunk_rows)
+        made = {name: kinds.take(column, index) for name, column in self._peek_all().items()}
+        return Batch._of(made, len(index), (), chunk_rows)
+
+    def _row_weights(self, name: str) -> Tensor:
+        """[B]: the values of a dense column, the lengths of a ragged one."""
+        column = self.peek(name)
+        if isinstance(column, list):
+            raise BatchError(f"split(balance={name!r}): a column of Python objects has no weights. Name a ragged one.")
+        return column.lengths if isinstance(column, Ragged) else column
+
+
+def _memory(column: Column) -> int:
+    if isinstance(column, list):
+        return id(column)
+    return (column.values if isinstance(column, Ragged) else column).data_ptr()
+
+
+def _unpickle(encoded: Mapping[str, Any], rows: int, chunk_rows: tuple[int, ...] | None) -> Batch:
+    made = {name: kinds.decode(value) for name, value in encoded.items()}
+    shared = {name for name, value in encoded.items() if kinds.is_read_only(value)}
+    return Batch._of(made, rows, shared, chunk_rows)

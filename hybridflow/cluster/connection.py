@@ -1,0 +1,139 @@
+"""Connection: the driver joins a Ray cluster, or starts a local one that no other user and no network reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+import ray.exceptions
+from ray._common.utils import get_default_system_temp_dir
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.worker import global_worker
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+from hybridflow.cluster.orphan_cleanup import marked
+from hybridflow.errors import ConfigError
+
+LOCAL_DEVICES = 16
+_ANSWER_SECONDS = 5.0
+_LONGEST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
+"""Bytes of Ray's directory: a socket's path has at most 107."""
+
+
+def connect(session: str, address: str | None, devices: int | None) -> str:
+    """Join the cluster at `address`, or start a local one with `devices` logical devices.
+
+    Returns the directory of a cluster that was started, "" for one that was joined. Processes of a local cluster listen
+    on the loopback address only. Errors: ConfigError.
+    """
+    # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address and address != "local":
+        _join(address)
+        return ""
+    # one idle worker per CPU would be started, and hosts never use them: they have an environment of their own
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
+    with _terminal_signals_not_inherited(), marked(session), _loopback_only():
+        ray.init(
+            "local",
+            num_cpus=cores,
+            include_dashboard=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+            _temp_dir=_ray_directory(),
+        )
+    return str(global_worker.node.get_session_dir_path())  # type: ignore[union-attr]
+
+
+def _join(address: str) -> None:
+    """Connect to an existing cluster, `host:port` or "auto". Errors: ConfigError when none answers there."""
+    host, _, port = address.rpartition(":")
+    try:
+        if host and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+            _show_token(address, host)
+        ray.init(address=address, logging_level=logging.ERROR)
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head` and give its host:port, "
+            f"or unset RAY_ADDRESS to have one started."
+        ) from error
+
+
+def _show_token(address: str, host: str) -> None:
+    """`ray start` may ask for the user's token, which Ray shows only to clusters that it finds without an address."""
+    try:
+        GcsClient(address=address)
+    except ray.exceptions.AuthenticationError:
+        here = host in ("localhost", "127.0.0.1", ray.util.get_node_ip_address())
+        if not (here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False)):
+            raise ConfigError(
+                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+                f"~/.ray/auth_token to the cluster's."
+            ) from None
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """A cluster that is started within has the address 127.0.0.1, and its processes listen there only.
+
+    Ray takes such an address for the machine's outward one, and listens on all interfaces, except where it starts no
+    clusters of several machines (macOS, Windows). Its processes have to know as well: they would not find each other.
+    """
+    name, known = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = known
+        os.environ.pop(name)
+        os.environ.update({} if before is None else {name: before})
+
+
+def _ray_directory() -> str:
+    """Ray's own, which it opens to every user, in a private one. Errors: ConfigError for a path that is too long."""
+    path = _private_directory() / "ray"
+    if (length := len(os.fsencode(path))) > _LONGEST_DIRECTORY:
+        raise ConfigError(
+            f"Ray cannot make sockets in {path}, which has {length} bytes: at most {_LONGEST_DIRECTORY} leave room for "
+            f"their names. Set RAY_TMPDIR to a shorter directory."
+        )
+    return str(path)
+
+
+def _private_directory() -> Path:
+    """A directory of this user's that no other user can enter. Errors: ConfigError when somebody else's is there."""
+    path = Path(get_default_system_temp_dir()) / f"hybridflow-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{path} is another user's, or not a directory. Remove it, or set RAY_TMPDIR to another one.")
+    path.chmod(0o700)
+    return path
+
+
+@contextlib.contextmanager
+def _terminal_signals_not_inherited():
+    """Let Ctrl-C reach the driver only: Ray's processes would die first and take the clean-up with them."""
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        yield
+        return
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

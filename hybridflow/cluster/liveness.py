@@ -1,0 +1,244 @@
+"""Liveness: what a host process does right now, told by a thread of its own while a call runs.
+
+A host runs one call at a time and takes no other meanwhile. Its `LivenessServer` tells each client which call the host
+runs and at which line. A process that is stopped, gone, or inside a function that never releases the interpreter does
+not answer. So errors and notices name the rank that is waited for, and not one that waits as well.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from hybridflow.cluster.row_refs import IssuedCall, RankOutput
+from hybridflow.errors import WaitTimeoutError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+NOTICE_SECONDS = 30.0
+"""A wait that is longer says on the console whom it is for, and again each time it has doubled."""
+ANSWER_SECONDS = 2.0
+"""A process that needs longer to say what it does does not answer."""
+_LOOK_AGAIN_SECONDS = 1.0
+_AT_ONCE = 64  # processes that are asked at a time
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_COLLECTIVE = ("/torch/distributed/", "/engine3d/messages.py", "/pipeline_parallel/p2p_communication.py")
+SILENT = "no answer from its process, which is stopped, hangs, or cannot be reached"
+STARTING = "its process has not started yet"
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a process does: the `call` ("" for none), at `place`; `waiting`: inside a collective."""
+
+    call: str = ""
+    place: str = ""
+    waiting: bool = False
+
+    def __str__(self) -> str:
+        if not self.call:
+            return "idle"
+        return f"{'waiting for its peers' if self.waiting else f'at {self.place}'}, in {self.call}"
+
+
+def listening_socket(host: str) -> socket.socket:
+    """A socket that listens at this address only, on a port of the system's choice."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_AT_ONCE)
+
+
+class LivenessServer:
+    """Answers each connection with one line of JSON, a `Doing`, and closes it."""
+
+    def __init__(self, host: str) -> None:
+        self._call, self._thread = "", threading.get_ident()
+        self._socket = listening_socket(host)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        threading.Thread(target=self._serve, name="liveness", daemon=True).start()
+
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """`call` is what this process does within."""
+        before = self._call
+        self._call, self._thread = call, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with connection, suppress(OSError):  # the client is gone
+                connection.settimeout(ANSWER_SECONDS)
+                connection.sendall(json.dumps(asdict(self._doing())).encode())
+
+    def _doing(self) -> Doing:
+        frame = sys._current_frames().get(self._thread)
+        return Doing(self._call, _place(frame), _in_collective(frame))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _place(frame: FrameType | None) -> str:
+    """`file.py:12 in function`, of the innermost code that belongs to no installed library."""
+    own, innermost = frame, frame
+    while (
+        own is not None
+        and own.f_code.co_filename.startswith(_LIBRARIES)
+        and "/hybridflow/" not in own.f_code.co_filename
+    ):
+        own = own.f_back
+    found = own or innermost
+    if found is None:
+        return "its end"
+    path = "/".join(found.f_code.co_filename.split("/")[-2:])
+    return f"{path}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def _in_collective(frame: FrameType | None) -> bool:
+    for _ in range(3):
+        if frame is not None and any(part in frame.f_code.co_filename for part in _COLLECTIVE):
+            return True
+        frame = None if frame is None else frame.f_back
+    return False
+
+
+def ask(address: Any) -> Doing | str:
+    """What the process does that listens at `address` (a reference to host and port), or why it does not answer."""
+    end = time.monotonic() + ANSWER_SECONDS
+    try:
+        host, port = ray.get(address, timeout=ANSWER_SECONDS)
+        with socket.create_connection((host, port), timeout=max(0.01, end - time.monotonic())) as connection:
+            connection.settimeout(max(0.01, end - time.monotonic()))
+            with connection.makefile("rb") as answer:
+                return Doing(**json.loads(answer.read(1 << 16)))
+    except ray.exceptions.GetTimeoutError:
+        return STARTING
+    except (ray.exceptions.RayError, OSError, ValueError, TypeError):
+        return SILENT
+
+
+def ask_all(parts: Sequence[RankOutput]) -> list[tuple[RankOutput, Doing | str]]:
+    """What the processes do that run the calls of these parts, where they can be asked."""
+    asked = [part for part in parts if part.address is not None]
+    if not asked:
+        return []
+    with ThreadPoolExecutor(min(_AT_ONCE, len(asked)), "liveness") as threads:
+        answers = list(threads.map(ask, [part.address for part in asked]))
+    return list(zip(asked, answers, strict=True))
+
+
+def unfinished(parts: Sequence[RankOutput]) -> list[RankOutput]:
+    """The parts whose calls are not over."""
+    refs = {part.ref: part for part in parts if isinstance(part.ref, ray.ObjectRef)}
+    if not refs:
+        return []
+    _, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+    return [refs[ref] for ref in waiting]
+
+
+def whom(parts: Sequence[RankOutput]) -> str:
+    """`trainer.update (ranks 0, 1: waiting ...; rank 2: at ...)`, for parts that are waited for.
+
+    Where the processes of some do not answer, these alone.
+    """
+    answers = ask_all(parts)
+    said = [(part, doing) for part, doing in answers if isinstance(doing, str)]
+    said = said or [(part, str(doing)) for part, doing in answers]
+    said += [(part, "") for part in parts if part.address is None]
+    calls: dict[str, dict[str, list[int]]] = {}
+    for part, text in said:
+        states = calls.setdefault(f"{part.origin.role}.{part.origin.method}", {})
+        states.setdefault(text, []).append(part.origin.rank)
+    return ", ".join(
+        f"{call} ({'; '.join(f'{_ranks(ranks)}: {text}'.removesuffix(': ') for text, ranks in states.items())})"
+        for call, states in calls.items()
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = sorted(set(ranks))
+    text = ", ".join(map(str, shown[:8])) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    return f"rank {text}" if len(shown) == 1 else f"ranks {text}"
+
+
+class Deadline:
+    """The end of a number of seconds from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class WaitNotice:
+    """Says on the console whom a wait is for, once it is long."""
+
+    def __init__(self) -> None:
+        self._start, self._next = time.monotonic(), NOTICE_SECONDS
+
+    def look(self, waiting: Callable[[], Sequence[RankOutput]]) -> None:
+        """To be called every second or so; `waiting` finds the parts that are still waited for."""
+        waited = time.monotonic() - self._start
+        if waited >= self._next:
+            self._next *= 2
+            logger.warning("waited %.0f s so far for %s", waited, whom(waiting()))
+
+
+def blamed(error: WorkerError, calls: Sequence[IssuedCall]) -> WorkerError:
+    """The error of a rank that waited for its peers in vain, as one that names the rank that did not take part.
+
+    Any other error stays as it is, and so does one for which no rank is found that is silent or busy elsewhere.
+    """
+    if not isinstance(error.cause, WaitTimeoutError) or not (absent := _absent(calls)):
+        return error
+    (part, said), others = absent[0], sorted({part.origin.rank for part, _ in absent[1:]})
+    origin = part.origin
+    whose = "" if origin.role == error.role else f" of {origin.role}"
+    found = WorkerError(
+        f"{error.role}.{error.method} failed: rank {origin.rank}{whose} did not take part ({said}), and its peers "
+        f"waited in vain." + (f" Nor did {_ranks(others)}." if others else ""),
+        role=origin.role,
+        rank=origin.rank,
+        method=origin.method,
+        cause=error.cause,
+        remote_traceback=error.remote_traceback,
+    )
+    found.id = error.id
+    return found
+
+
+def _absent(calls: Sequence[IssuedCall]) -> list[tuple[RankOutput, str]]:
+    """The ranks of these calls that are silent, else those that are not in a collective, twice in a row."""
+    found: dict[int, tuple[RankOutput, Doing | str]] | None = None
+    for pause in (0.0, _LOOK_AGAIN_SECONDS):  # a rank that just failed, too, may have no time to answer
+        time.sleep(pause)
+        asked = ask_all(unfinished([status for call in calls for status in call.statuses]))
+        now = {id(part): (part, doing) for part, doing in asked if isinstance(doing, str) or not doing.waiting}
+        found = now if found is None else {key: state for key, state in now.items() if key in found}
+        if not found:
+            return []
+    states = list((found or {}).values())
+    silent = [(part, doing) for part, doing in states if isinstance(doing, str)]
+    return silent or [(part, str(doing)) for part, doing in states]

@@ -1,0 +1,267 @@
+"""RayBackend: one Ray actor per device, on a cluster that is joined or started here."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import ray
+import ray.exceptions
+import torch.distributed as dist
+from ray import cloudpickle
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridflow.cluster.backend import Deadlines, PoolHosts, RankCall, RankGroup
+from hybridflow.cluster.connection import connect
+from hybridflow.cluster.failure import Failure, first_failure
+from hybridflow.cluster.future import fetch
+from hybridflow.cluster.host import GroupSpec, Host, HostSpec
+from hybridflow.cluster.iterations import Iterations
+from hybridflow.cluster.liveness import NOTICE_SECONDS, Deadline, WaitNotice, listening_socket, unfinished
+from hybridflow.cluster.orphan_cleanup import MARK, Watcher
+from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
+from hybridflow.cluster.termination import Termination
+from hybridflow.cluster.weight_channels import WeightChannels, node_numbers
+from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
+from hybridflow.protocols import Operation, operations
+
+logger = logging.getLogger(__name__)
+_PLACE_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
+_RETURN_SECONDS = 4.0
+RemoteHost = ray.remote(max_restarts=0, max_task_retries=0)(Host)
+
+
+class RayBackend:
+    """Connects to the cluster at `address` (or `RAY_ADDRESS`), or starts a local one with `devices` logical devices.
+
+    On a local machine without CUDA a device is a logical slot, so a pool may be larger than the number of cores.
+    """
+
+    traces = False
+
+    def __init__(self, address: str | None, devices: int | None, deadlines: Deadlines) -> None:
+        self.name, self.deadlines = uuid.uuid4().hex[:8], deadlines
+        self.iterations = Iterations(deadlines.peers)
+        self.channels = WeightChannels(self.iterations)
+        self._store: dist.Store | None = None
+        self._connected, self.directory = not ray.is_initialized(), ""
+        self._termination = Termination()
+        with self._termination.taken():
+            if self._connected:
+                self.directory = connect(self.name, address or os.environ.get("RAY_ADDRESS"), devices)
+            self._watcher = Watcher(self.name, self.directory)
+            self.accelerators = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+            self.has_cuda = any(self.accelerators)
+            atexit.register(self.close)
+
+    @property
+    def started_ray(self) -> bool:
+        """Whether the cluster is this session's own."""
+        return bool(self.directory)
+
+    @cached_property
+    def _store_address(self) -> tuple[str, int]:
+        """Where the rendezvous store of all process groups listens.
+
+        It is in this process: a host that stands still must not hold up those that wait for it at the store, where
+        torch waits without a limit.
+        """
+        address = ray.util.get_node_ip_address()
+        listener = listening_socket(address)  # the store itself would listen on all interfaces
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            *(address, port, None, True), wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return address, port
+
+    def start_hosts(self, pool: str, per_node: Sequence[int]) -> PoolHosts:
+        if not per_node:
+            spec = HostSpec(pool, 0, 0, False, 1, self.deadlines)
+            host = self._start(spec, {"num_cpus": 0})
+            return PoolHosts(pool, [host], [host.listen.remote()], [0], [""])
+        reserved = self._reserve(per_node)
+        nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
+        threads = 1 if self.started_ray else max(1, (os.cpu_count() or 1) // len(nodes))
+        device = {"num_cpus": 0, "num_gpus": 1} if self.has_cuda else {"num_cpus": 1, "num_gpus": 0}
+        hosts = []
+        for rank, node in enumerate(nodes):
+            spec = HostSpec(pool, rank, len(nodes), self.has_cuda, threads, self.deadlines)
+            where = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
+            hosts.append(self._start(spec, {**device, "scheduling_strategy": where}))
+        addresses = [host.listen.remote() for host in hosts]
+        for host in hosts:
+            host.join.remote(self._store_address)
+        machines = placement_group_table(reserved)["bundles_to_node_id"]
+        return PoolHosts(pool, hosts, addresses, nodes, [machines[node] for node in nodes], reserved)
+
+    def _start(self, spec: HostSpec, options: dict[str, Any]) -> Any:
+        environment = {"env_vars": self._environment(spec.threads)}
+        return RemoteHost.options(runtime_env=environment, **options).remote(spec)
+
+    def _environment(self, threads: int) -> dict[str, str]:
+        names = {
+            MARK: self.name,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path and os.path.isdir(path)),
+            "TOKENIZERS_PARALLELISM": "false",
+            # results above this size stay in the object store of their node; Ray would send up to 100 kB to the driver
+            "RAY_max_direct_call_object_size": "8192",
+            # joined columns come from memory that the process already has: new pages cost more than the copy
+            "MALLOC_MMAP_THRESHOLD_": "33554432",
+            "MALLOC_TRIM_THRESHOLD_": "268435456",
+        }
+        if self.started_ray:  # one machine: gloo would listen where its name leads to, NCCL on its first interface
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            names |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        if not self.has_cuda:
+            names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        return names
+
+    def stop_hosts(self, hosts: PoolHosts) -> None:
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(ray.exceptions.RayError):
+            closing = [host.close.remote() for host in hosts.hosts]
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
+        with contextlib.suppress(ray.exceptions.RayError):
+            for host in hosts.hosts:
+                ray.kill(host)
+            if hosts.reserved is not None:
+                remove_placement_group(hosts.reserved)
+
+    def _reserve(self, per_node: Sequence[int]) -> PlacementGroup:
+        """A placement group with one bundle per node, after checking that it can ever be placed."""
+        kind = "GPU" if self.has_cuda else "CPU"
+        wanted, total = sum(per_node), int(ray.cluster_resources().get(kind, 0))
+        asked = f"ResourcePool({list(per_node)}) asks for {wanted} devices ({kind}s)"
+        logical = self.started_ray and kind == "CPU"
+        if wanted > total:
+            more = "Make the pool smaller" + (
+                f", or open the session with hybridflow.init(devices={wanted})."
+                if logical
+                else " or add nodes to the cluster."
+            )
+            raise PlacementError(f"{asked}, the cluster has {total}. {more}")
+        if (free := _free(kind, wanted)) < wanted:
+            raise PlacementError(f"{asked}, {free} of the cluster's {total} are free. Close a pool or share this one.")
+        nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+        fitting = sorted(nodes, reverse=True)[: len(per_node)]
+        fits = len(fitting) == len(per_node) and all(
+            n >= k for n, k in zip(fitting, sorted(per_node, reverse=True), strict=True)
+        )
+        if not logical and not fits:
+            raise PlacementError(f"{asked} on {len(per_node)} nodes, the cluster's nodes have {nodes}.")
+        bundles = [{kind: float(count)} for count in per_node]
+        placement = placement_group(bundles, strategy="PACK" if logical or len(per_node) == 1 else "STRICT_SPREAD")
+        limit = min(_PLACE_SECONDS, self.deadlines.peers)
+        there = placement.wait(timeout_seconds=min(NOTICE_SECONDS, limit))
+        if not there and limit > NOTICE_SECONDS:
+            logger.warning("%s: the cluster has not placed them in %g s", asked, NOTICE_SECONDS)
+            there = placement.wait(timeout_seconds=limit - NOTICE_SECONDS)
+        if not there:
+            remove_placement_group(placement)
+            raise PlacementError(f"{asked}; the cluster did not place them within {limit:g} s.")
+        return placement
+
+    def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
+        return operations(worker_class)
+
+    def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
+        spec = GroupSpec(ranks.key, ranks.name, ranks.grid, ranks.members, node_numbers(ranks.machines))
+        seq, settings = self.iterations.sequence(), dict(ranks.settings)
+        with _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
+            built = [host.create.remote(seq, spec, ranks.worker_class, settings, uninitialized) for host in ranks.hosts]
+        self._results(ranks, "__init__", built)
+
+    def ask(self, ranks: RankGroup, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        refs = [host.apply.remote(ranks.key, function, *arguments) for host in ranks.hosts]
+        return self._results(ranks, function.__name__, refs)
+
+    def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any]) -> list[Any]:
+        call = self.iterations.new_call()
+        call.statuses += _outputs(ranks, method, refs, call)
+        try:
+            return fetch(refs, call.statuses)
+        except WaitTimeoutError as error:
+            raise WaitTimeoutError(
+                f"{error} Its hosts may still be at it: close the pool and make a new one, or give more time by "
+                f"hf.init(peer_timeout=...)."
+            ) from None
+
+    def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
+        issued, out = self.iterations.new_call(), list[RankOutput | None]()
+        for rank, (host, address, call) in enumerate(zip(ranks.hosts, ranks.addresses, calls, strict=True)):
+            if call is None:
+                out.append(None)
+                continue
+            with _arguments_sent(f"{ranks.name}.{call.method}", call.settings):
+                ref, status = host.call.remote(call)
+            origin = CallOrigin(ranks.name, rank, call.method)
+            issued.statuses.append(RankOutput(status, None, origin, issued, address))
+            out.append(RankOutput(ref, call.rows, origin, issued, address))
+        self.iterations.issued(issued.statuses)
+        return out
+
+    def drop(self, ranks: RankGroup, wait: float) -> Failure | None:
+        self.channels.close(ranks.key)
+        dropping = [host.drop.remote(ranks.key) for host in ranks.hosts]
+        done, deadline, notice = [], Deadline(wait), WaitNotice()
+        while len(done) < len(dropping) and deadline.left:
+            done, _ = ray.wait(dropping, num_returns=len(dropping), timeout=min(1.0, deadline.left))
+            notice.look(lambda: unfinished(_outputs(ranks, "close", dropping)))
+        answers = []
+        for ref in done:
+            with contextlib.suppress(ray.exceptions.RayError):  # a host that is gone holds nothing
+                answers.append(ray.get(ref))
+        if (failure := first_failure(answers)) is not None:
+            logger.warning("%s was not freed everywhere: %s", ranks.name, failure.error)
+        return failure
+
+    def close(self) -> None:
+        """Leave the cluster, and stop it if it was started here. Can be called again at any time."""
+        atexit.unregister(self.close)
+        if ray.is_initialized() and self._connected:
+            ray.shutdown()
+        self.iterations = Iterations(self.deadlines.peers)
+        self._watcher.sweep()
+        self._store = None
+        self._termination.give_back()
+
+
+def _outputs(ranks: RankGroup, method: str, refs: Sequence[Any], call: IssuedCall | None = None) -> list[RankOutput]:
+    return [
+        RankOutput(ref, 0, CallOrigin(ranks.name, rank, method), call, address)
+        for rank, (ref, address) in enumerate(zip(refs, ranks.addresses, strict=True))
+    ]
+
+
+def _free(kind: str, wanted: int) -> int:
+    """Free devices; those of a pool that was just closed come back only after a moment."""
+    deadline = Deadline(_RETURN_SECONDS)
+    while (free := int(ray.available_resources().get(kind, 0))) < wanted and deadline.left:
+        time.sleep(0.05)
+    return free
+
+
+@contextlib.contextmanager
+def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Name the setting that cannot be pickled, where Ray shows everything around it."""
+    try:
+        yield
+    except TypeError:
+        for name, value in settings.items():
+            try:
+                cloudpickle.dumps(value)
+            except (TypeError, ValueError, AttributeError, pickle.PicklingError) as reason:
+                raise ConfigError(f"{where}: {name}={value!r} cannot be sent to a host: {reason}.") from None
+        raise

@@ -1,0 +1,273 @@
+"""Where the rows of a column lie: a small expression over rank outputs, rearranged without touching data. Pure.
+
+A `RankOutput` is what one rank returned from one call. Splitting, joining, repeating and selecting only build nodes
+over outputs; the process that reads a column `locate`s its rows and fetches the outputs that hold them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.batch.row_split import RowPlan
+from hybridflow.models.spec import Cost
+
+Index = NDArray[np.int64]
+_KEYS = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class CallOrigin:
+    """Which call on which rank produced something: for error messages."""
+
+    role: str
+    rank: int
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method} on rank {self.rank}"
+
+
+@dataclass(slots=True, eq=False)
+class IssuedCall:
+    """One call as the driver issued it: `statuses` say how it went on every rank, collected or not.
+
+    `observed` says that the driver has raised its failure. `reported` holds the ids of the errors that were raised and
+    is shared by all calls of a session. `timeout` seconds bound a wait for its results.
+    """
+
+    statuses: list[RankOutput]
+    reported: set[str]
+    timeout: float
+    observed: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankOutput:
+    """What one rank returned: `ref` refers to its manifest, or is the manifest where the driver made it.
+
+    `rows` is None until its call has finished. Two fields stay on the driver: `call`, which writes it, and `address`, a
+    reference to where the process that runs the call reports what it does (`liveness.py`).
+    """
+
+    ref: Any
+    rows: int | None
+    origin: CallOrigin
+    call: IssuedCall | None = None
+    address: Any = None
+
+    def __reduce__(self):
+        return RankOutput, (self.ref, self.rows, self.origin)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSpec:
+    """How `rows` rows are split over `parts` parts; its `key` names the result, which processes cache.
+
+    `weights` (tokens per row), or their `cost`, are spread evenly, rows of one of `groups` stay together, and each of
+    `chunks` ranges of rows is split on its own. The columns are read where the rows of a part are needed.
+    """
+
+    weights: ColumnRef | None = field(default=None, compare=False)
+    groups: ColumnRef | None = field(default=None, compare=False)
+    chunks: int = field(default=1, compare=False)
+    cost: Cost | None = field(default=None, compare=False)
+    rows: int = 0
+    parts: int = 1
+    key: int = field(default_factory=_KEYS.__next__)
+
+    def over(self, rows: int, parts: int) -> SplitSpec:
+        return replace(self, rows=rows, parts=parts, weights=self.weights if parts > 1 else None)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every part is one even range of rows."""
+        return self.weights is None and self.groups is None and self.chunks == 1
+
+    @property
+    def plan(self) -> RowPlan:
+        return RowPlan(self.rows, self.parts, self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """A row selection: the rows that `split` gives to part `index`, `chunk_rows` of them in each mini-batch."""
+
+    split: SplitSpec
+    index: int
+    chunk_rows: tuple[int, ...] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpermute:
+    """A row selection: rows that lie part after part as `split` cut them, `each` for one of its rows, in the order
+    before the split."""
+
+    split: SplitSpec
+    each: int = 1
+
+
+RowSelection = range | Index | SplitPart | Unpermute
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """The rows `rows` of `source`, counted after repeating each of its rows `repeat` times (adjacent)."""
+
+    source: Node
+    rows: RowSelection
+    repeat: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Concat:
+    """Rows of all nodes, one after the other; `rows[i]` of node i."""
+
+    nodes: tuple[Node, ...]
+    rows: tuple[int, ...]
+
+
+Node = RankOutput | Gather | Concat
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnRef:
+    """Column `stored` of the outputs below `node`. `unique` numbers repeated rows apart (row_id)."""
+
+    stored: str
+    node: Node
+    unique: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankRows:
+    """The rows of one rank in a call, by reference, as they travel to its host."""
+
+    rows: int
+    columns: Mapping[str, ColumnRef]
+    chunk_rows: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class Located:
+    """For each wanted row: which of `outputs` holds it, at which row, and which `copy` of its `repeats` it is."""
+
+    outputs: list[RankOutput]
+    which: Index
+    row: Index
+    repeats: Index
+    copy: Index
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(output, start, stop) of maximal stretches of adjacent rows, in the wanted order."""
+        if not len(self.row):
+            return []
+        breaks = np.flatnonzero((np.diff(self.row) != 1) | (np.diff(self.which) != 0)) + 1
+        starts = np.concatenate([[0], breaks])
+        stops = np.concatenate([breaks, [len(self.row)]])
+        return [
+            (int(self.which[a]), int(self.row[a]), int(self.row[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)
+        ]
+
+
+def stretches(node: Node, start: int = 0, stop: int | None = None) -> list[tuple[RankOutput, int, int]] | None:
+    """(output, start, stop) of the rows of a node, where that follows from its form alone; None where it does not."""
+    if isinstance(node, RankOutput):
+        last = node.rows if stop is None else stop
+        return None if last is None else [(node, start, last)]
+    if isinstance(node, Gather):
+        if not isinstance(rows := node.rows, range) or node.repeat > 1:
+            return None
+        return stretches(node.source, rows.start + start, rows.stop if stop is None else rows.start + stop)
+    out: list[tuple[RankOutput, int, int]] = []
+    for child, first, last, _ in _overlaps(node, start, sum(node.rows) if stop is None else stop):
+        if (found := stretches(child, first, last)) is None:
+            return None
+        out += found
+    return out or None
+
+
+def _overlaps(node: Concat, start: int, stop: int) -> Iterator[tuple[Node, int, int, int]]:
+    """(child, start, stop, all its rows) for the children that hold rows start:stop."""
+    at = 0
+    for child, rows in zip(node.nodes, node.rows, strict=True):
+        first, last = max(start - at, 0), min(stop - at, rows)
+        if first < last:
+            yield child, first, last, rows
+        at += rows
+
+
+def outputs_of(nodes: Iterable[Node]) -> Iterator[RankOutput]:
+    """Every output below the nodes; one that several hold may come several times."""
+    for node in nodes:
+        if isinstance(node, RankOutput):
+            yield node
+        else:
+            yield from outputs_of(node.nodes if isinstance(node, Concat) else (node.source,))
+
+
+Assign = Callable[[SplitSpec], Sequence[Index]]
+"""Gives the rows of every part of a split; the caller reads the data that this takes."""
+
+
+def locate(node: Node, assign: Assign, want: Index | None = None) -> Located:
+    """Where the wanted rows of `node` lie (all rows when `want` is omitted)."""
+    if isinstance(node, RankOutput):
+        want = np.arange(node.rows or 0) if want is None else want
+        zeros = np.zeros(len(want), np.int64)
+        return Located([node], zeros, want, np.ones_like(zeros), zeros)
+    if isinstance(node, Concat):
+        return _locate_in_concat(node, assign, want)
+    rows = _selected(node.rows, assign)
+    rows = rows if want is None else rows[want]
+    if node.repeat == 1:
+        return locate(node.source, assign, rows)
+    base, copy = np.divmod(rows, node.repeat)
+    found = locate(node.source, assign, base)
+    return Located(found.outputs, found.which, found.row, found.repeats * node.repeat, found.copy * node.repeat + copy)
+
+
+def _selected(rows: RowSelection, assign: Assign) -> Index:
+    if isinstance(rows, range):
+        return np.arange(rows.start, rows.stop)
+    if isinstance(rows, SplitPart):
+        return assign(rows.split)[rows.index]
+    if isinstance(rows, Unpermute):
+        inverse = np.argsort(np.concatenate(assign(rows.split)))
+        return (inverse[:, None] * rows.each + np.arange(rows.each)).ravel()
+    return rows
+
+
+def _locate_in_concat(node: Concat, assign: Assign, want: Index | None) -> Located:
+    bounds = np.cumsum((0, *node.rows))
+    want = np.arange(bounds[-1]) if want is None else want
+    child_of = np.searchsorted(bounds, want, side="right") - 1
+    outputs: list[RankOutput] = []
+    out = Located(outputs, *(np.empty_like(want) for _ in range(4)))
+    for i in np.unique(child_of) if len(want) else (0,):  # without rows there is still a type, which an output knows
+        mine = np.flatnonzero(child_of == i)
+        found = locate(node.nodes[i], assign, want[mine] - bounds[i])
+        out.which[mine], out.row[mine] = found.which + len(outputs), found.row
+        out.repeats[mine], out.copy[mine] = found.repeats, found.copy
+        outputs.extend(found.outputs)
+    return out
+
+
+def sliced(node: Node, start: int, stop: int, rows: int) -> Node:
+    """Rows start:stop of a node of `rows` rows, without piling up selections."""
+    if start == 0 and stop == rows:
+        return node
+    if isinstance(node, Gather) and isinstance(node.rows, range):
+        return Gather(node.source, node.rows[start:stop], node.repeat)
+    if isinstance(node, Concat):
+        kept = [(sliced(child, a, b, count), b - a) for child, a, b, count in _overlaps(node, start, stop)]
+        if len(kept) == 1:
+            return kept[0][0]
+        if kept:
+            return Concat(tuple(child for child, _ in kept), tuple(count for _, count in kept))
+    return Gather(node, range(start, stop))

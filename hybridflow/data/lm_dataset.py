@@ -1,0 +1,245 @@
+"""LM and SFT datasets: rows of text for a language-model loss, in batches without end."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.data.messages import check_prompt, check_text
+from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
+from hybridflow.data.sources import open_records
+from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer
+from hybridflow.errors import ConfigError, PromptError
+
+logger = logging.getLogger(__name__)
+
+Row = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its response."""
+_NEAR = 1024  # characters
+
+
+class TextSource(ResumableSampler):
+    """The batches of a `TextLoader`, with its arguments, on this process alone.
+
+    Yields `Batch`es without end, with the columns that a `TextLoader` gives. `state()` and `load_state` are as those
+    of a `PromptSource`. Errors: PromptError naming file, row and column, ConfigError, CheckpointError.
+    """
+
+    def __init__(
+        self,
+        texts: Any,
+        *,
+        tokenizer: TokenizerLike,
+        batch_size: int,
+        max_tokens: int,
+        text: str | None = None,
+        prompt: str | None = None,
+        completion: str | None = None,
+        split: str | None = None,
+        name: str | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        workers: int = 0,
+    ) -> None:
+        check_sizes(batch_size=batch_size, max_tokens=max_tokens)
+        check_sizes(0, workers=workers)
+        if max_tokens < 2:
+            raise ConfigError(f"max_tokens={max_tokens}: a row has at least two tokens, one of which is predicted.")
+        if (prompt is None) != (completion is None) or (prompt is not None and text is not None):
+            raise ConfigError(
+                f"text={text!r}, prompt={prompt!r}, completion={completion!r}: name one column with text=, or two with "
+                f"prompt= and completion=."
+            )
+        loaded = as_tokenizer(tokenizer)
+        records = open_records(texts, split=split, name=name, what="texts")
+        if prompt is None or completion is None:
+            self._rows: LMDataset | SFTDataset = LMDataset(records, text or "text", loaded, max_tokens)
+        else:
+            self._rows = SFTDataset(records, prompt, completion, loaded, max_tokens)
+        super().__init__(
+            self._rows,
+            batch_size=batch_size,
+            steps=None,
+            seed=seed,
+            shuffle=shuffle,
+            workers=workers,
+            identity={"texts": len(self._rows), "fingerprint": self._rows.fingerprint, "max_tokens": max_tokens},
+        )
+
+    @property
+    def filtered(self) -> int:
+        """Records that are left out because their prompt leaves no room for a completion."""
+        return self._rows.filtered
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Continues where the last iteration, or `load_state`, stopped."""
+        for numbers, rows in self.batches():
+            responses = Ragged.from_rows([response for _, response in rows], torch.int64)
+            yield Batch(
+                {
+                    "row_id": torch.arange(numbers.start, numbers.stop),
+                    "prompt_ids": Ragged.from_rows([prompt for prompt, _ in rows], torch.int64),
+                    "response_ids": responses,
+                    "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+                    "num_tokens": torch.tensor([len(prompt) + len(response) for prompt, response in rows]),
+                }
+            )
+
+
+def section_of(max_tokens: int) -> int:
+    """Characters of a text that are tokenised at a time: most rows of `max_tokens` are full."""
+    return min(max(1 << 16, 8 * max_tokens), MOST_CHARACTERS)
+
+
+class LMDataset:
+    """Whole texts: the first token of a piece is its prompt, the rest its response."""
+
+    filtered = 0
+
+    def __init__(self, records: Any, column: str, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._records, self._column, self._tokenizer, self._max = records, column, tokenizer, max_tokens
+        self._section = section_of(max_tokens)
+        self.fingerprint = _fingerprint(records, {column: _check_text})
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, draws: list[Draw]) -> list[Row]:
+        """Each epoch takes another piece of a long text, and of a very long one a piece of another section: a text is
+        never tokenised as a whole where that would take memory and time without bound."""
+        texts = [self._records[draw.index][self._column] for draw in draws]
+        counts = [-(-len(text) // self._section) for text in texts]
+        at = [draw.epoch % count for draw, count in zip(draws, counts, strict=True)]
+        texts = [_cut(text, i, count) for text, i, count in zip(texts, at, counts, strict=True)]
+        whole = [i for i, count in enumerate(counts) if count == 1]
+        rows = self._tokenizer.continuations([text for text, count in zip(texts, counts, strict=True) if count > 1])
+        for i, ids in zip(whole, self._tokenizer.encode([texts[i] for i in whole]), strict=True):
+            rows.insert(i, ids)
+        return [
+            self._piece(draw, self._ended(ids, i == 0, i == count - 1), draw.epoch // count)
+            for draw, ids, i, count in zip(draws, rows, at, counts, strict=True)
+        ]
+
+    def _ended(self, ids: list[int], first: bool, last: bool) -> list[int]:
+        """Between the tokenizer's tokens for beginning and end, as far as it has them, those of a text's sections."""
+        raw = self._tokenizer.raw
+        begin, end = ([] if one is None else [one] for one in (raw.bos_token_id, raw.eos_token_id))
+        ids = begin + ids if first and ids[:1] != begin else ids
+        return ids + end if last and ids[-1:] != end else ids
+
+    def _piece(self, draw: Draw, ids: list[int], epoch: int) -> Row:
+        """Pieces share one token, so that every token of them is predicted."""
+        if len(ids) < 2:
+            place = self._records.place(draw.index)
+            raise PromptError(f"{place}: column {self._column!r} has {len(ids)} tokens; none is left to predict.")
+        step = self._max - 1
+        pieces = -(-(len(ids) - 1) // step)
+        start = epoch % pieces * step
+        return ids[start : start + 1], ids[start + 1 : start + self._max]
+
+
+def _cut(text: str, number: int, count: int) -> str:
+    """Section `number` of `count` equal ones; each begins with a space where there is one near."""
+
+    def bound(number: int) -> int:
+        at = len(text) * number // count
+        return at if number in (0, count) else max(at, text.find(" ", at, at + _NEAR))
+
+    return text[bound(number) : bound(number + 1)]
+
+
+class SFTDataset:
+    """Prompts with the completion that is to be learned: only its tokens, and the end, are the response."""
+
+    def __init__(self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._records, self._prompt, self._completion = records, prompt, completion
+        self._tokenizer, self._max = tokenizer, max_tokens
+        self.fingerprint = _fingerprint(records, {prompt: check_prompt, completion: _check_completion})
+        self._kept = self._fitting()
+        self.filtered = len(records) - len(self._kept)
+
+    def _fitting(self) -> torch.Tensor:
+        kept, at = [], 0
+        for chunk in self._records.scan((self._prompt,)):
+            rows = range(at, at + len(chunk))
+            places = [self._records.place(row) for row in rows]
+            lengths = self._tokenizer.lengths([record[self._prompt] for record in chunk], places, self._prompt)
+            kept += [row for row, length in zip(rows, lengths, strict=True) if length < self._max]
+            at += len(chunk)
+        if not kept:
+            raise PromptError(f"{self._records.where}: every prompt has max_tokens={self._max} tokens or more.")
+        if len(kept) < at:
+            logger.warning(
+                "%s: %d of %d texts are left out, whose prompt has max_tokens=%d tokens or more.",
+                *(self._records.where, at - len(kept), at, self._max),
+            )
+        return torch.tensor(kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def read(self, draws: list[Draw]) -> list[Row]:
+        at = [int(self._kept[draw.index]) for draw in draws]
+        records = [self._records[row] for row in at]
+        prompts = self._tokenizer.encode([record[self._prompt] for record in records])
+        texts = [_completion_text(record[self._completion]) for record in records]
+        begun = [text[: section_of(self._max)] for text in texts]  # what follows would be cut off
+        end = self._tokenizer.raw.eos_token_id
+        rows = []
+        for row, ids, answer, text in zip(at, prompts, self._tokenizer.continuations(begun), texts, strict=True):
+            ended = end is not None and len(text) <= section_of(self._max)
+            response = [*answer, *([end] if ended else [])][: self._max - len(ids)]
+            if not response:
+                place = self._records.place(row)
+                raise PromptError(f"{place}: column {self._completion!r} has no token, so nothing to predict.")
+            rows.append((ids, response))
+        return rows
+
+
+def _completion_text(completion: Any) -> Any:
+    """The text of a completion, which may be the one message of an assistant."""
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
+        message = completion[0]
+        return message.get("content") if message.get("role") == "assistant" else completion
+    return completion
+
+
+def _check_text(place: str, column: str, text: Any) -> None:
+    if not isinstance(text, str) or not text:
+        shown = "empty" if text == "" else "null" if text is None else f"a {type(text).__name__}"
+        raise PromptError(f"{place}: column {column!r} is {shown}; it must be text.")
+    check_text(f"{place}: column {column!r}", text)
+
+
+def _check_completion(place: str, column: str, completion: Any) -> None:
+    _check_text(place, column, _completion_text(completion))
+
+
+def _fingerprint(records: Any, checks: Mapping[str, Callable[[str, str, Any], None]]) -> str:
+    """A hash of these columns of all records, each of them checked. Errors: PromptError naming place and column."""
+    if records.columns is not None:
+        _has(records.where, records.columns, checks)
+    digest, at = hashlib.blake2b(digest_size=16), 0
+    for chunk in records.scan(tuple(checks)):
+        for row, record in enumerate(chunk, start=at):
+            place = records.place(row)
+            if not isinstance(record, Mapping):
+                raise PromptError(f"{place} is a {type(record).__name__}; every record must be an object.")
+            _has(place, record, checks)
+            for column, check in checks.items():
+                check(place, column, record[column])
+                digest.update(repr(record[column]).encode())
+        at += len(chunk)
+    return digest.hexdigest()
+
+
+def _has(place: str, found: Any, columns: Iterable[str]) -> None:
+    for column in columns:
+        if column not in found:
+            raise PromptError(f"{place} has no column {column!r}; it has {sorted(map(str, found))}.")

@@ -1,0 +1,183 @@
+"""ResumableSampler: batches of shuffled rows by torchdata's StatefulDataLoader, resumable at any point."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hybridflow.errors import ConfigError, PromptError, WorkerError
+
+State = dict[str, Any]
+SECONDS = 600.0  # in which a worker process must have a batch ready
+_FORK_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # its threads do not survive a fork
+
+
+class Draw(NamedTuple):
+    """Row `index` of the data, drawn in epoch `epoch`."""
+
+    epoch: int
+    index: int
+
+
+class Dataset(Protocol):
+    """The data to sample from. `read` may run in another process; its result is pickled."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, draws: list[Draw]) -> Any: ...
+
+
+class ResumableSampler:
+    """Base of batch sources: `dataset.read` of `batch_size` draws at a time, `steps` batches, or without end.
+
+    Each epoch is a permutation of all rows that the seed decides (their own order if not `shuffle`). `workers`
+    processes read ahead, two batches each; with 0 each batch is read when it is asked for. They are forks: they see the
+    data without a copy and need no importable functions, and they end with the iteration.
+
+    `state()` is plain data for JSON and independent of `workers`; `identity` says which data these are, and is part of
+    it. Errors: ConfigError for a seed that is not a whole number; when iterating, the PromptError of `read`, and
+    WorkerError when a worker process ended or took longer than `SECONDS`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        steps: int | None,
+        seed: int,
+        shuffle: bool,
+        workers: int,
+        identity: Mapping[str, Any],
+    ) -> None:
+        if type(seed) is not int:
+            raise ConfigError(f"seed={seed!r} must be a whole number.")
+        self._dataset, self.batch_size, self.steps, self.workers = dataset, batch_size, steps, workers
+        self._same = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, **identity}
+        self._drawn = 0  # batches so far: all that changes
+
+    def batches(self) -> Iterator[tuple[range, Any]]:
+        """The running numbers of the rows of each batch that is left, and what was read for them."""
+        batches: Iterator[Any] = iter(())
+        at = -1
+        while self.steps is None or self._drawn < self.steps:
+            if at != self._drawn:  # the beginning; or a state was loaded, or another iteration advanced meanwhile
+                at = self._drawn
+                batches = self._open(at)
+            try:
+                found = next(batches)
+            except RuntimeError as error:
+                batches = iter(())
+                if self.workers:
+                    raise self._explained(error) from error
+                raise
+            if isinstance(found, PromptError):
+                batches = iter(())  # an error that is kept would keep this frame, and with it the workers
+                raise found
+            at = self._drawn = at + 1
+            yield range((at - 1) * self.batch_size, at * self.batch_size), found
+
+    def state(self) -> State:
+        return {"drawn": self._drawn, **self._same}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Errors: ConfigError when it is not a state, or one of other data, another batch size, seed or order."""
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"the saved state is a {type(state).__name__}: give what state() has given.")
+        drawn = state.get("drawn")
+        if type(drawn) is not int or drawn < 0:
+            raise ConfigError(f"the saved state has drawn={drawn!r}, which is not a number of batches.")
+        for name, own in self._same.items():
+            if state.get(name) != own:
+                raise ConfigError(
+                    f"the saved state has {name}={state.get(name)!r}, this loader has {own!r}: continue with the data "
+                    f"and the settings of the saved run."
+                )
+        self._drawn = drawn
+
+    def _open(self, first: int) -> Iterator[Any]:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        several = {"timeout": SECONDS, "multiprocessing_context": "fork"} if self.workers else {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls what torch gave up
+            loader: Any = StatefulDataLoader(
+                _TorchDataset(self._dataset),  # type: ignore[arg-type]  a dataset by what it can do
+                batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
+                collate_fn=_unchanged,
+                num_workers=self.workers,
+                generator=torch.Generator(),  # else it would draw from the caller's
+                **several,
+            )
+        with _environment(_FORK_ENVIRONMENT) if self.workers else contextlib.nullcontext():
+            return iter(loader)
+
+    def _draws(self, batch: int) -> Iterator[list[Draw]]:
+        """The draws of each batch from number `batch` on."""
+        rows, seed = len(self._dataset), self._same["seed"]
+        shuffled, permutation = -1, torch.empty(0, dtype=torch.int64)
+        while self.steps is None or batch < self.steps:
+            draws = []
+            for number in range(batch * self.batch_size, (batch + 1) * self.batch_size):
+                epoch, index = divmod(number, rows)
+                if self._same["shuffle"]:
+                    if epoch != shuffled:
+                        # a generator per epoch, so that any point of the run is found without drawing what came before
+                        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+                        shuffled, permutation = epoch, torch.randperm(rows, generator=generator)
+                    index = int(permutation[index])
+                draws.append(Draw(epoch, index))
+            yield draws
+            batch += 1
+
+    def _explained(self, error: RuntimeError) -> WorkerError:
+        traceback.clear_frames(error.__traceback__)  # they hold what ends the other workers when it is let go
+        return WorkerError(
+            f"a process of the loader (workers={self.workers}) failed, or had no batch ready within {SECONDS:.0f} s: "
+            f"{error}"
+        )
+
+
+class _TorchDataset:
+    """The map-style data set that torch's loader asks for."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, draws: list[Draw]) -> Any:
+        try:
+            return self._dataset.read(draws)
+        except PromptError as error:
+            return PromptError(*error.args)  # as a value: raised in a worker it would come with another message
+
+
+def _unchanged(found: Any) -> Any:
+    return found
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables within, unless they are set already."""
+    new = {name: value for name, value in changes.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
+
+
+def check_sizes(least: int = 1, /, **sizes: int) -> None:
+    """Errors: ConfigError for one that is no whole number of at least `least`."""
+    for name, value in sizes.items():
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")

@@ -1,0 +1,182 @@
+"""The transition of one rank's weights from the training layout to the generation layout, and back.
+
+There, layer by layer: a generation tensor gets its memory right before its first byte arrives, and a training tensor
+loses its own right after its last byte was read, if nothing is lost by it. Back, without communication: a training
+shard is part of the generation shard of its device (paper, section 5.3), so it is copied out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.engine3d.hybrid.local_restore import LocalRestore
+from hybridflow.engine3d.interfaces import Generator, Trainer
+from hybridflow.engine3d.layout import Layout, equal_storages
+from hybridflow.engine3d.memory_accounting import Ledger, Watched
+from hybridflow.engine3d.plan.plan import BUCKET_BYTES, WeightPlan, plan
+from hybridflow.engine3d.transfer.transfer import Transfer
+from hybridflow.engine3d.transfer.wire import wire_device
+from hybridflow.errors import LayoutError, WaitTimeoutError
+
+SHARE, SMALLEST_BUCKET = 2, 128 << 10  # a bucket is half a shard: with 16 rounds more, rounds cost as much as bytes
+KEPT_SHARE = 0.25  # of the training shard may stay while generating, rather than be gathered again over the wire
+
+
+class Transition:
+    """Between a trainer and a generator of this rank; both hold memory for all their weights when it is built.
+
+    Where the way back is not a local copy - generation has a dtype that loses something, or this rank does not
+    generate with all that it trains (groupings other than the paper's, unequal vocabulary padding) - training tensors
+    are kept, or, when they are many and the trainer has main parameters, released and restored from those.
+    Building is collective over `group`. `nodes[rank]` is the node of each rank, empty where all are equally near.
+
+    Errors: LayoutError when trainer and generator do not have the same tensors, wholly, before anything moves or is
+    shared, and for `nodes` of another number of ranks; those of `Generator.share` and `Transfer`.
+    """
+
+    def __init__(
+        self,
+        train: Trainer,
+        generate: Generator,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        bucket_bytes: int | None = None,
+        nodes: Sequence[int] = (),
+    ) -> None:
+        self._train, self._generate, self.ledger, self._left = train, generate, Ledger(), False
+        self._layouts = train.layout(), generate.layout()
+        ranks = max(layout.ranks for layout in self._layouts)
+        if nodes and len(nodes) != ranks:
+            raise LayoutError(f"nodes={tuple(nodes)} are of {len(nodes)} ranks, the layouts of {ranks}.")
+        self.plan: WeightPlan = plan(*self._layouts, nodes.__getitem__ if nodes else None, rank=rank, exact=True)
+        source, self.shared = train.storage(), self._share(rank)
+        destination = generate.storage()
+        self.bucket_bytes = bucket_bytes or _bucket_bytes(self._layouts[1], destination)
+        self._back = LocalRestore(self._layouts, self.plan, source, destination, rank)
+        released = self._released(group)
+        own = self._layouts[1].storages(rank)
+        moved = [name for name in own if name not in self.shared]
+        gaps = [name for name in moved if sum(r.box.numel for r in own[name]) < destination[name].numel()]
+        self.train = Watched(train.memory(), source, self.ledger, released)
+        self.generate = Watched(generate.memory(), destination, self.ledger, moved, gaps)
+        self.transfer = Transfer(
+            *(self.plan, source, destination, group, rank, self.bucket_bytes), release=self.train, acquire=self.generate
+        )
+
+    def _share(self, rank: int) -> dict[str, str]:
+        """Let generation use the memory of training tensors that hold the same elements in the same places.
+
+        Returns generation name -> training name. A training storage that also holds tensors which cannot be shared is
+        left out: it would have to stay for the sake of a part of it, and zero redundancy comes first.
+        """
+        source, destination = self._train.storage(), self._generate.storage()
+        by_storage: dict[int, set[str]] = {}
+        for name, tensor in source.items():
+            by_storage.setdefault(tensor.untyped_storage()._cdata, set()).add(name)
+        equal = equal_storages(*self._layouts, rank)
+        pairs = {mine: theirs for mine, theirs in equal if alike(source[mine], destination[theirs])}
+        shared = {}
+        for names in by_storage.values():
+            if names <= pairs.keys():
+                shared |= {pairs[name]: name for name in names if self._generate.share(pairs[name], source[name])}
+        return shared
+
+    def _released(self, group: dist.ProcessGroup | None) -> set[str]:
+        """Training tensors that may go; decides whether they come back by copies or from main parameters."""
+        self._restored = False
+        size = {name: tensor.nbytes for name, tensor in self._train.storage().items()}
+        here = {name for name in self._back.names if name not in self.shared.values()}
+        lost = sum(size[name] for name in here - self._back.recovered)
+        if self._train.restorable and any_rank(lost > KEPT_SHARE * sum(size.values()), group):
+            self._restored = True  # on all ranks: restoring is collective
+            return here
+        return here & self._back.recovered
+
+    def check(self) -> None:
+        """Errors: LayoutError when a holder has other tensors than those that are moved here."""
+        for what, side, watched in (
+            ("training", self._train, self.train),
+            ("generation", self._generate, self.generate),
+        ):
+            if replaced := watched.replaced(side.storage()):
+                raise LayoutError(
+                    f"{len(replaced)} {what} tensors were replaced since their weights were planned to move, "
+                    f"{replaced[:3]} among them: what would move is what they were. Build the HybridEngine anew, and "
+                    "after whatever replaces tensors (FSDP's first forward pass does)."
+                )
+
+    def run(self) -> None:
+        """Bring the generation weights up to date; training tensors go. Collective over the group.
+
+        Errors: WaitTimeoutError, or out of memory. What has not arrived is still in the training tensors then, and
+        what has can be brought back (`back`).
+        """
+        self._left = True
+        self.transfer.run()
+        self.train.release()
+
+    def recall(self) -> None:
+        """Bring the generation weights back, which are current, and let those of training go. No communication."""
+        self._left = True
+        self.generate.acquire()
+        self.train.release()
+
+    def drop(self) -> None:
+        """Give up all memory that generation has, wherever a failure may have left some."""
+        self.generate.release()
+
+    @torch.no_grad()
+    def back(self, *, keep: bool) -> None:
+        """Fill the training tensors that went, layer by layer; the generation tensors go then, unless `keep`.
+
+        After an error call it again: it continues where it stopped.
+        """
+        gone = self.train.gone
+        if self._left and self._restored:  # on all ranks, also those from which nothing went yet
+            if not keep:
+                self.drop()
+            self.train.acquire()
+            self._train.restore()
+            gone.clear()
+        if not keep:
+            self.generate.release(self._back.unread(gone))
+        for name in self._back.order(gone):
+            self.train.acquire((name,))
+            self._back.copy(name)
+            gone.discard(name)
+            if not keep:
+                self.generate.release(self._back.read_last(name, gone))
+        self._left = False
+        if not keep:
+            self.drop()
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether each can use the memory of the other."""
+    return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
+
+
+def _bucket_bytes(layout: Layout, tensors: Mapping[str, Tensor]) -> int:
+    """From the shard of rank 0, by which all ranks go, so that they agree."""
+    elements = sum(region.box.numel for region in layout.regions(0))
+    width = max(tensor.itemsize for tensor in tensors.values())
+    return min(BUCKET_BYTES, max(SMALLEST_BUCKET, elements * width // SHARE))
+
+
+def any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether `condition` holds on some rank. Collective over `group`. Errors: WaitTimeoutError."""
+    if group is None:
+        return condition
+    told = torch.tensor([condition], dtype=torch.uint8, device=wire_device(group))
+    try:
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise WaitTimeoutError(
+            f"ranks agree on how weights move, and one did not come: {error}. All ranks of the group have to make the "
+            "same calls of their HybridEngine; look for an earlier error on the others."
+        ) from error
+    return bool(told.item())

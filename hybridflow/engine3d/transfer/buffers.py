@@ -1,0 +1,211 @@
+"""Messages: how the pieces that one rank sends another in one round are put on the wire, and the round on one rank.
+
+A large piece is a message of its own, and goes from storage to storage without a buffer where that storage is
+contiguous and of the dtype that travels. The small ones of a round share one message, packed one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.engine3d.plan.chunks import staged, travels_alone
+from hybridflow.engine3d.transfer.copies import Copies
+from hybridflow.engine3d.transfer.peer_memory import PeerMemory, read_announced
+
+
+class Parcel(NamedTuple):
+    """A piece of the plan on one rank: the dtype in which it travels, the views [box] it is read from or written to.
+
+    `storages` are the source storages that are read (none by a relay), or the destination storages that are written.
+    """
+
+    tensor: str
+    dtype: torch.dtype
+    views: tuple[Tensor, ...]  # one when sent; one or more when received
+    storages: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.views[0].numel() * self.dtype.itemsize
+
+
+@dataclass
+class Message:
+    """What goes to or comes from `peer` at once: parcels one after the other, wider dtypes first to stay aligned.
+
+    `flat` is the storage itself as bytes [nbytes] uint8, where it holds exactly what travels; else a buffer is needed.
+    It is made when the message is: later the storage may be without memory.
+    """
+
+    peer: int
+    sent: bool
+    parcels: list[Parcel]
+    flat: Tensor | None = None
+
+    @classmethod
+    def of(cls, peer: int, sent: bool, parcels: list[Parcel], device: torch.device) -> Message:
+        parcels = sorted(parcels, key=lambda parcel: -parcel.dtype.itemsize)  # stable, so both sides agree
+        views, view = parcels[0].views, parcels[0].views[0]
+        direct = len(parcels) == len(views) == 1 and view.is_contiguous()
+        direct = direct and view.dtype == parcels[0].dtype and view.device == device
+        return cls(peer, sent, parcels, view.view(-1).view(torch.uint8) if direct else None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parcel.nbytes for parcel in self.parcels)
+
+    @property
+    def staged_bytes(self) -> int:
+        """What it takes of a buffer."""
+        return 0 if self.flat is not None else staged(self.nbytes)
+
+
+def messages(parcels: Iterable[tuple[int, bool, Parcel]], device: torch.device) -> list[Message]:
+    """The messages of one round on one rank for its parcels (peer, whether sent, parcel) in plan order.
+
+    Receives come first: gloo sends at once to a peer that is known to be waiting.
+    """
+    small: dict[tuple[int, bool], list[Parcel]] = {}
+    out = []
+    for peer, sent, parcel in parcels:
+        if travels_alone(parcel.nbytes):
+            out.append(Message.of(peer, sent, [parcel], device))
+        else:
+            small.setdefault((peer, sent), []).append(parcel)
+    out += [Message.of(peer, sent, parts, device) for (peer, sent), parts in small.items()]
+    return sorted(out, key=lambda message: message.sent)
+
+
+ANNOUNCED_BYTES = 64 << 10  # a peer and round of fewer bytes is sent: announcing and acknowledging would cost more
+
+
+@dataclass
+class Round:
+    """One round on this rank, from packing to unpacking: its messages, and the copies into and out of the buffer once
+    it is bound to one.
+
+    `runs` counts how often it has gone through. Large messages of a rank on the same host are an announcement of where
+    their bytes are, which the receiver reads and acknowledges (`peer_memory.py`).
+    """
+
+    messages: list[Message]
+    pack: Copies = field(default_factory=Copies)
+    unpack: Copies = field(default_factory=Copies)
+    ops: list[dist.P2POp] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+    runs: int = 0
+    _announced: list[tuple[list[Tensor], Tensor]] = field(
+        default_factory=list
+    )  # tensors that peers read, and their announcement
+    _read: dict[int, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # by the operation that announces it
+    _memory: PeerMemory | None = None
+    _group: dist.ProcessGroup | None = None
+    _waiting: int = 0
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(message.staged_bytes for message in self.messages)
+
+    def nbytes(self, sent: bool) -> int:
+        """Bytes that this rank sends, or receives, in this round."""
+        return sum(message.nbytes for message in self.messages if message.sent == sent)
+
+    def bind(self, arena: Tensor, group: dist.ProcessGroup | None, memory: PeerMemory) -> None:
+        """Lay the messages out in `arena` [at least staged_bytes] uint8 and prepare the operations."""
+        self._group, self._memory, start = group, memory, 0
+        near: dict[tuple[int, bool], list[Tensor]] = {}
+        totals = Counter[tuple[int, bool]]()
+        for message in self.messages:
+            totals[message.peer, message.sent] += message.nbytes
+        for message in self.messages:
+            if (flat := message.flat) is None:
+                flat = arena[start : start + message.nbytes]
+                start += message.staged_bytes
+                self._copy_parcels(message, flat)
+            readable = message.peer in (memory.readers if message.sent else memory.readable)
+            if readable and totals[message.peer, message.sent] >= ANNOUNCED_BYTES:
+                near.setdefault((message.peer, message.sent), []).append(flat)
+            else:
+                self._add(dist.isend if message.sent else dist.irecv, flat, message.peer)
+        acknowledgements = []
+        for (peer, sent), flats in near.items():
+            note = torch.empty(len(flats) + 2, dtype=torch.int64)
+            if sent:
+                self._announced.append((flats, note))
+                acknowledgements.append(peer)
+            else:
+                self._read[len(self.ops)] = flats, note
+            self._add(dist.isend if sent else dist.irecv, note, peer)
+        for peer in acknowledgements:
+            self._add(dist.irecv, torch.empty(1, dtype=torch.uint8), peer, tag=1)
+
+    def _add(self, operation: Callable, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        self.ops.append(dist.P2POp(operation, tensor, group=self._group, group_peer=peer, tag=tag))
+
+    def _copy_parcels(self, message: Message, flat: Tensor) -> None:
+        start = 0
+        for parcel in message.parcels:
+            packed = flat[start : start + parcel.nbytes].view(parcel.dtype).view(parcel.views[0].shape)
+            start += parcel.nbytes
+            for view in parcel.views:  # not Copies.add: a view may be without memory now
+                into, from_ = (packed, view) if message.sent else (view, packed)
+                copies = self.pack if message.sent else self.unpack
+                copies.into.append(into)
+                copies.from_.append(from_)
+
+    def post(self) -> None:
+        """Pack and start the messages. Errors: RuntimeError of torch.distributed when a peer is gone."""
+        self.pack.run()
+        for flats, note in self._announced:
+            assert self._memory is not None
+            self._memory.epoch.announce(flats, note)
+        self.works = dist.batch_isend_irecv(self.ops) if self.ops else []
+
+    def finish(self, timeout: float | None) -> None:
+        """Wait until the messages have gone through, at most `timeout` seconds; and unpack them.
+
+        Receives come first: a rank acknowledges what it has read before it waits for others to read.
+
+        Errors: RuntimeError of torch.distributed when they do not, OSError when a peer's memory cannot be read.
+        """
+        end = time.monotonic() + timeout if timeout else None
+        acknowledged: list[tuple[int, dist.Work]] = []
+        for i, work in enumerate(self.works):
+            self._wait(i, work, end)
+            if (found := self._read.get(i)) is not None:
+                assert self._memory is not None
+                peer = self.ops[i].group_peer
+                read_announced(self._memory.readable[peer], found[1], found[0])
+                done = dist.isend(torch.zeros(1, dtype=torch.uint8), group=self._group, group_dst=peer, tag=1)
+                acknowledged += [(i, done)] if done is not None else []
+        for i, work in acknowledged:
+            self._wait(i, work, end)
+        self.works = []
+        self.unpack.run()
+        self.runs += 1
+
+    def _wait(self, index: int, work: dist.Work, end: float | None) -> None:
+        self._waiting = index
+        if end is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+
+    def late_peers(self) -> list[int]:
+        """The peer whose message the round waits for, or all of them where the backend makes one work of several."""
+        ops = self.ops if len(self.works) != len(self.ops) else [self.ops[self._waiting]]
+        return sorted({op.group_peer for op in ops})
+
+    def unbind(self) -> None:
+        """Let go of the buffer."""
+        self.pack, self.unpack, self.ops = Copies(), Copies(), []
+        self._announced, self._read = [], {}

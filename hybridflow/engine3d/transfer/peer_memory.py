@@ -1,0 +1,128 @@
+"""Reading another rank's memory on the same host: one copy by the kernel (process_vm_readv) instead of two by TCP.
+
+A sender announces where its bytes lie, the receiver reads them and acknowledges. Nothing is shared beyond that: there
+are no segments to clean up, and tensors are allocated as always. Which ranks can be read is found by reading: a rank
+puts a random number into its memory and tells the others its process id and the address. Another host, another PID
+namespace or a kernel that forbids it (Yama's ptrace_scope) show as a number that cannot be read; those pairs use
+torch.distributed's messages. So do CUDA tensors. HYBRIDFLOW_PEER_MEMORY=0 switches it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST = 1 << 20  # bytes of one call: the kernel pins all pages of a call, and caches do not hold those of a larger one
+
+
+@dataclass(frozen=True)
+class PeerProcess:
+    """A rank's process as others see it: its host (one boot of one kernel), and where a number lies in its memory."""
+
+    host: str
+    pid: int
+    address: int
+    number: int
+
+    def readable(self) -> bool:
+        """Whether this process can read that one's memory; true for itself, too."""
+        found = torch.zeros(1, dtype=torch.int64)
+        try:
+            read(self.pid, self.address, found.data_ptr(), found.nbytes)
+        except OSError:
+            return False
+        return int(found) == self.number
+
+
+class Epoch:
+    """A number in this process's memory that says whether what was announced is still there.
+
+    It changes when a run begins and when it ends, before any memory is given back: who reads the same number after
+    the bytes as was announced with them has read bytes that were valid. It is random, so a process that took a dead
+    one's id does not have it.
+    """
+
+    def __init__(self) -> None:
+        self._cell = torch.tensor([secrets.randbits(62)])
+        self.address = self._cell.data_ptr()
+
+    @property
+    def number(self) -> int:
+        return int(self._cell)
+
+    def advance(self) -> None:
+        self._cell += 1
+
+    def announce(self, tensors: Iterable[Tensor], into: Tensor) -> None:
+        """Write the epoch and the addresses of contiguous `tensors` into `into` [2 + tensors] int64."""
+        into.copy_(torch.tensor([self.address, self.number, *(tensor.data_ptr() for tensor in tensors)]))
+
+    def process(self) -> PeerProcess | None:
+        """What others need to know in order to read this process's memory; None where that is switched off."""
+        if sys.platform != "linux" or os.environ.get("HYBRIDFLOW_PEER_MEMORY") == "0":
+            return None
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        return PeerProcess(boot.read_text() if boot.is_file() else "", os.getpid(), self.address, self.number)
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Which ranks of a group exchange bytes with this one by reading memory."""
+
+    epoch: Epoch
+    readable: Mapping[int, int] = field(default_factory=dict)  # process ids of the ranks that this one reads
+    readers: Collection[int] = ()  # the ranks that read this one
+
+
+def read_announced(pid: int, announced: Tensor, into: Iterable[Tensor]) -> None:
+    """Read what `announced` of process `pid` names into contiguous tensors of the same sizes, in the same order.
+
+    Errors: OSError when the process is gone or its memory was given back meanwhile.
+    """
+    where, number, *addresses = announced.tolist()
+    for address, tensor in zip(addresses, into, strict=True):
+        read(pid, address, tensor.data_ptr(), tensor.nbytes)
+    now = torch.zeros(1, dtype=torch.int64)
+    read(pid, where, now.data_ptr(), now.nbytes)
+    if int(now) != number:
+        raise OSError(f"process {pid} has ended this transfer, so what was read from it is not valid")
+
+
+def read(pid: int, address: int, into: int, nbytes: int) -> None:
+    """Copy `nbytes` at `address` of process `pid` to `into` of this one. Errors: OSError."""
+    for start in range(0, nbytes, _MOST):
+        size = min(_MOST, nbytes - start)
+        local, remote = _Span(into + start, size), _Span(address + start, size)
+        done = _libc().process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if done != size:
+            code = ctypes.get_errno() if done < 0 else 0
+            raise OSError(code, f"read {done} of {size} bytes of process {pid}: {os.strerror(code)}")
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.process_vm_readv.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(_Span),
+        ctypes.c_ulong,
+        ctypes.POINTER(_Span),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
+    return libc

@@ -1,0 +1,203 @@
+"""A Hugging Face directory of safetensors: validated from its headers alone, read box by box.
+
+Importing and validating need no torch, so the driver can check a checkpoint before any process starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from hybridflow.engine3d.layout import Layout, Region
+from hybridflow.errors import CheckpointError
+from hybridflow.models.spec import Decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEADS = frozenset({"score.weight"})  # may be absent: a value head can start from a language model
+_OUTPUTS = HEADS | {"lm_head.weight"}  # outside of the base model
+READ_ELEMENTS = 1 << 24  # elements read at a time, which bounds the memory beside the storage
+READABLE = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
+"""Dtypes as safetensors spells them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a safetensors file: its name there, dtype as safetensors spells it, and shape.
+
+    `version` is the file's size and time of change when its header was read.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    version: tuple[int, int]
+
+    def opened(self) -> Any:
+        """The file, opened by safetensors: nothing is read before it is used.
+
+        Errors: CheckpointError for a dtype that torch lacks, or when the file changed since its header was read.
+        """
+        if self.dtype not in READABLE:
+            raise CheckpointError(f"{self.file} has {self.name} in {self.dtype}. Readable are {', '.join(READABLE)}.")
+        if _version(self.file) != self.version:
+            raise CheckpointError(f"{self.file} was changed while it was being loaded. Load it again.")
+        return safe_open(self.file, framework="pt")
+
+
+class Checkpoint:
+    """The weights of a Hugging Face directory: `model.safetensors`, or shards with an index.
+
+    Files are looked at on first use. Errors: CheckpointError, naming the directory, file and tensor.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """All tensors by the names in the files."""
+        if not self.directory.is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint directory {self.directory}. Give the path of a local Hugging Face directory "
+                "(config.json and *.safetensors)."
+            )
+        if (self.directory / SINGLE).exists():
+            return read_header(self.directory / SINGLE)
+        if (index := self.directory / INDEX).exists():
+            return self._sharded(index)
+        if not (files := sorted(self.directory.glob("*.safetensors"))):
+            raise self._no_weights()
+        return {name: entry for file in files for name, entry in read_header(file).items()}
+
+    def _sharded(self, index: Path) -> dict[str, Entry]:
+        try:
+            where = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index with a 'weight_map': {error!r}.") from None
+        files = sorted(set(where.values()))
+        if absent := [file for file in files if not (self.directory / file).exists()]:
+            raise CheckpointError(
+                f"{index} names {len(files)} files, of which {len(absent)} do not exist: {', '.join(absent[:5])}. "
+                "Download or copy the rest of the checkpoint."
+            )
+        headers = {file: read_header(self.directory / file) for file in files}
+        out = {}
+        for name, file in where.items():
+            if name not in headers[file]:
+                raise CheckpointError(f"{index} says that {name} is in {file}, which does not have it.")
+            out[name] = headers[file][name]
+        return out
+
+    def _no_weights(self) -> CheckpointError:
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern))
+        found = f"it has only {', '.join(pickled[:3])}" if pickled else "it has none"
+        return CheckpointError(
+            f"{self.directory} needs *.safetensors files, {found}. Convert the model once with transformers: "
+            "from_pretrained(directory), then save_pretrained(directory)."
+        )
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Entry]:
+        """All tensors by canonical name. Base models saved alone have names without the `model.` prefix."""
+        if any(name.startswith("model.") for name in self.entries):
+            return self.entries
+        return {name if name in _OUTPUTS else f"model.{name}": entry for name, entry in self.entries.items()}
+
+    def find(self, tensor: str) -> Entry | None:
+        """The entry of a canonical tensor, or None; base models saved alone leave out their own name."""
+        _, _, rest = tensor.partition(".")
+        left_out = rest if "." in rest else tensor
+        return self.tensors.get(tensor) or self.entries.get(tensor) or self.entries.get(left_out)
+
+    def missing(self, spec: Decoder) -> tuple[str, ...]:
+        """Canonical tensors of `spec` that the files do not have: of a checked checkpoint at most the value head."""
+        return tuple(name for name in spec.tensors() if self.find(name) is None)
+
+    def check(self, spec: Decoder) -> None:
+        """Errors: CheckpointError when files are missing or truncated, or tensors are missing or misshapen."""
+        absent = [name for name in self.missing(spec) if name not in HEADS]
+        if absent:
+            hint = " If the model ties its embeddings, set tie_word_embeddings." if "lm_head.weight" in absent else ""
+            raise CheckpointError(
+                f"{self.directory} lacks {len(absent)} of the {len(spec.tensors())} tensors that its config.json asks "
+                f"for: {', '.join(absent[:5])}. It has {len(self.entries)}, such as "
+                f"{', '.join(sorted(self.entries)[:3])}.{hint}"
+            )
+        for name, asked in spec.tensors().items():
+            entry = self.find(name)
+            if entry is not None and entry.shape != asked:
+                raise CheckpointError(
+                    f"{entry.file} has {name} of shape {entry.shape}, the model asks for {asked}. "
+                    f"Is {self.directory / 'config.json'} that of another model?"
+                )
+
+    def read_into(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Fill this rank's regions, reading only their boxes, converted to the storage's dtype.
+
+        Tensors are read one after the other, and in parts: memory beside the storage stays bounded.
+        Returns the canonical tensors that the files do not have and whose regions were left alone: a value head.
+
+        Errors: CheckpointError for any other tensor that is absent, or that has another shape than in the layout.
+        """
+        wanted: dict[str, list[Region]] = {}
+        for region in layout.regions(rank):
+            wanted.setdefault(region.box.tensor, []).append(region)
+        found = {name: self.find(name) for name in wanted}
+        left = tuple(name for name, entry in found.items() if entry is None and name in HEADS)
+        for name, entry in found.items():
+            asked = tuple(layout.tensors[name])
+            if name not in left and (entry is None or entry.shape != asked):
+                has = f"of shape {entry.shape}" if entry else "no such tensor"
+                raise CheckpointError(
+                    f"rank {rank} reads {name} {asked}; {self.directory} has {has}. "
+                    "Use the checkpoint that the model spec was read from."
+                )
+        for name, entry in found.items():
+            if entry is not None:
+                read_boxes(entry, wanted[name], storage)
+        return left
+
+
+def read_boxes(entry: Entry, regions: Iterable[Region], storage: Mapping[str, Tensor]) -> None:
+    """Fill regions of one tensor from its file, converted to the storage's dtype. Errors: those of `Entry.opened`."""
+    with entry.opened() as file:
+        tensor = file.get_slice(entry.name)
+        for region in regions:
+            for part in region.box.split(READ_ELEMENTS):
+                box = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
+                region.view(storage[region.storage].detach(), part).copy_(tensor[box])
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file. Errors: CheckpointError when it is not one, or is truncated or damaged."""
+    version = _version(file)
+    try:
+        with safe_open(file, framework="np") as opened:  # does not import torch
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+            return {n: Entry(file, n, s.get_dtype(), tuple(s.get_shape()), version) for n, s in slices.items()}
+    except SafetensorError as error:
+        with file.open("rb") as stream:
+            if stream.read(8) == b"version ":
+                raise CheckpointError(
+                    f"{file} is a Git LFS pointer, not the weights. Run `git lfs pull` there."
+                ) from None
+        raise CheckpointError(
+            f"{file} is truncated, damaged or not a safetensors file: it has {version[0]} bytes, and safetensors says: "
+            f"{error}. Download or copy it again."
+        ) from None
+
+
+def _version(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,374 @@
+"""Writes sharded weights as a Hugging Face directory, every rank its share of the files.
+
+A file is a destination like any other: its tensors whole on the rank that writes it. So saving is a weight plan per
+round of files, executed into CPU buffers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.transfer import execute
+from hybridflow.engine3d.transfer.wire import agree_dtypes, wire_device
+from hybridflow.engines.checkpoint.reader import INDEX, SINGLE
+from hybridflow.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+MAX_FILE_BYTES = 4 << 30
+MIN_FILE_BYTES = 256 << 20  # smaller files are not worth another writer
+_BESIDE_WEIGHTS = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*", "merges.txt", "spiece.model", "*.tiktoken", "chat_template*", "*.jinja"),
+)
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    layout: Layout,
+    storage: Mapping[str, Tensor],
+    *,
+    like: str | os.PathLike[str] | Mapping[str, bytes],
+    group: dist.ProcessGroup | None = None,
+    rank: int = 0,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write `layout`'s tensors to `directory`, with the config, generation config and tokenizer that `like` has.
+
+    `like` is a directory, or what `read_beside` read of one; rank 0 looks at it only. Collective over `group` (`rank`
+    in it, as in the layout); `directory` is on a file system that all ranks share. Tensors keep their dtype unless
+    `dtype` is given, and the config says which. Each rank holds one file of at most `max_file_bytes` in memory at a
+    time (a single larger tensor is a file of its own). Everything is written beside `directory` and renamed when
+    complete, so a crash never leaves half a checkpoint there. A crash between the two renames of a replacement leaves
+    the old checkpoint as `.<name>.replaced`; the next save puts it back first.
+
+    Errors: CheckpointError, the same on all ranks, when a rank cannot write: it names the rank, the file and the
+    reason, and says what is in `directory` now. Also when `like` has no config, or when `directory` exists and holds
+    other things than a checkpoint.
+    """
+    dtypes = _dtypes(layout, storage, group, rank, dtype)
+    nbytes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in layout.tensors.items()}
+    files = file_contents(nbytes, group.size() if group is not None else 1, max_file_bytes)
+
+    def start(directory: Path) -> None:
+        _start(directory, like if isinstance(like, Mapping) else read_beside(like), files, nbytes, dtypes)
+
+    save_tensors(directory, layout, storage, files, start, group=group, rank=rank, dtypes=dtypes)
+
+
+def read_beside(directory: str | os.PathLike[str]) -> dict[str, bytes]:
+    """By name the files of a Hugging Face directory that go with any weights of the model: config, tokenizer, template.
+
+    Errors: CheckpointError without a config.
+    """
+    if not (Path(directory) / "config.json").is_file():
+        raise CheckpointError(f"cannot save a checkpoint like {directory}: it has no config.json to copy.")
+    files = (file for pattern in _BESIDE_WEIGHTS for file in Path(directory).glob(pattern))
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+
+def save_tensors(
+    directory: str | os.PathLike[str],
+    layout: Layout,
+    storage: Mapping[str, Tensor],
+    files: Mapping[str, Sequence[str]],
+    start: Callable[[Path], None],
+    *,
+    group: dist.ProcessGroup | None = None,
+    rank: int = 0,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
+
+    `start` writes what is beside them, a `*config.json` at least, into the empty directory that it is given, on rank 0.
+    Otherwise as `save_checkpoint`. Weights that are not finite are saved too, and rank 0 logs a warning that names
+    their tensors.
+    """
+    save = _Save(Path(os.path.realpath(directory)), group, rank)
+    partial = save.partial
+    dtypes = dtypes or _dtypes(layout, storage, group, rank, None)
+    broken: dict[str, int] = {}
+    with save.step():
+        if rank == 0:
+            save.begin()
+            start(partial)
+            for file in partial.iterdir():
+                _flush(file)
+    writers = group.size() if group is not None else 1
+    for first in range(0, len(files), writers):
+        turn = list(files.items())[first : first + writers]
+        buffers: dict[str, Tensor] = {}
+        with save.step():
+            shapes = {name: tuple(layout.tensors[name]) for name in (turn[rank][1] if rank < len(turn) else ())}
+            buffers = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+        execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
+        with save.step():
+            broken |= _not_finite(buffers)
+            if rank < len(turn):
+                file = partial / turn[rank][0]
+                with writing(file):
+                    save_file(buffers, file, metadata={"format": "pt"})
+                    # safetensors lets only its owner read it
+                    shutil.copymode(next(partial.glob("*config.json")), file)
+                    _flush(file)
+    with save.step():
+        if rank == 0:
+            save.complete()
+    _warn_of(broken, save.target, group, rank)
+
+
+def file_contents(
+    nbytes: Mapping[str, int], writers: int = 1, max_bytes: int = MAX_FILE_BYTES, min_bytes: int = MIN_FILE_BYTES
+) -> dict[str, list[str]]:
+    """File name -> tensors, in model order: about one file per writer within `min_bytes` and `max_bytes` each."""
+    limit = min(max_bytes, max(min_bytes, -(-sum(nbytes.values()) // writers)))
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in nbytes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _dtypes(
+    layout: Layout, storage: Mapping[str, Tensor], group: dist.ProcessGroup | None, rank: int, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    if dtype is not None:
+        return dict.fromkeys(layout.tensors, dtype)
+    regions = layout.regions(rank) if rank < layout.ranks else ()
+    return agree_dtypes(list(layout.tensors), {r.box.tensor: storage[r.storage].dtype for r in regions}, group)
+
+
+def _of_files(turn: Sequence[tuple[str, Sequence[str]]], layout: Layout) -> Layout:
+    """The whole tensors of each file on the rank that writes it in this round."""
+    shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
+
+    def regions(writer: int) -> list[Region]:
+        return [Region(Box.whole(name, shapes[name]), name, (0,) * len(shapes[name])) for name in turn[writer][1]]
+
+    return Layout(shapes, len(turn), regions)
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Tensors with numbers that are not finite, and how many."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel():
+            known = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot compare float8
+            if not all(end.isfinite() for end in known.aminmax()):  # makes no copy, as isfinite would
+                found[name] = int((~known.isfinite()).sum())
+    return found
+
+
+def _warn_of(broken: dict[str, int], target: Path, group: dist.ProcessGroup | None, rank: int) -> None:
+    """Log one warning for all ranks. Collective over `group`."""
+    everyone = [broken]
+    if group is not None:
+        everyone *= group.size()
+        dist.all_gather_object(everyone, broken, group=group)
+    found = {name: count for of_rank in everyone for name, count in of_rank.items()}
+    if found and rank == 0:
+        named = ", ".join(f"{name} ({count})" for name, count in list(found.items())[:5])
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        logger.warning("%s was saved with numbers that are not finite, in %s%s.", target, named, more)
+
+
+def _start(
+    partial: Path,
+    like: Mapping[str, bytes],
+    files: Mapping[str, list[str]],
+    nbytes: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    widths = {dtype: sum(nbytes[name] for name in dtypes if dtypes[name] == dtype) for dtype in set(dtypes.values())}
+    widest = max(widths, key=lambda dtype: widths[dtype])
+    config = _adapted(json.loads(like["config.json"]), widest, "score.weight" in dtypes)
+    contents = {**like, "config.json": _json(config)}
+    if len(files) > 1:
+        where = {name: file for file, names in files.items() for name in names}
+        contents[INDEX] = _json({"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where})
+    for name, content in contents.items():
+        with writing(partial / name):
+            (partial / name).write_bytes(content)
+
+
+def _json(value: dict) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _adapted(config: dict, dtype: torch.dtype, classifies: bool) -> dict:
+    """The config of the weights that are saved: their dtype, and a one-label classifier where they have such a head."""
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if classifies:
+        names = config.get("architectures") or []
+        config["architectures"] = [re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", n) for n in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+class _Save:
+    """One save of a group: it writes `partial`, which becomes `target` when it is complete and is removed otherwise."""
+
+    def __init__(self, target: Path, group: dist.ProcessGroup | None, rank: int) -> None:
+        self.target, self.partial = target, target.with_name(f".{target.name}.partial")
+        self.old = target.with_name(f".{target.name}.replaced")
+        self._group, self._rank, self._replaced = group, rank, False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """All ranks finish the block, or all raise the same error: no rank waits for one whose disk is full."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the other ranks must hear of it before they go on
+            failure = error
+        failed = torch.tensor([failure is not None], dtype=torch.int32, device=wire_device(self._group))
+        if self._group is not None:
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+        if not int(failed):
+            return
+        mine = (None if failure is None else self._reason(failure), self._undo() if self._rank == 0 else "")
+        everyone: list[Any] = [mine]
+        if self._group is not None:
+            everyone = [None] * self._group.size()
+            dist.all_gather_object(everyone, mine, group=self._group)
+        first = next(rank for rank, (reason, _) in enumerate(everyone) if reason is not None)
+        state = everyone[0][1]
+        error = CheckpointError(f"{self.target} was not saved: {everyone[first][0]} {state}")
+        error.rank = first
+        raise error from failure
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, CheckpointError):
+            return str(error)
+        who = f"rank {self._rank} on {socket.gethostname()}"
+        if not isinstance(error, OSError):
+            return f"{who}: {type(error).__name__}: {error}."
+        why = f"{error.strerror or error} ({_free_bytes(self.partial)} bytes free)"
+        if error.errno == errno.ENOENT and self._rank:
+            why += "; rank 0 has made the directory, so give one that all ranks share"
+        return f"{who} could not write {error.filename or self.partial}: {why}."
+
+    def begin(self) -> None:
+        """Check the target, clean up after saves that were interrupted, and make the directory."""
+        self._restore()
+        _check_replaceable(self.target)
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
+
+    def complete(self) -> None:
+        """Put the new directory in the place of the old one."""
+        _flush(self.partial)
+        if self.target.exists():
+            self.target.rename(self.old)
+        try:
+            self.partial.rename(self.target)
+        except OSError:
+            self._restore()
+            raise
+        self._replaced = True
+        _flush(self.target.parent)
+        if self.old.exists():
+            self._remove(self.old)
+
+    def _restore(self) -> None:
+        """Undo a replacement that ended between its two renames; remove what one left behind after them."""
+        if self.old.exists() and not self.target.exists():
+            self.old.rename(self.target)
+        elif self.old.exists():
+            shutil.rmtree(self.old)
+
+    def _undo(self) -> str:
+        """Remove what was written; what there is now, as a sentence."""
+        left = "" if self._remove(self.partial) else f" What was written is left in {self.partial}: delete it."
+        if self._replaced:
+            return f"The new checkpoint is there, but a crash of the machine may still lose it.{left}"
+        if os.path.lexists(self.target):
+            return f"What was there before is unchanged.{left}"
+        return f"{f'The earlier checkpoint is {self.old}' if self.old.exists() else 'Nothing is there'}.{left}"
+
+    def _remove(self, directory: Path) -> bool:
+        try:
+            if os.path.lexists(directory):
+                shutil.rmtree(directory)
+        except OSError as error:
+            logger.warning("%s could not be removed (%s): delete it.", directory, error.strerror)
+            return False
+        return True
+
+
+def _check_replaceable(target: Path) -> None:
+    """A checkpoint may replace a checkpoint, but never somebody's other files."""
+    if not target.exists():
+        return
+    if target.is_mount():
+        raise CheckpointError(f"{target} is a mount point, which cannot be replaced. Choose a directory in it.")
+    known = {
+        f.name
+        for pattern in (*_BESIDE_WEIGHTS, "adapter_config.json", "*.safetensors", INDEX)
+        for f in target.glob(pattern)
+    }
+    others = sorted({f.name for f in target.iterdir()} - known) if target.is_dir() else [target.name]
+    if others:
+        raise CheckpointError(
+            f"saving to {target} would replace it, and it holds more than a checkpoint: {', '.join(others[:5])}. "
+            "Choose another directory."
+        )
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """What cannot be written within is an OSError that names `file`."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+
+
+def _free_bytes(path: Path) -> str:
+    """On the file system of the nearest directory that exists."""
+    for directory in path.parents:
+        with suppress(OSError):
+            return f"{shutil.disk_usage(directory).free:,}"
+    return "unknown"
+
+
+def _flush(path: Path) -> None:
+    """What was written survives a crash of the machine: a rename may otherwise reach the disk before the data."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

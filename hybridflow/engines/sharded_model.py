@@ -1,0 +1,165 @@
+"""ShardedModel: what a training backend supplies to the engine (`train_engine.ShardedEngine`).
+
+A model is cut by `fsdp.sharded.Sharded`, `zero.shards.ZeroShards` or `megatron.buckets.MegatronShards`; micro-batches
+run in a `PlainLoop` or `megatron.pipeline.PipelineLoop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.lora.adapters import Adapters
+from hybridflow.engines.micro_batches import MicroBatch
+from hybridflow.engines.offload_manager import OffloadableGradients
+from hybridflow.engines.replicas import Replicas
+from hybridflow.engines.token_outputs import TokenOutputs
+
+
+def compute_dtype(strategy: Any, device: torch.device) -> torch.dtype:
+    """The dtype that a training strategy computes in on this device."""
+    return getattr(torch, strategy.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
+class ShardGradients(OffloadableGradients, Protocol):
+    """This rank's gradients."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By the names of `storage`, float32, of the parameters that have any now. May be collective."""
+        ...
+
+    def drop(self) -> None:
+        """Set them to zero."""
+        ...
+
+
+class Shards(Protocol):
+    """One rank's part of a model whose gradients are sums over data parallel ranks.
+
+    `storage` are this rank's parameters by the names of its layout, `memory` the memory behind them. `main` are the
+    float32 tensors that the optimizer steps here, by the names of the optimizer's layout; `separate`: they are copies
+    of 16-bit parameters (the same on all ranks, also where `main` is empty).
+    """
+
+    storage: Mapping[str, Tensor]
+    memory: Residency
+    gradients: ShardGradients
+    main: Mapping[str, Tensor]
+    separate: bool
+
+    def reduce(self) -> None:
+        """Complete the gradients, once before each step. Collective."""
+        ...
+
+    def main_gradients(self) -> Mapping[str, Tensor]:
+        """Reduced gradients by the names of `main`, float32; none for those that have no gradient."""
+        ...
+
+    def square_sum(self) -> Tensor:
+        """float64, the same on all ranks: of all reduced gradients, each counted once. Collective."""
+        ...
+
+    def updated(self, names: Collection[str]) -> None:
+        """`main` of these tensors was updated on the ranks that have it: copy it to the parameters.
+
+        Collective over the data parallel ranks, which name the same tensors.
+        """
+        ...
+
+    def parameters_changed(self) -> None:
+        """Parameters were written from outside: copy them to `main`."""
+        ...
+
+    def close(self) -> None:
+        """Free all memory, also of tensors that others still refer to."""
+        ...
+
+
+class MicroBatchLoop(Protocol):
+    """Runs micro-batches through this rank's part of a model. `last_stage`: the head is on this rank."""
+
+    last_stage: bool
+
+    def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
+        """`read(micro-batch, head [N or more, C])` of each, without gradients; on the last stage."""
+        ...
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]) -> None:
+        """Add the gradients of `loss(micro-batch, head [N or more, C])` of each, called on the last stage."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """One rank of a model as a backend cut it. `optimizer_layout` is None without an optimizer.
+
+    `step_groups` are the canonical tensors of each part of an optimizer step, `parts` the same as names of
+    `shards.storage`; `no_decay` are those names that weight decay leaves out. `fp16`: losses are scaled.
+    """
+
+    shards: Shards
+    loop: MicroBatchLoop
+    tokens: TokenOutputs
+    layout: Layout
+    optimizer_layout: Layout | None
+    step_groups: list[frozenset[str]]
+    parts: Sequence[frozenset[str]]
+    no_decay: Collection[str]
+    fp16: bool
+    adapters: Adapters | None = None
+
+
+class DataParallelShards(Shards, Protocol):
+    """Shards of a whole model (no pipeline), which observe its passes."""
+
+    model: Any
+
+    def before_backward(self, last: bool) -> None:
+        """The next micro-batch is computed with gradients; `last`: it is the last of its mini-batch."""
+        ...
+
+    def after_pass(self) -> None:
+        """The micro-batches of a pass are done, with gradients or without."""
+        ...
+
+
+class PlainLoop:
+    """Micro-batch after micro-batch. Every rank runs equally many, because gathering a layer needs all of them."""
+
+    last_stage = True
+
+    def __init__(
+        self, shards: DataParallelShards, replicas: Replicas, empty: Callable[[], MicroBatch], device: torch.device
+    ) -> None:
+        self._shards, self._replicas, self._empty, self._device = shards, replicas, empty, device
+
+    @torch.no_grad()
+    def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
+        self._shards.model.eval()
+        found = [read(micro, self._head(micro)) for micro in self._padded(micro_batches)]
+        self._shards.after_pass()
+        return found[: len(micro_batches)]
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]) -> None:
+        self._shards.model.train()
+        everything = self._padded(micro_batches)
+        for left, micro in zip(reversed(range(len(everything))), everything, strict=True):
+            self._shards.before_backward(last=not left)
+            loss(micro, self._head(micro)).backward()
+        self._shards.after_pass()
+
+    def _padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """On the device, with empty ones at the end: as many as the replica with the most has."""
+        missing = self._replicas.most(len(micro_batches)) - len(micro_batches)
+        return [micro.to(self._device) for micro in (*micro_batches, *[self._empty()] * missing)]
+
+    def _head(self, micro: MicroBatch) -> Tensor:
+        """What the head gives at the positions of a micro-batch, [N or 1, C]."""
+        return self._shards.model(micro.ids, micro.index, micro.positions, micro.sequences).flatten(0, -2)

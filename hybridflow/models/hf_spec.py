@@ -1,0 +1,366 @@
+"""TransformersSpec: what any decoder that transformers has is made of, read from its own class on the meta device.
+
+Canonical tensors are those of a checkpoint as transformers writes it: names and shapes. Where transformers keeps
+several of them in one parameter (experts, since version 5) or under another name, `parts` says which.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config import FSDP, TrainStrategy, ZeRO
+from hybridflow.errors import ModelError, nearest
+from hybridflow.models.causal import check_causal
+from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Decoder, Head, ModelSpec, Part, read_config
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+SCORE = "score.weight"
+FUSED_LINEAR: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"), ("out_proj",)),
+    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer"), ("out_proj",)),
+    **dict.fromkeys(("FalconMambaMixer", "MambaMixer"), ("x_proj", "dt_proj", "out_proj")),
+    "JambaMambaMixer": ("dt_proj",),
+}
+"""Linear layers of transformers' state space mixers whose weights a fused kernel reads; a test keeps the list."""
+_CONTEXT = 2048  # of models that put no limit on it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TransformersSpec:
+    """Sizes and tensors of a decoder, `config` being its `config.json`; made by `TransformersSpec.of`.
+
+    `parts` as in `Decoder`. `decoder` is the name of the model without its head, `layer_list` that of its layers
+    (`model.layers`). `linear` are the weights of layers that can have adapters, `zeros` what begins as zero although
+    no bias.
+    """
+
+    config: Mapping[str, Any]
+    head: Head
+    family: str
+    hidden: int
+    vocab: int
+    layers: int
+    kv_heads: int
+    context: int
+    learned_positions: bool
+    tied: bool
+    decoder: str
+    layer_list: str
+    cost: Cost = field(repr=False)
+    linear: frozenset[str] = field(repr=False)
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    parts: Mapping[str, Part] = field(repr=False)
+    zeros: frozenset[str] = field(repr=False)
+
+    @classmethod
+    def of(cls, config: Any, head: Head = "lm") -> TransformersSpec:
+        """From a `config.json` mapping or a transformers config object.
+
+        Errors: ModelError for a model that AutoModelForCausalLM does not know, that is quantized or more than a
+        decoder, or whose tensors lie in a checkpoint otherwise than as pieces of its parameters.
+        """
+        given = config if isinstance(config, Mapping) else config.to_dict()
+        return _read(json.dumps(given, sort_keys=True, default=str), head)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of the whole checkpoint, in model order."""
+        return dict(self.shapes)
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of one decoder layer; with two dimensions those of linear layers only."""
+        at = f"{self.layer_list}.{layer}."
+        own = {name: shape for name, shape in self.shapes.items() if name.startswith(at)}
+        return {name: shape for name, shape in own.items() if len(shape) == 1 or name in self.linear}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def check_parallel(
+        self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
+    ) -> None:
+        """Errors: ModelError for p or t above one: how to cut layers is known of ModelSpec's families only."""
+        if p != 1 or t != 1:
+            raise ModelError(
+                f"{role} is a {self.family} model, which can be cut neither by pp nor by tp, got p={p} and t={t}. "
+                f"Use FSDP() or ZeRO(), whose ranks share any model."
+            )
+
+
+@lru_cache(maxsize=16)
+def _read(text: str, head: Head) -> TransformersSpec:
+    import torch
+
+    given = json.loads(text)
+    with torch.device("meta"):
+        model = make_model(given)
+    config, family = model.config, str(given.get("model_type"))
+    check_causal(model, family)
+    decoder, layer_list = model.base_model_prefix, decoder_layers(model)
+    if not hasattr(model, decoder):  # the prefix is that of a larger model which this one is a part of
+        decoder = layer_list.partition(".")[0]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    output = model.get_output_embeddings()
+    if output is None or not hasattr(model, decoder) or not layer_list.startswith(f"{decoder}."):
+        raise ModelError(f"{type(model).__name__} is no decoder with layers and an output layer: it cannot be cut.")
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if kept := [name for name in model.state_dict() if name not in own]:
+        raise ModelError(f"a {family} checkpoint has {kept[0]}, which is no parameter. Such models are not supported.")
+    hidden, vocab = int(output.weight.shape[1]), int(output.weight.shape[0])
+    tied = names[id(output.weight)].startswith(f"{decoder}.")
+    pieces = checkpoint_pieces(model, family)
+    if head == "value":
+        pieces = {name: found for name, found in pieces.items() if name.startswith(f"{decoder}.")}
+        pieces[SCORE] = {SCORE: (1, hidden)}
+    linear = [f"{name}.weight" for name in _linear(model)]
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    return TransformersSpec(
+        config=given,
+        head=head,
+        family=family,
+        hidden=hidden,
+        vocab=vocab,
+        layers=len(model.get_submodule(layer_list)),  # type: ignore[arg-type]
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        context=int(getattr(config, "max_position_embeddings", None) or _CONTEXT),
+        learned_positions=_learns_positions(model),
+        tied=tied,
+        decoder=decoder,
+        layer_list=layer_list,
+        cost=_cost(model, layer_list, 1 if head == "value" else vocab, hidden, heads),
+        linear=frozenset(piece for name in linear for piece in pieces.get(name, {})),
+        shapes={name: shape for found in pieces.values() for name, shape in found.items()},
+        parts={
+            name: Part(tuple(model.get_parameter(name).shape), tuple(found))
+            for name, found in pieces.items()
+            if tuple(found) != (name,)
+        },
+        zeros=_zeros(model),
+    )
+
+
+def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """The transformers configuration of a `config.json`.
+
+    Errors: ModelError for a model that is not supported, and for sizes that transformers refuses.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = config.get("model_type")
+    known = CONFIG_MAPPING[family] if isinstance(family, str) and family in CONFIG_MAPPING else None
+    if known is None or known not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        hint = nearest(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise ModelError(f"model_type {family!r} is not supported: AutoModelForCausalLM does not know it.{hint}")
+    if config.get("quantization_config"):
+        raise ModelError(f"this {family} checkpoint is quantized, which cannot be trained. Use the unquantized one.")
+    try:
+        made = known.from_dict(dict(config))
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        said = " ".join(str(error).split())
+        raise ModelError(f"transformers does not take this {family} config.json: {said}.") from None
+    if made.get_text_config() is not made:
+        raise ModelError(f"model_type {family!r} has more than a text decoder. Save its language model alone.")
+    return made
+
+
+def make_model(
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    experts: str | None = None,
+) -> PreTrainedModel:
+    """The language model, with these ways to compute attention and experts of transformers.
+
+    Errors: ModelError when transformers cannot make it of this config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    made = hf_config(config)
+    ways = {"attn_implementation": attention, "experts_implementation": experts}
+    try:
+        return AutoModelForCausalLM.from_config(made, dtype=dtype, **ways)
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError, AssertionError) as error:
+        raise ModelError(f"transformers cannot make this {made.model_type} model: {error}") from None
+
+
+def decoder_layers(model: PreTrainedModel) -> str:
+    """The name of the longest list of modules that transformers itself would never split over devices."""
+    from torch import nn
+
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    }
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    found = {n: m for n, m in lists.items() if {type(layer).__name__ for layer in m} <= whole} or lists
+    return max(found, key=lambda name: len(found[name]), default="")
+
+
+def checkpoint_pieces(model: PreTrainedModel, family: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Parameter of a meta model -> names and shapes of the checkpoint's tensors in it, in the order of its memory.
+
+    transformers itself says what it would save. Its operations are views of the parameters (copies are not made), so
+    where each result lies in which parameter can be read from its strides.
+
+    Errors: ModelError for a tensor that is not a contiguous piece of one parameter.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters = dict(model.named_parameters())
+    owners = {_memory(parameter): name for name, parameter in parameters.items()}
+    with _views_only(), _refused(family):
+        saved = revert_weight_conversion(model, {name: p.detach() for name, p in parameters.items()})
+    found: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {name: [] for name in parameters}
+    for name, tensor in saved.items():
+        if _memory(tensor) not in owners or not tensor.is_contiguous():
+            raise _no_piece(family, name)
+        found[owners[_memory(tensor)]].append((int(tensor.storage_offset()), name, tuple(tensor.shape)))
+    for name, pieces in found.items():
+        pieces.sort()
+        ends = [at + math.prod(shape) for at, _, shape in pieces]
+        if [at for at, _, _ in pieces] != [0, *ends[:-1]] or ends[-1:] != [parameters[name].numel()]:
+            raise _no_piece(family, name)
+    return {name: {piece: shape for _, piece, shape in pieces} for name, pieces in found.items()}
+
+
+def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Decoder:
+    """What a Hugging Face directory has, for this strategy: a ModelSpec of the families that every backend computes, a
+    TransformersSpec of all others.
+
+    Errors: CheckpointError without a readable `config.json`; ModelError for a model that the strategy cannot take.
+    """
+    config = read_config(directory)
+    try:
+        return ModelSpec.from_hf_config(config, head)
+    except ModelError as error:
+        if config.get("model_type") in FAMILIES and any(name not in config for name in NEEDED):
+            raise
+        made = hf_config(config)
+        if not isinstance(strategy, FSDP | ZeRO) or (isinstance(strategy, FSDP) and strategy.tp > 1):
+            raise ModelError(
+                f"{type(strategy).__name__}{_sizes(strategy)} cannot cut the {made.model_type} model {directory}: "
+                f"{error} It computes {', '.join(FAMILIES)}. Use FSDP() without tp, or ZeRO(), which take any decoder."
+            ) from None
+    return TransformersSpec.of(config, head)
+
+
+def _sizes(strategy: TrainStrategy) -> str:
+    return f"(tp={strategy.tp})" if isinstance(strategy, FSDP) else ""
+
+
+def _cost(model: PreTrainedModel, layer_list: str, columns: int, hidden: int, heads: int) -> Cost:
+    """Matrices of the layers, of experts those that a token meets; attention of all heads."""
+    config: Any = model.config
+    matrices = float(columns * hidden)
+    for parameter in model.get_submodule(layer_list).parameters():
+        if parameter.dim() == 3:  # experts
+            chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+            matrices += parameter.numel() * min(1.0, (chosen or len(parameter)) / len(parameter))
+        elif parameter.dim() == 2:
+            matrices += parameter.numel()
+    layers = len(model.get_submodule(layer_list))  # type: ignore[arg-type]
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = config.sliding_window if kinds == {"sliding_attention"} else None
+    return Cost(2.0 * matrices, 2.0 * layers * width, window)
+
+
+def _learns_positions(model: PreTrainedModel) -> bool:
+    """Whether it looks positions up in a table, as GPT-2 (wpe) and OPT (embed_positions) do."""
+    from torch import nn
+
+    tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return any(re.search(r"position|wpe", name) for name in tables)
+
+
+def _linear(model: PreTrainedModel) -> list[str]:
+    """Names of the layers that are called as nn.Linear is: something can be added to what they give.
+
+    Left out are subclasses that give something else (routers), and those of `FUSED_LINEAR`.
+    """
+    import torch
+    from torch import nn
+
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if type(module).forward is not nn.Linear.forward:
+            try:
+                given = module(torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta"))
+            except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):
+                continue
+            if not isinstance(given, torch.Tensor) or tuple(given.shape) != (1, module.out_features):
+                continue
+        above, _, own = name.rpartition(".")
+        if own not in FUSED_LINEAR.get(type(model.get_submodule(above)).__name__, ()):
+            found.append(name)
+    return found
+
+
+def _zeros(model: PreTrainedModel) -> frozenset[str]:
+    """Vectors that the model itself would begin with as zeros (norms around one); what is left of `model` is unusable.
+
+    They are small, so each is made for real and given to the model's own initialisation.
+    """
+    found = set()
+    for at, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own or any(parameter.dim() != 1 for parameter in own.values()):
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.data.fill_(1.0)
+            parameter.requires_grad_(False)
+            own[name] = parameter
+        model._init_weights(module)
+        found.update(f"{at}.{name}" for name, parameter in own.items() if not parameter.any())
+    return frozenset(found)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What tensors that share their memory have in common, on the meta device too."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _views_only() -> Iterator[None]:
+    """Within, a copy of a tensor is the tensor itself."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Views(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+
+    with Views():
+        yield
+
+
+@contextmanager
+def _refused(family: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"how transformers saves the tensors of a {family} model cannot be followed: {error}"
+        ) from None
+
+
+def _no_piece(family: str, name: str) -> ModelError:
+    return ModelError(
+        f"{name} of a {family} checkpoint is no contiguous piece of a parameter of transformers' model. This model "
+        f"cannot be cut over ranks yet."
+    )

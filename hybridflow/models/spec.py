@@ -1,0 +1,344 @@
+"""ModelSpec: what a decoder-only model is made of, read from a Hugging Face `config.json`. Pure.
+
+Canonical tensors are those of the Hugging Face checkpoint: names and shapes. Everything that moves weights speaks in
+boxes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from hybridflow.errors import CheckpointError, ModelError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Head = Literal["lm", "value"]
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+# what a config.json may leave out, and what Hugging Face takes then
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+    },
+}
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating point operations of a forward pass over a sequence of n tokens: linear * n + quadratic * n^2.
+
+    The quadratic term is causal attention; beyond a `window` of tokens it grows linearly.
+    """
+
+    linear: float
+    quadratic: float
+    window: int | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[rows] float64 for sequences of `tokens` [rows], any number dtype."""
+        n = tokens.double()
+        inside = n if self.window is None else n.clamp(max=self.window)
+        return self.linear * n + self.quadratic * inside * (2 * n - inside)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of transformers' model, of `shape`, that holds other canonical tensors one behind the other."""
+
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+
+
+class Decoder(Protocol):
+    """What is known of a decoder with a head before it exists: a ModelSpec, or a TransformersSpec of other families.
+
+    `parts`: by name the parameters of transformers' model that are no canonical tensor of the same name. `decoder` is
+    the name of the model without its head; `layer_tensors` with two dimensions belong to linear layers; `zeros` are
+    the vectors, besides biases, that begin as zero. With `learned_positions` no row may be longer than `context`.
+    """
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def head(self) -> Head: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def learned_positions(self) -> bool: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def cost(self) -> Cost: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def parts(self) -> Mapping[str, Part]: ...
+    @property
+    def decoder(self) -> str: ...
+    @property
+    def zeros(self) -> frozenset[str]: ...
+
+    def tensors(self) -> dict[str, tuple[int, ...]]: ...
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]: ...
+
+    def check_parallel(
+        self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes of a Llama-style decoder. `head="value"` has a `score.weight` [1, hidden] instead of an output embedding.
+
+    Errors: ModelError when a field is missing or sizes do not fit.
+    """
+
+    family: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, float], ...] = ()
+    context: int = 4096
+    sliding_window: int | None = None
+    head: Head = "lm"
+
+    @classmethod
+    def from_hf_config(cls, config: Any, head: Head = "lm") -> ModelSpec:
+        """From a `config.json` mapping or a transformers config object."""
+        given = config if isinstance(config, Mapping) else config.to_dict()
+        family = given.get("model_type")
+        if family not in FAMILIES:
+            raise ModelError(f"model_type {family!r} is not supported.{nearest(str(family), FAMILIES)}")
+        get = {**_DEFAULTS[family], **given}
+        if missing := [name for name in NEEDED if type(get.get(name)) is not int]:
+            raise ModelError(f"the config of this {family} model lacks {', '.join(missing)}.")
+        if (act := get.get("hidden_act", "silu")) != "silu":
+            raise ModelError(f"hidden_act={act!r} is not supported: {family} models use 'silu'.")
+        if get.get("mlp_bias"):
+            raise ModelError("mlp_bias=True is not supported.")
+        if family != "qwen2" and get.get("attention_bias"):
+            raise ModelError(f"attention_bias=True is not supported for {family} (it would add a bias to o_proj).")
+        heads, hidden = get["num_attention_heads"], get["hidden_size"]
+        if not get.get("head_dim") and heads > 0 and hidden % heads:
+            raise ModelError(f"hidden_size={hidden} does not divide by {heads} heads, and the config has no head_dim.")
+        # transformers >= 5 nests rope settings under `rope_parameters`, older checkpoints have them at the top
+        rope = dict(get.get("rope_parameters") or get.get("rope_scaling") or {})
+        theta = rope.pop("rope_theta", None) or get.get("rope_theta") or 10000.0
+        kind = rope.pop("rope_type", rope.pop("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ModelError(f"rope type {kind!r} is not supported. Known: default, llama3.")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported.")
+        return cls(
+            family=family,
+            hidden=hidden,
+            intermediate=get["intermediate_size"],
+            layers=get["num_hidden_layers"],
+            heads=heads,
+            kv_heads=get.get("num_key_value_heads") or heads,
+            head_dim=get.get("head_dim") or hidden // max(heads, 1),
+            vocab=get["vocab_size"],
+            tied=bool(get.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            norm_eps=_number(get, "rms_norm_eps", 1e-6),
+            rope_theta=float(theta),
+            rope_scaling=tuple(sorted((k, float(v)) for k, v in rope.items())) if kind == "llama3" else (),
+            context=int(_number(get, "max_position_embeddings", _DEFAULTS[family]["max_position_embeddings"])),
+            sliding_window=_sliding_window(get),
+            head=head,
+        )
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path, head: Head = "lm") -> ModelSpec:
+        """From a Hugging Face directory. Errors: CheckpointError without a readable `config.json`."""
+        return cls.from_hf_config(read_config(directory), head)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ModelError(f"{name}={getattr(self, name)!r} must be a positive whole number.")
+        if self.heads % self.kv_heads:
+            raise ModelError(f"{self.heads} heads cannot share {self.kv_heads} kv-heads evenly.")
+
+    def check_parallel(
+        self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
+    ) -> None:
+        """Errors: ModelError when the model cannot be split by t and p.
+
+        Heads and MLP columns divide by t; kv-heads divide by t, or t by them; every stage has a decoder layer, and
+        `stage_layers`, when given, are the layers of each of the p stages.
+        """
+        for what, count in (("heads", self.heads), ("MLP columns", self.intermediate)):
+            if count % t:
+                raise ModelError(
+                    f"{role} has {count} {what}, not divisible by t={t}. Use tp in {self._tensor_sizes()}."
+                )
+        if t not in (sizes := self._tensor_sizes()):
+            raise ModelError(
+                f"{role} has {self.kv_heads} kv-heads, which neither divide by t={t} nor t by them. Use tp in {sizes}."
+            )
+        if self.layers < p:
+            raise ModelError(f"{role} has {self.layers} layers, fewer than p={p} stages. Use pp up to {self.layers}.")
+        if stage_layers is None:
+            return
+        if len(stage_layers) != p or sum(stage_layers) != self.layers or min(stage_layers) < 1:
+            raise ModelError(
+                f"stage_layers={tuple(stage_layers)} are {sum(stage_layers)} layers on {len(stage_layers)} stages; "
+                f"{role} has {self.layers} layers and p={p}. Give the layers of each stage in order, at least one each."
+            )
+
+    def _tensor_sizes(self) -> list[int]:
+        """Tensor parallel sizes that the model can be split by."""
+        return [n for n in range(1, math.gcd(self.heads, self.intermediate) + 1) if self.divides(n)]
+
+    def divides(self, t: int) -> bool:
+        """Whether every layer can be cut into t equal parts."""
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim  # of fused query, key and value
+        whole = self.heads % t == 0 and self.intermediate % t == 0 and rows % t == 0
+        return whole and (self.kv_heads % t == 0 or t % self.kv_heads == 0)
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of one decoder layer."""
+        at, q, kv = f"model.layers.{layer}.", self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (q, self.hidden),
+            "self_attn.k_proj.weight": (kv, self.hidden),
+            "self_attn.v_proj.weight": (kv, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, q),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+        }
+        if self.qkv_bias:
+            shapes |= {
+                "self_attn.q_proj.bias": (q,),
+                "self_attn.k_proj.bias": (kv,),
+                "self_attn.v_proj.bias": (kv,),
+            }
+        if self.qk_norm:
+            shapes |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+        return {at + name: shape for name, shape in shapes.items()}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of the whole checkpoint, in model order."""
+        out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            out |= self.layer_tensors(layer)
+        out["model.norm.weight"] = (self.hidden,)
+        if self.head == "value":
+            out["score.weight"] = (1, self.hidden)
+        elif not self.tied:
+            out["lm_head.weight"] = (self.vocab, self.hidden)
+        return out
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """Empty: every parameter of transformers' model is a canonical tensor."""
+        return {}
+
+    @property
+    def decoder(self) -> str:
+        return "model"
+
+    @property
+    def learned_positions(self) -> bool:
+        return False
+
+    @property
+    def zeros(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.tensors().values())
+
+    @property
+    def num_parameters_without_output(self) -> int:
+        """Those of embedding, layers and last norm: without an output embedding of its own, or a value head."""
+        own = ("lm_head.weight", "score.weight")
+        return sum(math.prod(shape) for name, shape in self.tensors().items() if name not in own)
+
+    @property
+    def cost(self) -> Cost:
+        """What a token costs in the matrices of layers and head, and a pair of tokens in attention (half of all pairs
+        are seen, each is multiplied and added twice per head dimension)."""
+        width = self.heads * self.head_dim
+        attention = 2 * self.hidden * (width + self.kv_heads * self.head_dim)
+        head = self.hidden * (self.vocab if self.head == "lm" else 1)
+        matrices = self.layers * (attention + 3 * self.hidden * self.intermediate) + head
+        return Cost(2.0 * matrices, 2.0 * self.layers * width, self.sliding_window)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face directory. Errors: CheckpointError when it is not there or no mapping."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} is not a Hugging Face checkpoint directory: {path} does not exist."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, not the settings of a model.")
+    return config
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    """A setting that may be missing or null. Errors: ModelError for what is no number."""
+    value = config.get(name)
+    try:
+        return float(default if value is None else value)
+    except (TypeError, ValueError):
+        raise ModelError(f"{name}={value!r} of this model's config is not a number.") from None
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """The attention window of all layers, or None. Errors: ModelError when only some layers have one."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    if window is None:
+        return None
+    layers = config["num_hidden_layers"]
+    full = min(layers, config.get("max_window_layers", 0))  # Qwen: the first layers attend to everything
+    if types := config.get("layer_types"):
+        full = sum(kind == "full_attention" for kind in types)
+    if 0 < full < layers:
+        raise ModelError(
+            f"{full} of {layers} layers attend to everything and the others to {window} tokens, which is not supported."
+        )
+    return None if full else window

@@ -1,0 +1,1 @@
+"""Seconds and bytes of calls, of weights that move between them, and of whole iterations. `simulator` first."""

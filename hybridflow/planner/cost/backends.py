@@ -1,0 +1,123 @@
+"""Backend: what a training strategy means for time and memory: what its ranks hold, and what they send when. Pure.
+
+With N data parallel ranks (Rajbhandari et al. 2020), beside the cuts by p and t:
+
+    stage 1 (Megatron, ZeRO 1)     optimizer state 1/N; gradients meet once per optimizer step
+    stage 2 (ZeRO 2)               gradients 1/N too; they meet after every micro-batch
+    stage 3 (FSDP, ZeRO 3)         parameters 1/N too, gathered layer by layer in every pass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from hybridflow.config import FSDP, LoRA, Megatron, TrainStrategy, ZeRO
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.describe.mesh import Parallel
+from hybridflow.planner.describe.workload import Workload
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a training `strategy` is priced; its sizes are left out.
+
+    `pipeline` and `tensor`: it has sizes p and t. `stage` as above. `copies`: whole copies of the parameters that
+    FSDP's ranks keep. `often`: gradients are reduced after every micro-batch. `offload`: what the stage cuts waits in
+    host memory. `lora`: only adapters are trained. `of_transformers`: layers are those of transformers, which keep
+    more for the backward pass than Megatron's.
+    """
+
+    strategy: Megatron | FSDP | ZeRO
+    pipeline: bool = False
+    tensor: bool = False
+    stage: int = 1
+    copies: int = 1
+    often: bool = False
+    offload: bool = False
+    lora: LoRA | None = None
+    of_transformers: bool = True
+
+    @classmethod
+    def of(cls, strategy: TrainStrategy | None) -> Backend:
+        """Errors: ConfigError for a strategy that the planner has no prices for."""
+        if strategy is None:
+            return MEGATRON
+        if type(strategy) not in BACKENDS:
+            known = ", ".join(kind.__name__ for kind in BACKENDS)
+            raise ConfigError(
+                f"the planner has no prices for {strategy!r}, it knows {known}. Place this group by hand."
+            )
+        return BACKENDS[type(strategy)](strategy)
+
+    @property
+    def sharded(self) -> bool:
+        return self.stage == 3
+
+    def parallel(self, p: int, t: int, d: int, micro_batches: int | None = None) -> Parallel | None:
+        """The layout of such sizes; None where the backend has no such sizes."""
+        if (p > 1 and not self.pipeline) or (t > 1 and not self.tensor) or d % self.copies:
+            return None
+        return Parallel(p, t, d, micro_batches, d // self.copies if self.sharded else 1)
+
+    def workload(self, given: Workload) -> Workload:
+        """With the settings that the strategy does not leave at their defaults."""
+        own: dict[str, Any] = {
+            name: value
+            for name in ("dtype", "micro_tokens", "recompute", "sequence_parallel")
+            if (value := getattr(self.strategy, name, None)) != getattr(type(self.strategy), name, None)
+        }
+        if self.of_transformers:
+            own["sequence_parallel"] = False
+        return replace(given, **own) if own else given
+
+    def sized(self, parallel: Parallel) -> Megatron | FSDP | ZeRO:
+        """The strategy with the sizes of a layout, as far as it has such sizes."""
+        names = {field.name for field in fields(self.strategy)}
+        sizes: dict[str, Any] = {"pp": parallel.p, "tp": parallel.t, "dp": parallel.d}
+        if getattr(self.strategy, "pp", parallel.p) != parallel.p:
+            sizes["stage_layers"] = None  # they were those of other stages
+        return replace(self.strategy, **{name: size for name, size in sizes.items() if name in names})
+
+
+BACKENDS: Mapping[type, Callable[[Any], Backend]] = MappingProxyType(
+    {
+        Megatron: lambda given: Backend(given, pipeline=True, tensor=True, of_transformers=False),
+        ZeRO: lambda given: Backend(given, stage=given.stage, often=given.stage > 1, offload=given.offload),
+        FSDP: lambda given: Backend(
+            given,
+            tensor=given.lora is None,
+            stage=3,
+            copies=given.replicate,
+            often=given.reduce_often,
+            offload=given.offload,
+            lora=given.lora,
+        ),
+    }
+)
+"""The cost model of each type of strategy."""
+MEGATRON = Backend.of(Megatron())
+
+
+@lru_cache(maxsize=256)
+def adapters(model: ModelSpec, lora: LoRA) -> tuple[float, float]:
+    """Elements of a decoder layer's adapters, and columns that these read and write, on average over the layers.
+
+    Errors: ConfigError for a target that is no linear layer of the model.
+    """
+    linear = [
+        (name.removesuffix(".weight"), shape)
+        for layer in range(model.layers)
+        for name, shape in model.layer_tensors(layer).items()
+        if len(shape) == 2
+    ]
+    for target in lora.targets:
+        if not any(lora.matches(target, name) for name, _ in linear):
+            known = dict.fromkeys(name.rpartition(".")[2] for name, _ in linear)
+            raise ConfigError(f"LoRA: {target!r} matches no linear layer of this model.{nearest(target, known)}")
+    sides = sum(sum(shape) for name, shape in linear if lora.adapts(name)) / model.layers
+    return lora.rank * sides, sides

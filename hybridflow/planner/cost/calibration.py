@@ -1,0 +1,145 @@
+"""Calibration: fits the coefficients to observed calls, whether profiled here or taken from a paper. Pure.
+
+Least squares of log seconds, with each coefficient held near its default by what one may expect of it (a Gaussian
+prior on its logarithm): few observations then move what they speak about, and leave the rest alone. Efficiencies
+differ little between systems, costs of software by orders of magnitude. Levenberg-Marquardt (Marquardt 1963).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import get_args
+
+import numpy as np
+
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.graph import Call, Graph, Kind
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.settings import require
+
+NOISE = 0.08  # standard deviation of the logarithm of an observation
+SPREAD: Mapping[str, float] = MappingProxyType(  # and of each coefficient's
+    {
+        "compute": 0.35,
+        "half_columns": 0.7,
+        "attention": 0.35,
+        "memory": 0.25,
+        "link": 0.4,
+        "network": 0.5,
+        "layer_seconds": 1.5,
+        "decode_layer_seconds": 1.5,
+        "step_seconds": 1.0,
+        "row_seconds": 1.0,
+        "call_seconds": 1.5,
+    }
+)
+_NAMES = tuple(SPREAD)
+_STEP, _ROUNDS, _SETTLED = 1e-3, 60, 1e-7
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One call that took `seconds`: `kind` of `model` on the first p*t*d devices of `cluster`, under `workload`.
+
+    Errors: ConfigError for another kind and for seconds that are not positive, PlacementError for more devices than
+    the cluster has.
+    """
+
+    cluster: ClusterSpec  # or a description, see `ClusterSpec.of`
+    model: ModelSpec
+    kind: Kind
+    parallel: Parallel
+    workload: Workload
+    seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cluster", ClusterSpec.of(self.cluster))
+        require(isinstance(self.model, ModelSpec), f"Observation(model={self.model!r}): give a ModelSpec.")
+        kinds = [kind for kind in get_args(Kind) if kind != "function"]
+        require(self.kind in kinds, f"an observation of {self.kind!r} says nothing. Known: {', '.join(kinds)}.")
+        real = isinstance(self.seconds, int | float) and type(self.seconds) is not bool
+        good = real and math.isfinite(self.seconds) and self.seconds > 0
+        require(good, f"Observation(seconds={self.seconds!r}): must be a positive number.")
+        if self.parallel.size > self.cluster.size:
+            raise PlacementError(
+                f"an observation on p*t*d = {self.parallel.size} devices cannot be of a cluster of {self.cluster.size}."
+            )
+
+    def predicted(self, coefficients: Coefficients) -> float:
+        """Seconds that the simulator says."""
+        call = Call("observed.call", "observed", "call", self.kind)
+        trained = frozenset() if self.kind == "inference" else frozenset({"observed"})
+        graph = Graph((call,), (), {"observed": self.model}, trained)
+        plan = CallPlan(Mesh.of(0, self.parallel.size), self.parallel)
+        return Simulator(self.cluster, graph, self.workload, coefficients).cost(call.name, plan).seconds
+
+
+def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT) -> Coefficients:
+    """Coefficients under which the simulator predicts `observations`, near `start`.
+
+    Errors: ConfigError without observations, and for those of different devices.
+    """
+    if not observations:
+        raise ConfigError("calibrate needs at least one observation.")
+    devices = sorted({node.device.name for seen in observations for node in seen.cluster.nodes})
+    require(len(devices) == 1, f"observations are of {', '.join(devices)}; calibrate one device at a time.")
+    fit = _Fit(observations, start)
+    at, error = np.zeros(len(_NAMES)), math.inf
+    damping, residual = 1e-2, fit.residual(np.zeros(len(_NAMES)))
+    error = float(residual @ residual)
+    for _ in range(_ROUNDS):
+        slope = fit.slope(at, residual)
+        normal, gradient = slope.T @ slope, slope.T @ residual
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+        tried = fit.residual(at + step)
+        found = float(tried @ tried)
+        if found >= error:
+            damping *= 10
+            if damping > 1e6:
+                break
+            continue
+        settled = error - found < _SETTLED * error
+        at, residual, error, damping = at + step, tried, found, max(damping / 10, 1e-9)
+        if settled:
+            break
+    return replace(fit.coefficients(at), device=devices[0])
+
+
+class _Fit:
+    """Residuals by the logarithms of the coefficients, relative to `start`, in units of their spread."""
+
+    def __init__(self, observations: Sequence[Observation], start: Coefficients) -> None:
+        self.observations, self.start = observations, start
+        self.seen = np.log([seen.seconds for seen in observations])
+
+    def coefficients(self, at: np.ndarray) -> Coefficients:
+        """Of a point [coefficients]; an efficiency ends at 1."""
+        changed = {}
+        for name, value in zip(_NAMES, at, strict=True):
+            found = getattr(self.start, name) * math.exp(SPREAD[name] * float(value))
+            share = name in ("compute", "attention", "memory", "link", "network")
+            changed[name] = min(found, 1.0) if share else found
+        return replace(self.start, **changed)
+
+    def residual(self, at: np.ndarray) -> np.ndarray:
+        """[observations + coefficients]."""
+        k = self.coefficients(at)
+        predicted = np.log([seen.predicted(k) for seen in self.observations])
+        return np.concatenate([(predicted - self.seen) / NOISE, at])
+
+    def slope(self, at: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """[observations + coefficients, coefficients] by finite differences."""
+        columns = []
+        for i in range(len(at)):
+            moved = at.copy()
+            moved[i] += _STEP
+            columns.append((self.residual(moved) - residual) / _STEP)
+        return np.stack(columns, axis=1)

@@ -1,0 +1,235 @@
+"""Generation: reading the prompts, then one decode step per token, as far as the KV cache has room. Pure.
+
+A decode step reads the weights and the KV cache of every row that is under way once (memory-bound, roofline). With p
+stages p micro-batches of the rows are under way, so the weights are read once for each. Rows that find no room in the
+cache wait: a wave of rows ends, another begins. The cache is paged, so a row takes of it what its own length asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridflow.planner.cost.hardware import Coefficients
+from hybridflow.planner.cost.layer_costs import Seconds, causal_pairs, layer_forward, output_forward
+from hybridflow.planner.cost.pipeline_cost import CallContext, CallCost, Stream, stage_pass
+
+REDUCED = 4  # bytes per parameter of a gradient on its way: float32
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Seconds of a decoder layer's, and of what lies outside of the layers."""
+
+    layer: float = 0.0
+    ends: float = 0.0
+
+    def all(self, layers: int) -> float:
+        return layers * self.layer + self.ends
+
+    def beside(self, layers: int, computation: float) -> float:
+        """Of all, what `computation` seconds do not hide."""
+        rest = max(0.0, (layers - 1) * self.layer - computation)
+        return self.layer + self.ends + rest
+
+
+def unhidden(setting: CallContext, rows: float, training: bool) -> tuple[float, float]:
+    """Seconds beside the computation of a micro-batch of `rows` rows: of most of them, and of the last before an
+    optimizer step."""
+    backend, layers = setting.backend, setting.size.layers
+    if backend.stage == 1:
+        return 0.0, 0.0
+    forward = stage_pass(setting, rows, training=False)[0].total
+    backward = stage_pass(setting, rows, training=True)[0].total - forward if training else 0.0
+    gathers = gathered(setting) if backend.sharded else Messages()
+    first = gathers.beside(layers, forward) if backend.sharded else 0.0
+    if not training:
+        return first, first
+    again = Messages(gathers.layer, 0.0)  # what lies outside of the layers stays gathered from one pass to the next
+    sums = summed(setting)
+    both = Messages(again.layer + sums.layer, sums.ends)
+    most, last = (both if backend.often else again), both
+    return first + most.beside(layers, backward), first + last.beside(layers, backward)
+
+
+def gathered(setting: CallContext) -> Messages:
+    """Parameters, in the dtype that computes."""
+    t, size = setting.site.t, setting.size
+    outside = size.total - size.layers * size.layer
+    return Messages(*(_gather(setting, n / t * setting.itemsize) for n in (size.layer, outside)))
+
+
+def _gather(setting: CallContext, nbytes: float) -> float:
+    site, shards = setting.site, setting.parallel.shards
+    brought = nbytes / shards / site.host if setting.backend.offload else 0.0
+    return site.collective(nbytes, shards, site.t) + brought
+
+
+def summed(setting: CallContext) -> Messages:
+    """Gradients of what is trained, and where there are copies of the parameters, among these."""
+    return Messages(*(_sum(setting, n / setting.site.t * REDUCED) for n in setting.trained))
+
+
+def _sum(setting: CallContext, nbytes: float) -> float:
+    site, backend = setting.site, setting.backend
+    ranks = setting.parallel.shards if backend.sharded else site.d
+    own = nbytes / ranks
+    copies = 2 * site.collective(own, site.d // ranks, site.t * ranks)
+    away = own / site.host if backend.offload else 0.0
+    return site.collective(nbytes, ranks, site.t) + copies + away
+
+
+def inference(setting: CallContext, rows: float) -> CallCost:
+    """`rows` rows over all data parallel ranks; the pipeline fills once (or once per given micro-batch)."""
+    each = max(1.0, -(-rows // setting.site.d))
+    stream = Stream.of(setting, each, training=False)
+    parts = stream.price(setting, training=False)
+    parts["data_parallel"] = stream.fills * stream.micro * unhidden(setting, stream.rows, training=False)[0]
+    parts["fixed"] += setting.coefficients.call_seconds
+    return CallCost.of(**parts)
+
+
+def function(rows: float, hosts: int, k: Coefficients) -> CallCost:
+    """`rows` rows over `hosts` host processes, without their devices."""
+    return CallCost.of(fixed=k.call_seconds + -(-rows // hosts) * k.function_seconds)
+
+
+STATE = 30.0  # bytes that Adam reads and writes per parameter: gradient, main parameter, two moments, parameter
+CLEARED = 8.0  # bytes per parameter of the gradient buffer: the norm reads it, it is set to zero
+
+
+def training(setting: CallContext, rows: float, minibatches: int, epochs: int) -> CallCost:
+    """`rows` rows in `minibatches` optimizer steps, `epochs` times over.
+
+    A step reduces gradients to the ranks that keep their optimizer state, updates these, and gathers the parameters
+    (ZeRO stage 1, Rajbhandari et al. 2020); nothing of that is assumed to overlap with computation. For stages 2 and 3
+    see `sharding`.
+    """
+    site, size, k, backend = setting.site, setting.size, setting.coefficients, setting.backend
+    steps = min(minibatches, max(1, int(rows)))
+    shard = max(size.stage(site.p)) / site.t
+    each = -(-rows / steps // site.d)  # the rank with most rows
+    stream = Stream.of(setting, max(each, 1.0), training=True)
+    parts = stream.price(setting, training=True)
+    most, last = unhidden(setting, stream.rows, training=True)
+    parts["data_parallel"] = (stream.fills * stream.micro - 1) * most + last
+    if backend.stage == 1:
+        parts["data_parallel"] += site.data_parallel(shard * REDUCED)
+    if not backend.sharded:
+        parts["data_parallel"] += site.data_parallel(shard * setting.itemsize)
+    parts["optimizer"] = update(setting)
+    if (
+        setting.profile
+        and backend.stage == 1
+        and (took := setting.profile.parted(setting.model, "update", site.t, shard, site.d))
+    ):
+        parts["optimizer"], parts["data_parallel"] = took
+    parts = {name: seconds * steps * epochs for name, seconds in parts.items()}
+    parts["fixed"] += k.call_seconds * (1 + steps * epochs)
+    return CallCost.of(**parts)
+
+
+def update(setting: CallContext) -> float:
+    """Seconds of an optimizer step on a device, beside messages."""
+    site, backend = setting.site, setting.backend
+    if backend.lora is None:
+        stepped = max(setting.size.stage(site.p)) / site.t
+    else:
+        layer, outside = setting.trained
+        stepped = setting.size.layers * layer + outside
+    own = stepped / (setting.parallel.shards if backend.sharded else site.d)
+    summed = stepped if backend.stage == 1 else own  # gradients that a rank keeps
+    if not backend.offload:
+        return (own * STATE + summed * CLEARED) / site.bandwidth
+    return own * STATE / site.host + summed * CLEARED / (site.bandwidth if backend.stage == 1 else site.host)
+
+
+MOST_ROWS = 256  # sequences that an engine works on at a time (vLLM's max_num_seqs)
+LEAST_ROWS = 8  # what a replica must have room for to be worth its devices
+PREFILL_TOKENS = 8192  # of the prompts that are read in one pass
+
+
+@dataclass(frozen=True)
+class Waves:
+    """`concurrent` rows of a replica are under way at a time, for `steps` decode steps in all."""
+
+    concurrent: float
+    steps: float
+    active: float  # rows in an average step
+
+    @classmethod
+    def of(cls, setting: CallContext, rows: float, room: float) -> Waves:
+        """`rows` rows of one replica with `room` bytes of KV cache on each of its devices.
+
+        Whole waves of rows that start together, or rows that follow each other without a gap: whichever ends sooner
+        (Graham's bound for list scheduling).
+        """
+        work, response = setting.workload, setting.workload.response
+        groups = setting.parallel.micro_batches or 1
+        fitting = math.floor(room / (work.under_way * cache_bytes(setting)))
+        most = MOST_ROWS * setting.parallel.p if setting.parallel.micro_batches is None else math.inf
+        concurrent = float(max(1, min(math.ceil(rows / groups), most, fitting)))
+        waves = math.ceil(rows / concurrent) * response.max
+        steady = rows * response.mean / concurrent + (1 - 1 / concurrent) * response.max
+        steps = max(response.max, min(waves, steady) if groups == 1 else waves)
+        return cls(concurrent, steps, rows * response.mean / steps)
+
+
+def cache_bytes(setting: CallContext) -> float:
+    """Bytes of keys and values of one token on the device with most layers."""
+    layers = -(-setting.size.layers // setting.parallel.p)
+    return 2 * layers * setting.size.keys_on(setting.site.t) * setting.itemsize
+
+
+def generation(setting: CallContext, rows: float, room: float) -> CallCost:
+    """`rows` rows over all replicas, each of which has `room` bytes of KV cache on every device."""
+    site, k = setting.site, setting.coefficients
+    each = max(1.0, -(-rows // site.d))
+    waves = Waves.of(setting, each, room)
+    p = site.p
+    step, passed = _decode(setting, waves.active / p)
+    # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
+    cycle = step.times(p)
+    prefill, filling = _prefill(setting, each / setting.workload.responses_per_prompt)
+    host = k.step_seconds + k.row_seconds * waves.active
+    if setting.profile and setting.profile.seconds(setting.model, "step", site.t, waves.active / p) is not None:
+        host = 0.0  # measured with the step
+    return CallCost.of(
+        prefill=prefill.total - prefill.tensor_parallel,
+        decode=waves.steps * (cycle.memory + cycle.compute),
+        tensor_parallel=prefill.tensor_parallel + waves.steps * cycle.tensor_parallel,
+        pipeline=filling + waves.steps * p * passed,
+        fixed=waves.steps * (cycle.fixed + host) + k.call_seconds,
+    )
+
+
+def _decode(setting: CallContext, rows: float) -> tuple[Seconds, float]:
+    """One token for `rows` rows on the slowest stage, and the message to the next one."""
+    site, size, work, k, p = setting.site, setting.size, setting.workload, setting.coefficients, setting.parallel.p
+    layers = -(-size.layers // p)
+    context = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
+    if size.window is not None:
+        context = min(context, size.window)
+    layer = layer_forward(site, size, k, rows, 0.0, setting.itemsize, launch=k.decode_layer_seconds)
+    if setting.profile:
+        layer = setting.profile.layer(setting.model, "decode", site.t, rows, layer)
+    output = output_forward(site, size, k, rows, setting.itemsize)
+    if setting.profile:
+        output = setting.profile.layer(setting.model, "step", site.t, rows, output)
+    cache = Seconds(memory=rows * context * cache_bytes(setting) / site.bandwidth)
+    return layer.times(layers) + output + cache, site.stage_message(rows * size.hidden * setting.itemsize)
+
+
+def _prefill(setting: CallContext, prompts: float) -> tuple[Seconds, float]:
+    """A replica reads `prompts` prompts (those of several responses once): what a stage does, and how long it waits for
+    other stages and their messages."""
+    size, work, p = setting.size, setting.workload, setting.parallel.p
+    tokens = prompts * work.prompt.mean
+    passes = max(1.0, tokens / PREFILL_TOKENS)
+    pairs = prompts * causal_pairs(size, work.prompt.mean, work.prompt.square_mean) / passes
+    layer = layer_forward(setting.site, size, setting.coefficients, tokens / passes, pairs, setting.itemsize)
+    if setting.profile:
+        layer = setting.profile.layer(setting.model, "forward", setting.site.t, tokens / passes, layer)
+    message = setting.site.stage_message(tokens / passes * size.hidden * setting.itemsize)
+    stage = layer.times(-(-size.layers // p))
+    return stage.times(passes), (p - 1) * stage.total + (passes + p - 1) * message

@@ -1,0 +1,161 @@
+"""Site: the devices of one call's mesh and the links between them, with what they really reach. Pure.
+
+Ranks lie on a mesh with t fastest, then p, then d (paper, section 5.3), so tensor parallel groups are neighbours.
+Collectives move what rings do: n ranks that all-reduce b bytes each send and receive 2 (n-1)/n b (Thakur et al. 2005);
+those of tensor parallel ranks and between nodes wait for as many messages as trees do, others inside a node as rings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.config import DType
+from hybridflow.errors import ConfigError
+from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
+from hybridflow.planner.describe.mesh import CallPlan
+from hybridflow.settings import at_least, require, settings
+
+
+@settings
+class Coefficients:
+    """What devices and links reach of their peak, and what is paid whatever the size.
+
+    `device` names what they were fitted on ("" for the defaults). Efficiencies are shares of the data sheet's figure;
+    a matrix product of which a device has n columns runs at `compute * n / (n + half_columns)` of the peak. Seconds
+    are those of a device's host process, and are not hidden behind the device's work.
+    """
+
+    device: str = ""
+    compute: float = 0.7  # of the peak, in matrix products
+    half_columns: float = 128.0  # columns of a device's shard at which a product reaches half of that
+    attention: float = 0.4  # of the peak, in attention scores and values
+    memory: float = 0.75  # of the memory bandwidth
+    link: float = 0.75  # of the bandwidth inside a node
+    network: float = 0.75  # of the bandwidth between nodes
+    layer_seconds: float = 200e-6  # launches of a layer, each time that it runs forward in training or inference
+    decode_layer_seconds: float = 12e-6  # launches of a layer in a decode step (CUDA graphs)
+    step_seconds: float = 3e-3  # what the host does for a decode step
+    row_seconds: float = 30e-6  # what the host does for a row in a decode step: scheduling, sampling, text
+    call_seconds: float = 20e-3  # dispatch of a call, and of every optimizer step
+    function_seconds: float = 100e-6  # what a host does for a row in a function (a reward by rules)
+    usable_memory: float = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
+
+    def __post_init__(self) -> None:
+        names = tuple(field.name for field in fields(type(self)) if field.name != "device")  # type: ignore[arg-type]
+        at_least(self, 0, *names)
+        for name in ("compute", "attention", "memory", "link", "network", "usable_memory"):
+            require(0 < getattr(self, name) <= 1, f"Coefficients({name}={getattr(self, name)}): must be in (0, 1].")
+
+    def save(self, path: str | Path) -> None:
+        """Write YAML."""
+        Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False))  # type: ignore[call-overload]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Coefficients:
+        """Read what `save` wrote. Errors: ConfigError for a missing file or other contents."""
+        try:
+            found: Any = yaml.safe_load(Path(path).read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"there is no calibration file {path}. Save what `calibrate` found.") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}.") from None
+        require(isinstance(found, dict), f"{path} holds a {type(found).__name__}, not the coefficients of a planner.")
+        return cls(**found)
+
+
+DEFAULT = Coefficients()
+
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one device of the mesh reaches: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory, `link`
+    [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. A group that
+    waits for its slowest member is as good as that. `local` neighbours of the mesh lie in one node. `shares` ranks of a
+    tensor parallel group share what is not cut (sequence parallelism: t, else 1). `host` [bytes/s] copies to and from
+    host memory.
+    """
+
+    p: int
+    t: int
+    d: int
+    local: int
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    latency: float
+    network_latency: float
+    shares: int = 1
+    host: float = 25e9
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients) -> Site:
+        """Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it lacks."""
+        runs = cluster.counts(plan.mesh.devices)
+        nodes = list(
+            {id(cluster.nodes[node]): cluster.nodes[node] for node in runs}.values()
+        )  # most are one and the same
+        device = slowest(tuple(node.device for node in nodes))
+        sizes = plan.parallel
+        return cls(
+            p=sizes.p,
+            t=sizes.t,
+            d=sizes.d,
+            local=min(runs.values()) if len(runs) > 1 else plan.mesh.size,
+            memory=device.memory,
+            flops=device.peak(dtype),
+            bandwidth=device.bandwidth * k.memory,
+            link=min(node.bandwidth for node in nodes) * k.link,
+            network=cluster.bandwidth * k.network,
+            latency=max(node.latency for node in nodes),
+            network_latency=cluster.latency,
+            host=device.host,
+        )
+
+    def inside(self, neighbours: int) -> bool:
+        """Every group of `neighbours` ranks in a row lies in one node."""
+        return self.local % neighbours == 0 if neighbours <= self.local else False
+
+    def tensor_all_reduce(self, nbytes: float) -> float:
+        """Seconds in which t neighbours add up `nbytes` each. Beyond a node the ring enters each node once."""
+        t = self.t
+        if t == 1:
+            return 0.0
+        hops, volume = 2 * math.log2(t), 2 * (t - 1) / t * nbytes
+        if self.inside(t):
+            return hops * self.latency + volume / self.link
+        groups = max(1, self.local // t) + (1 if self.local % t else 0)  # that share the node's network
+        return hops * self.network_latency + volume * groups / min(self.network, self.link * groups)
+
+    def stage_message(self, nbytes: float) -> float:
+        """Seconds until a stage has handed `nbytes`, which its t ranks share or each have, to the next stage."""
+        if self.p == 1:
+            return 0.0
+        if self.inside(self.p * self.t):
+            return self.latency + nbytes / self.shares / self.link
+        copies = min(self.t, self.local) / self.shares
+        return self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
+
+    def data_parallel(self, nbytes: float) -> float:
+        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over the d ranks that hold the same shard."""
+        return self.collective(nbytes, self.d, self.p * self.t)
+
+    def collective(self, nbytes: float, ranks: int, apart: int) -> float:
+        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over `ranks` ranks that are `apart` ranks from
+        each other. All such groups work at once and share the network of their nodes."""
+        if ranks == 1:
+            return 0.0
+        volume = (ranks - 1) / ranks * nbytes
+        if self.inside(apart * ranks):
+            return ranks * self.latency + volume / self.link
+        groups = min(self.local, apart)
+        return math.log2(ranks) * self.network_latency + volume * max(groups / self.network, 1 / self.link)

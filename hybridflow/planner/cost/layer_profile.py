@@ -1,0 +1,181 @@
+"""LayerProfile: measured seconds of a model's layer, used instead of the roofline where there are some. Pure.
+
+What is measured, by tensor parallel size: a decoder layer forward and backward, what a micro-batch takes beside its
+layers ("output": logits, loss, the engine's own work), a layer in a decode step, what such a step takes beside its
+layers ("step"), and an optimizer step with the messages of its data parallel ranks ("update"). Seconds are those of
+devices that have their node for themselves; `slowdown` says what others beside them cost.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from hybridflow.errors import ConfigError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.hardware import Coefficients
+from hybridflow.planner.cost.layer_costs import Seconds
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.settings import require
+
+Pass = Literal["forward", "backward", "output", "output_backward", "decode", "step", "update"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at some numbers of tokens (of rows for "decode" and "step", of elements on a device for "update"),
+    ascending; `t` devices share the layer, and an update has `d` data parallel ranks. `busy` is the share of the time
+    in which a device works, and does not wait for others."""
+
+    model: str
+    kind: Pass
+    t: int
+    points: tuple[tuple[float, float], ...]
+    d: int = 1
+    busy: float = 1.0
+
+    def __post_init__(self) -> None:
+        points = tuple((float(n), float(seconds)) for n, seconds in self.points)
+        object.__setattr__(self, "points", points)
+        require(
+            self.kind in get_args(Pass), f"a profile has no pass {self.kind!r}. Known: {', '.join(get_args(Pass))}."
+        )
+        good = bool(points) and all(n > 0 and seconds > 0 and math.isfinite(seconds) for n, seconds in points)
+        rising = all(a[0] < b[0] for a, b in pairwise(points))
+        require(0 < self.busy <= 1, f"the profile of {self.kind!r} needs a share in (0, 1], got busy={self.busy}.")
+        require(good and rising, f"the profile of {self.kind!r} needs ascending, positive numbers, got {points[:4]}.")
+
+    def at(self, tokens: float) -> float:
+        """Between two points on the straight line through both; below the first one its seconds, above the last one
+        on from there, as steeply as from the first to the last."""
+        points = self.points
+        if tokens <= points[0][0]:
+            return points[0][1]
+        if tokens >= points[-1][0]:
+            (n, low), (m, high) = points[0], points[-1]
+            return high * tokens / m if n == m else high + max(0.0, high - low) * (tokens - m) / (m - n)
+        above = bisect_left(points, (tokens, 0.0))
+        (n, low), (m, high) = points[above - 1], points[above]
+        return low + (high - low) * (tokens - n) / (m - n)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Curves measured on `device`. Those with t > 1 contain their collectives.
+
+    `slowdown` is that of a node (see `NodeSpec`), `latency` [s] and `bandwidth` [bytes/s] those of messages inside it,
+    `call_seconds` those of a call beside what its engine does (None: not measured).
+    Errors: ConfigError for a file that is missing or holds something else.
+    """
+
+    device: str
+    curves: tuple[Curve, ...] = ()
+    slowdown: tuple[tuple[float, float], ...] = ()
+    latency: float | None = None
+    bandwidth: float | None = None
+    call_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "curves", tuple(self.curves))
+        object.__setattr__(self, "slowdown", tuple((float(n), float(factor)) for n, factor in self.slowdown))
+        object.__setattr__(self, "_index", {(c.model, c.kind, c.t, c.d): c for c in self.curves})
+
+    def _curve(self, model: ModelSpec, kind: Pass, t: int, d: int = 1) -> Curve | None:
+        index: Mapping[tuple[str, str, int, int], Curve] = self.__dict__["_index"]
+        return index.get((architecture(model), kind, t, d))
+
+    def measured(self, cluster: ClusterSpec) -> ClusterSpec:
+        """`cluster` with what was measured of its nodes. Errors: ConfigError when its devices are others."""
+        found = sorted({node.device.name for node in cluster.nodes})
+        require(
+            found == [self.device],
+            f"the profile was measured on {self.device!r}, the cluster has {', '.join(found)}. "
+            "Run `hybridflow profile` there, or plan without it.",
+        )
+        own = {"latency": self.latency, "bandwidth": self.bandwidth, "slowdown": self.slowdown or None}
+        changes = {name: value for name, value in own.items() if value is not None}
+        return replace(cluster, nodes=tuple(replace(node, **changes) for node in cluster.nodes))
+
+    def coefficients(self, given: Coefficients) -> Coefficients:
+        """`given` with what was measured instead: messages reach the measured bandwidth, not a share of another."""
+        known = {"call_seconds": self.call_seconds, "link": None if self.bandwidth is None else 1.0}
+        return replace(given, **{name: value for name, value in known.items() if value is not None})
+
+    def seconds(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> float | None:
+        """What was measured at `number` tokens, rows or elements; None where nothing was."""
+        curve = self._curve(model, kind, t, d)
+        return None if curve is None else curve.at(number)
+
+    def parted(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:
+        """The same in parts: in which a device works, and in which it waits for others."""
+        curve = self._curve(model, kind, t, d)
+        if curve is None:
+            return None
+        seconds = curve.at(number)
+        return seconds * curve.busy, seconds * (1 - curve.busy)
+
+    def layer(self, model: ModelSpec, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
+        """What was measured; `formula` where nothing was."""
+        found = self.parted(model, kind, t, tokens)
+        if found is None:
+            return formula
+        works, waits = found if t > 1 else (sum(found), formula.tensor_parallel)
+        known = formula.compute + formula.memory
+        share = formula.compute / known if known else 1.0
+        return replace(formula, compute=works * share, memory=works * (1 - share), tensor_parallel=waits, fixed=0)
+
+    def __str__(self) -> str:
+        lines = [f"profile of {self.device}"]
+        if self.slowdown:
+            busy = ", ".join(f"{n:g} at once {factor:.3g}x" for n, factor in self.slowdown)
+            lines.append(f"devices that work at once take longer: {busy}")
+        if self.latency is not None and self.bandwidth is not None:
+            lines.append(f"messages: {self.latency * 1e6:.3g} us, {self.bandwidth / 1e9:.3g} GB/s")
+        if self.call_seconds is not None:
+            lines.append(f"a call: {self.call_seconds * 1e3:.3g} ms beside its engine")
+        lines.append(f"{'model':38} {'pass':15} {'t':>3} {'d':>3}   ms at the fewest and at the most")
+        for c in self.curves:
+            (n, low), (m, high) = c.points[0], c.points[-1]
+            ends = f"{low * 1e3:.3g} at {n:g}, {high * 1e3:.3g} at {m:g}"
+            lines.append(f"{c.model:38} {c.kind:15} {c.t:3} {c.d:3}   {ends}")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write YAML."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own |= {"curves": [_plain(c) for c in self.curves], "slowdown": [list(pair) for pair in self.slowdown]}
+        Path(path).write_text(yaml.safe_dump(own, sort_keys=False))
+
+    @classmethod
+    def load(cls, path: str | Path) -> LayerProfile:
+        try:
+            found: Any = yaml.safe_load(Path(path).read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"there is no profile {path}. Run `hybridflow profile` to make one.") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}.") from None
+        good = isinstance(found, dict) and {"device", "curves"} <= set(found) and isinstance(found["curves"], Sequence)
+        require(good, f"{path} is not a profile: it needs `device` and `curves`.")
+        try:
+            own: dict[str, Any] = found | {"curves": tuple(Curve(**curve) for curve in found["curves"])}
+            return cls(**own)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is not a profile: {error}.") from None
+
+
+def architecture(model: ModelSpec) -> str:
+    """What two models with equal layers share: the name under which a profile keeps their curves."""
+    sizes = (model.hidden, model.intermediate, model.heads, model.kv_heads, model.head_dim)
+    output = f"-{model.vocab}" if model.head == "lm" else ""
+    return f"{model.family}-" + "-".join(map(str, sizes)) + output
+
+
+def _plain(curve: Curve) -> dict[str, Any]:
+    return {**asdict(curve), "points": [list(point) for point in curve.points]}

@@ -1,0 +1,203 @@
+"""Reallocation: seconds in which a model's weights go from one layout to another (ReaL, section 5; the transition of
+HybridFlow, section 5). Pure.
+
+Bytes come from the same weight plans that the 3D-HybridEngine executes, over a model in which the layers between two
+neighbouring stage boundaries are one tensor, and the rows of a tensor the smallest part that any rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.engine3d.plan.routing import WIDE
+from hybridflow.planner.cost.hardware import Coefficients
+from hybridflow.planner.cost.layer_costs import Sizes
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.mesh import CallPlan
+from hybridflow.topology import GenerationGrid, RankGrid
+
+Floats = NDArray[np.floating]
+
+
+def volumes(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequence[int]) -> tuple[float, float, int]:
+    """Bytes of the busiest device inside its node (received or sent), of the busiest node's network, and the messages
+    of the device that gets most.
+
+    `held_RA` and `needed_RA` are 1 where a rank holds or needs a part, `nodes` [R] the node of each rank from 0.
+    """
+    at_R = np.array(nodes)
+    on_NR: Floats = np.zeros((int(at_R.max()) + 1, len(at_R)), dtype=np.float32)
+    on_NR[at_R, range(len(at_R))] = 1
+    missing_RA = needed_RA * (1 - held_RA)
+    idle_R: Floats = (held_RA.sum(axis=1) == 0).astype(np.float32)
+    held_NA, wanted_NA, idle_NA = on_NR @ held_RA, on_NR @ missing_RA, (on_NR * idle_R) @ missing_RA
+    enters_NA: Floats = ((wanted_NA > 0) & (held_NA == 0)).astype(np.float32)
+    some_NA = np.maximum(wanted_NA, 1)
+
+    gets_R = (missing_RA * (1 - (enters_NA / some_NA)[at_R])) @ bytes_A
+    copies_NA = _copies(wanted_NA, idle_NA, held_NA)
+    relays_NA = enters_NA * (wanted_NA - 1) / some_NA  # of what comes from outside, each rank passes on its share
+    gives_R = (held_RA * copies_NA[at_R] + missing_RA * relays_NA[at_R]) @ bytes_A
+
+    quiet_A = np.where(idle_NA == wanted_NA, enters_NA, 0).sum(axis=0, dtype=np.float32)
+    entered_A, holders_A = enters_NA.sum(axis=0, dtype=np.float32), held_NA.sum(axis=0, dtype=np.float32)
+    sent_A = _copies(entered_A, quiet_A, holders_A)
+    between = max(float((enters_NA @ bytes_A).max()), float((held_NA @ (bytes_A * sent_A)).max()))
+    return float(max(gets_R.max(), gives_R.max())), between, int(missing_RA.sum(axis=1).max())
+
+
+def _copies(wanted: Floats, idle: Floats, held: Floats) -> Floats:
+    """Copies that each of the `held` holders sends to `wanted` others, `idle` of which can pass them on."""
+    holders = np.maximum(held, 1)
+    copies = np.where(idle <= WIDE * held, wanted / holders, (wanted - idle) / holders + 1)
+    return np.where(held > 0, copies, 0).astype(np.float32)
+
+
+Grid = RankGrid | GenerationGrid
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes of the busiest device inside a node (received or sent, whichever is more) and of the busiest node's
+    network; `messages` of the device with most."""
+
+    inside: float
+    between: float
+    messages: int
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """Both layouts by sizes and by positions in the union of both meshes; `nodes` are those of the union.
+
+    `regrouped`: where sizes divide, groups of the target are those that keep what a rank holds.
+    """
+
+    size: Sizes
+    source: tuple[int, int, int]
+    target: tuple[int, int, int]
+    source_at: tuple[int, ...]
+    target_at: tuple[int, ...]
+    nodes: tuple[int, ...]
+    regrouped: bool = True
+
+    @classmethod
+    def of(cls, size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan) -> LayoutChange:
+        if source.mesh == target.mesh:
+            counts = tuple(cluster.counts(source.mesh.devices).values())
+            made = _inside_mesh(size, source.parallel.weights, target.parallel.weights, counts)
+            return made if source.parallel.shards == 1 else replace(made, regrouped=False)
+        union = sorted({*source.mesh.devices, *target.mesh.devices})
+        at = {device: i for i, device in enumerate(union)}
+        first: dict[int, int] = {}
+        nodes = tuple(first.setdefault(cluster.node_of(device), len(first)) for device in union)
+        here, there = (tuple(at[device] for device in one.mesh.devices) for one in (source, target))
+        return cls(size, source.parallel.weights, target.parallel.weights, here, there, nodes)
+
+    @property
+    def grids(self) -> tuple[Grid, Grid]:
+        """On the same devices the target's groups are those of the paper's rule, which keep what a rank holds, where
+        its sizes divide the source's."""
+        (p, t, d), (q, u, e) = self.source, self.target
+        source = RankGrid(p, t, d)
+        if self.regrouped and self.source_at == self.target_at and p % q == 0 and t % u == 0:
+            return source, source.generation(q, u, "hybridflow")
+        return source, RankGrid(q, u, e)
+
+
+def _inside_mesh(
+    size: Sizes, source: tuple[int, int, int], target: tuple[int, int, int], counts: tuple[int, ...]
+) -> LayoutChange:
+    """On one mesh, given its devices of each node. Where equal blocks of neighbours each hold the whole model in both
+    layouts, every block finds in itself what it needs, and the first one is priced; else all."""
+    (p, t, d), (q, u, e), ranks, node = source, target, sum(counts), counts[0]
+    block = math.lcm(p * t, q * u, node if ranks % node == 0 else ranks)
+    if block >= ranks or ranks % block or len(set(counts)) > 1:
+        block = ranks
+    parts, at = ranks // block, tuple(range(block))
+    nodes = tuple(islice((n for n, count in enumerate(counts) for _ in range(count)), block))
+    return LayoutChange(size, (p, t, d // parts), (q, u, e // parts), at, at, nodes)
+
+
+@lru_cache(maxsize=65536)
+def volume(exchange: LayoutChange, itemsize: int) -> Volume:
+    """What an exchange moves, counted without the plan."""
+    size, (source, target) = exchange.size, exchange.grids
+    rows = math.lcm(source.t, target.t)
+    spans, weight = layer_spans(size, source.p, target.p)
+    held, needed = (
+        _held(spans, grid, at, rows, size.layers, len(exchange.nodes))
+        for grid, at in ((source, exchange.source_at), (target, exchange.target_at))
+    )
+    each = np.array([weight[name] / rows * itemsize for name in spans], dtype=np.float32).repeat(rows)
+    return Volume(*volumes(held, needed, each, exchange.nodes))
+
+
+def _held(
+    spans: Mapping[str, tuple[int, int]], grid: Grid, at: Sequence[int], rows: int, layers: int, ranks: int
+) -> Floats:
+    """[ranks, spans x rows] 1 where a rank holds rows of a span; rank i of the grid is rank `at[i]`."""
+    stages = np.zeros((grid.p, len(spans)), dtype=np.float32)
+    for stage in range(grid.p):
+        inside = spans_of_stage(spans, grid.p, stage, layers)
+        stages[stage] = [name in inside for name in spans]
+    parts = np.eye(grid.t, dtype=np.float32).repeat(rows // grid.t, axis=1)
+    p, t = _coords(grid)
+    out = np.zeros((ranks, len(spans) * rows), dtype=np.float32)
+    out[list(at)] = (stages[p][:, :, None] * parts[t][:, None, :]).reshape(grid.size, -1)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _coords(grid: Grid) -> tuple[list[int], list[int]]:
+    """p and t of every rank."""
+    coords = [grid.coords(rank) for rank in range(grid.size)]
+    return [c.p for c in coords], [c.t for c in coords]
+
+
+def layer_spans(size: Sizes, *stages: int) -> tuple[dict[str, tuple[int, int]], dict[str, float]]:
+    """Tensors by name: their first and last layer (the embedding lies before layer 0, the output after the last), and
+    elements."""
+    cuts = sorted({cut for p in stages for cut in _boundaries(size.layers, p)})
+    spans = {f"layers {a}-{b}": (a, b) for a, b in pairwise(cuts)}
+    weight = {name: float((b - a) * size.layer) for name, (a, b) in spans.items()}
+    spans |= {"embedding": (0, 0), "output": (size.layers, size.layers)}
+    weight |= {"embedding": float(size.embedding), "output": float(max(size.output, 1))}
+    return spans, weight
+
+
+def _boundaries(layers: int, p: int) -> list[int]:
+    most, rest = divmod(layers, p)
+    return [i * most + min(i, rest) for i in range(p + 1)]
+
+
+def spans_of_stage(spans: Mapping[str, tuple[int, int]], p: int, stage: int, layers: int) -> list[str]:
+    """Spans of a stage."""
+    cuts = _boundaries(layers, p)
+    low, high = cuts[stage], cuts[stage + 1]
+    inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]
+    return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == p - 1)
+
+
+def reallocation(
+    size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan, itemsize: int, k: Coefficients
+) -> float:
+    """Seconds: the busiest device's messages inside its node and the busiest node's between nodes, whichever is more.
+
+    Errors: PlacementError when a mesh is not in the cluster.
+    """
+    if source.alike(target):
+        return 0.0
+    moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
+    nodes = {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}
+    link = min(cluster.nodes[node].bandwidth for node in nodes) * k.link
+    latency = max(cluster.nodes[node].latency for node in nodes)
+    inside, between = moved.inside / link, moved.between / (cluster.bandwidth * k.network)
+    return max(inside, between) + moved.messages * (cluster.latency if moved.between else latency)

@@ -1,0 +1,324 @@
+"""ClusterSpec: the nodes, devices and links that a plan is made for. Pure."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+from typing import get_args
+
+from hybridflow.config import DType
+from hybridflow.errors import ConfigError, PlacementError, nearest
+
+GIB = float(1 << 30)
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One accelerator: `memory` [bytes], dense peak `flops` by dtype [FLOP/s], `bandwidth` of its memory [bytes/s].
+
+    `link` [bytes/s, one way] is what it exchanges with its neighbours inside a node as such nodes are usually built,
+    `network` [bytes/s, one way] what a whole such node has to the others; a `NodeSpec` or `ClusterSpec` may say
+    otherwise. `host` [bytes/s, one way] is what copies between its memory and the host's reach.
+
+    Errors: ConfigError for a size that is not a positive number, or without a single dtype.
+    """
+
+    name: str
+    memory: float
+    flops: Mapping[DType, float]
+    bandwidth: float
+    link: float = 25 * GIGA
+    network: float = 12.5 * GIGA
+    host: float = 25 * GIGA
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "bandwidth", "link", "network", "host"):
+            check_size(f"DeviceSpec {self.name!r}", name, getattr(self, name))
+        if not isinstance(self.flops, Mapping) or not self.flops:
+            raise ConfigError(f"DeviceSpec {self.name!r}: give flops for at least one dtype, {{'bfloat16': 312e12}}.")
+        for dtype, peak in self.flops.items():
+            if dtype not in get_args(DType):
+                known = ", ".join(get_args(DType))
+                raise ConfigError(f"DeviceSpec {self.name!r}: models have no dtype {dtype!r}. Known: {known}.")
+            check_size(f"DeviceSpec {self.name!r}", f"flops[{dtype!r}]", peak)
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory, self.bandwidth))
+
+    def __reduce__(self):
+        rest = self.bandwidth, self.link, self.network, self.host
+        return DeviceSpec, (self.name, self.memory, dict(self.flops), *rest)
+
+    def peak(self, dtype: DType) -> float:
+        """Dense FLOP/s. Errors: ConfigError when the device has no such dtype."""
+        if dtype not in self.flops:
+            raise ConfigError(f"device {self.name!r} does not compute in {dtype}. Use one of: {', '.join(self.flops)}.")
+        return self.flops[dtype]
+
+
+def check_size(owner: str, name: str, value: object) -> None:
+    """Errors: ConfigError unless `value` is a positive finite number."""
+    good = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value > 0
+    if not good:
+        raise ConfigError(f"{owner}: {name}={value!r} must be a positive number.")
+
+
+def _gpu(
+    name: str, gib: float, half: float, single: float, memory: float, link: float, network: float, host: float = 25
+) -> DeviceSpec:
+    """From a data sheet's units: GiB, TFLOP/s of dense 16-bit and of plain 32-bit arithmetic, GB/s, GB/s, Gbit/s; GB/s
+    that pinned host memory is copied at (PCIe 4; twice that for PCIe 5)."""
+    flops: dict[DType, float] = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA}
+    return DeviceSpec(name, gib * GIB, flops, memory * GIGA, link * GIGA, network / 8 * GIGA, host * GIGA)
+
+
+# NVIDIA's data sheets: memory, dense tensor-core peak, plain fp32 peak, memory bandwidth, NVLink or PCIe one way. The
+# network is that of the clusters with which they are met in the literature (HybridFlow: 200 Gbit/s a node of A100s;
+# ReaL: 3.2 Tbit/s a node of H100s).
+DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            _gpu("a100", 80, 312, 19.5, 2039, 300, 200),
+            _gpu("a100-40gb", 40, 312, 19.5, 1555, 300, 200),
+            _gpu("a100-pcie", 80, 312, 19.5, 1935, 32, 200),
+            _gpu("a800", 80, 312, 19.5, 2039, 200, 200),
+            _gpu("h100", 80, 989.4, 66.9, 3350, 450, 3200, 50),
+            _gpu("h100-pcie", 80, 756, 51.2, 2000, 64, 400, 50),
+            _gpu("h800", 80, 989.4, 66.9, 3350, 200, 3200, 50),
+            _gpu("h200", 140.4, 989.4, 66.9, 4800, 450, 3200, 50),
+            _gpu("h20", 96, 148, 44, 4000, 450, 3200, 50),
+            _gpu("b200", 180, 2250, 75, 7700, 900, 3200, 50),
+            _gpu("l40s", 48, 362, 91.6, 864, 32, 200),
+        )
+    }
+)
+
+
+def device(name: str) -> DeviceSpec:
+    """The accelerator called `name` in any case ("A100" and "a100-80gb" mean the same).
+
+    Errors: ConfigError for an unknown one.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"device {name!r} is not a name. Known: {', '.join(DEVICES)}.")
+    key = name.strip().lower().replace("_", "-")
+    key = {"a100-80gb": "a100", "a100-sxm": "a100", "h100-80gb": "h100", "h100-sxm": "h100"}.get(key, key)
+    if key not in DEVICES:
+        raise ConfigError(f"device {name!r} is unknown.{nearest(key, DEVICES)} Or describe it with DeviceSpec(...).")
+    return DEVICES[key]
+
+
+LINK_LATENCY = 5e-6
+NETWORK_LATENCY = 15e-6
+MOST_DEVICES = 1 << 17
+"""Of a description: above it, it is a slip, which would keep a search busy for hours."""
+_PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>\d+(\.\d+)?)(?P<unit>[gt])bps)?")
+_HERE = re.compile(r"here(?::(?P<devices>\d+))?")
+_FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4", "here" or "here:4".'
+
+
+def slowed(known: Sequence[tuple[float, float]], busy: float) -> float:
+    """How much slower each of `busy` devices that work at once is, from some such pairs, ascending: 1 for one device;
+    between two known figures on the straight line through both, beyond the last in proportion."""
+    before, factor = 1.0, 1.0
+    if busy <= 1:
+        return factor
+    for n, found in known:
+        if busy <= n:
+            return factor + (found - factor) * (busy - before) / (n - before) if n > before else found
+        before, factor = n, found
+    return factor * busy / before if known else 1.0
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """`count` equal devices; `bandwidth` [bytes/s per device, one way] and `latency` [s] of a message between them.
+
+    `slowdown` are pairs (devices that work at once, how much slower each of them is than alone), ascending, for devices
+    that share something, such as logical devices the cores of a host. Errors: ConfigError for a size that is not
+    positive.
+    """
+
+    device: DeviceSpec
+    count: int
+    bandwidth: float
+    latency: float = LINK_LATENCY
+    slowdown: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise ConfigError(f"NodeSpec(count={self.count!r}): a node has a whole number of devices, at least 1.")
+        for name in ("bandwidth", "latency"):
+            check_size("NodeSpec", name, getattr(self, name))
+        for busy, factor in self.slowdown:
+            check_size("NodeSpec", "slowdown", busy)
+            check_size("NodeSpec", "slowdown", factor)
+        if any(a[0] >= b[0] for a, b in pairwise(self.slowdown)):
+            raise ConfigError(f"NodeSpec(slowdown={self.slowdown}): numbers of devices must ascend.")
+
+    def slow(self, busy: float) -> float:
+        """How much slower a device is when `busy` of the node work at once, see `slowed`."""
+        return slowed(self.slowdown, busy)
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Devices are counted through from node to node; `bandwidth` [bytes/s, one way] is that of a whole node to the
+    network, shared by its devices, and `latency` [s] that of a message between nodes.
+
+    Errors: ConfigError for a cluster without nodes or a size that is not positive.
+    """
+
+    nodes: tuple[NodeSpec, ...]
+    bandwidth: float
+    latency: float = NETWORK_LATENCY
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        if not self.nodes:
+            raise ConfigError(f"a ClusterSpec needs at least one node. {_FORM}")
+        if wrong := [node for node in self.nodes if not isinstance(node, NodeSpec)]:
+            raise ConfigError(
+                f"ClusterSpec: {wrong[0]!r} is not a NodeSpec. ClusterSpec.of reads a description. {_FORM}"
+            )
+        for name in ("bandwidth", "latency"):
+            check_size("ClusterSpec", name, getattr(self, name))
+
+    @classmethod
+    def of(cls, text: str | ClusterSpec, bandwidth: float | None = None) -> ClusterSpec:
+        """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here" ("here:4": as
+        four devices).
+
+        The network is the usual one of the devices (the slowest of the parts) unless a part says "@200Gbps" or
+        `bandwidth` [bytes/s of a node] does. Errors: ConfigError for another form, an unknown device, sizes below 1.
+        """
+        if isinstance(text, ClusterSpec):
+            return text
+        if not isinstance(text, str):
+            raise ConfigError(f"cluster {text!r} is not a description of a cluster. {_FORM}")
+        if here := _HERE.fullmatch(text.strip().lower()):
+            return cls.this_machine(int(here["devices"]) if here["devices"] else None)
+        nodes: list[NodeSpec] = []
+        networks: list[float] = []
+        for part in text.split(","):
+            made, network = _part(part.strip(), text)
+            nodes += made
+            networks.append(network)
+        return cls(tuple(nodes), bandwidth if bandwidth is not None else min(networks))
+
+    @classmethod
+    def this_machine(cls, devices: int | None = None, memory: float | None = None) -> ClusterSpec:
+        """This host as one node of `devices` logical devices (default: one per processor core) that share its cores
+        and its memory [bytes; default: all of it]. Figures are those of an ordinary server core, of which devices that
+        work at once take equal parts: a profile knows better."""
+        cores = len(os.sched_getaffinity(0))
+        count = cores if devices is None else devices
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"this_machine(devices={devices!r}): give a whole number of at least 1.")
+        whole = memory if memory is not None else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        host = DeviceSpec(
+            "host", whole / count, {"float32": 100e9, "bfloat16": 100e9}, 8 * GIGA, link=GIGA, host=4 * GIGA
+        )
+        shared = ((cores, 1.0), (count, count / cores)) if count > cores else ()
+        return cls((NodeSpec(host, count, GIGA, 50e-6, shared),), GIGA, 200e-6)
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1]
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(node.count for node in self.nodes))
+
+    def node_of(self, index: int) -> int:
+        """The node of device `index`. Errors: PlacementError outside of the cluster."""
+        if not 0 <= index < self.size:
+            raise PlacementError(f"device {index} is not in this cluster, whose devices are 0 to {self.size - 1}.")
+        return bisect_right(self._ends, index)
+
+    def device(self, index: int) -> DeviceSpec:
+        """Errors: PlacementError outside of the cluster."""
+        return self.nodes[self.node_of(index)].device
+
+    def counts(self, devices: Sequence[int]) -> dict[int, int]:
+        """How many of `devices`, which ascend, are in each node. Errors: PlacementError outside of the cluster."""
+        first, last = devices[0], devices[-1]
+        nodes = range(self.node_of(first), self.node_of(last) + 1)
+        if last - first + 1 > len(devices):
+            return dict(Counter(map(self.node_of, devices)))
+        # neighbours: node by node, for there may be very many devices
+        return {n: min(self._ends[n], last + 1) - max(self._ends[n] - self.nodes[n].count, first) for n in nodes}
+
+    def devices_of(self, node: int) -> range:
+        """The devices of node `node`, as numbers in the cluster."""
+        return range(self._ends[node] - self.nodes[node].count, self._ends[node])
+
+    def first(self, devices: int) -> ClusterSpec:
+        """The cluster's first `devices` devices as a cluster of their own. Errors: PlacementError beyond its size."""
+        if not 1 <= devices <= self.size:
+            raise PlacementError(f"{devices} devices were asked of a cluster of {self.size}.")
+        nodes, left = [], devices
+        for node in self.nodes:
+            if left > 0:
+                nodes.append(replace(node, count=min(node.count, left)))
+                left -= node.count
+        return replace(self, nodes=tuple(nodes))
+
+    def __str__(self) -> str:
+        parts: list[tuple[str, int, int]] = []
+        for node in self.nodes:
+            name, count = node.device.name, node.count
+            if parts and (parts[-1][0], parts[-1][2]) == (name, count):
+                parts[-1] = (name, parts[-1][1] + 1, count)
+            else:
+                parts.append((name, 1, count))
+        return ",".join(f"{name}:{nodes}x{count}" for name, nodes, count in parts)
+
+
+def slowest(devices: Sequence[DeviceSpec]) -> DeviceSpec:
+    """What a group of devices that wait for each other is as good as: the least of each figure."""
+    if len(kinds := set(devices)) == 1:
+        return devices[0]
+    dtypes = set.intersection(*(set(kind.flops) for kind in kinds))
+    if not dtypes:
+        raise ConfigError(f"devices {', '.join(sorted(kind.name for kind in kinds))} have no dtype in common.")
+    return DeviceSpec(
+        "+".join(sorted(kind.name for kind in kinds)),
+        min(kind.memory for kind in kinds),
+        {dtype: min(kind.flops[dtype] for kind in kinds) for dtype in sorted(dtypes)},
+        min(kind.bandwidth for kind in kinds),
+        min(kind.link for kind in kinds),
+        min(kind.network for kind in kinds),
+        min(kind.host for kind in kinds),
+    )
+
+
+def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
+    match = _PART.fullmatch(part.lower())
+    if match is None:
+        raise ConfigError(f"cluster {text!r}: {part!r} is not of the form DEVICE:NODESxDEVICES. {_FORM}")
+    spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
+    if nodes < 1 or count < 1:
+        raise ConfigError(f"cluster {text!r}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
+    if nodes * count > MOST_DEVICES:
+        raise ConfigError(
+            f"cluster {text!r}: {nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster."
+        )
+    network = spec.network
+    if match["network"]:
+        network = float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8
+    return [NodeSpec(spec, count, spec.link)] * nodes, network
+
+
+__all__ = ["GIB", "ClusterSpec", "NodeSpec", "slowed", "slowest"]

@@ -1,0 +1,247 @@
+"""What a user asks of a placement beforehand: pinned groups, capped devices, groups kept apart or together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from hybridflow.errors import PlacementError, nearest
+from hybridflow.planner.describe.mesh import Mesh, Parallel
+
+
+@dataclass(frozen=True)
+class Pin:
+    """All calls of `group` run on `devices`, its training and inference calls with `parallel`, generation with
+    `generate`. What is None stays open."""
+
+    group: str
+    devices: tuple[int, ...] | None = None
+    parallel: Parallel | None = None
+    generate: Parallel | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices is not None:
+            object.__setattr__(self, "devices", Mesh(tuple(sorted(self.devices))).devices)
+        for parallel in (self.parallel, self.generate):
+            if parallel is not None and parallel.micro_batches is not None:
+                raise PlacementError(f"{self}: engines cut micro-batches by their tokens. Leave micro_batches out.")
+            if self.devices is not None and parallel is not None and parallel.size != len(self.devices):
+                raise PlacementError(
+                    f"{self} contradicts itself: p*t*d = {parallel.size} devices, and {len(self.devices)} are pinned."
+                )
+
+    def joined(self, other: Pin) -> Pin | None:
+        """Both pins of a group as one; None where they contradict each other."""
+        mine, theirs = ((pin.devices, pin.parallel, pin.generate) for pin in (self, other))
+        if any(a is not None and b is not None and a != b for a, b in zip(mine, theirs, strict=True)):
+            return None
+        devices, parallel, generate = self.devices, self.parallel, self.generate
+        both = devices or other.devices, parallel or other.parallel, generate or other.generate
+        if both[0] is not None and any(x.size != len(both[0]) for x in both[1:] if x is not None):
+            return None
+        return Pin(self.group, *both)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of devices that it asks for."""
+        if self.devices is not None:
+            return (len(self.devices),)
+        return tuple(x.size for x in (self.parallel, self.generate) if x is not None)
+
+    def __str__(self) -> str:
+        asked = {"devices": self.devices and Mesh(self.devices), "parallel": self.parallel, "generate": self.generate}
+        return f"Pin({self.group}, {', '.join(f'{name}={value}' for name, value in asked.items() if value)})"
+
+
+@dataclass(frozen=True)
+class Cap:
+    """No call of `group` runs on more than `devices` devices."""
+
+    group: str
+    devices: int
+
+    def __post_init__(self) -> None:
+        if type(self.devices) is not int or self.devices < 1:
+            raise PlacementError(f"Cap({self.group!r}, {self.devices!r}): give a whole number of at least 1.")
+
+    def __str__(self) -> str:
+        return f"Cap({self.group}, {self.devices})"
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The two groups share no device."""
+
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"Apart({self.first}, {self.second})"
+
+
+@dataclass(frozen=True)
+class Together:
+    """The two groups are on the same devices."""
+
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"Together({self.first}, {self.second})"
+
+
+@dataclass(frozen=True)
+class OneLayout:
+    """All calls of `group` have one layout; generation has sizes of its own on the same devices, which divide it."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"OneLayout({self.group})"
+
+
+Constraint = Pin | Cap | Apart | Together | OneLayout
+
+
+class Rules:
+    """Constraints, checked against each other and ready to be asked.
+
+    Errors: PlacementError for an unknown group, devices beyond the cluster, and for constraints that contradict each
+    other, naming them.
+    """
+
+    def __init__(self, constraints: Sequence[Constraint], groups: Sequence[str], devices: int) -> None:
+        self.constraints = tuple(constraints)
+        for constraint in self.constraints:
+            _check_known(constraint, groups, devices)
+        self.pins = _pins(self.constraints)
+        self.caps: dict[str, Cap] = {}
+        for cap in sorted((c for c in self.constraints if isinstance(c, Cap)), key=lambda cap: -cap.devices):
+            self.caps[cap.group] = cap
+        self.apart = [c for c in self.constraints if isinstance(c, Apart)]
+        self.together = [c for c in self.constraints if isinstance(c, Together)]
+        self.one_layout = tuple(dict.fromkeys(c.group for c in self.constraints if isinstance(c, OneLayout)))
+        joined = _joined(self.together, groups)
+        for members in dict.fromkeys(joined.values()):
+            self._check_sizes(members, devices)
+        for parted in self.apart:
+            self._check_parted(parted, joined[parted.first], joined[parted.second], devices)
+
+    def devices(self, group: str) -> tuple[int, ...] | None:
+        """The devices that a group is pinned to."""
+        return self.pins[group].devices if group in self.pins else None
+
+    def pinned_sizes(self, group: str, parallel: Parallel) -> bool:
+        """Some call of this group is to have these sizes."""
+        pin = self.pins.get(group)
+        return pin is not None and any(x and x.sizes == parallel.sizes for x in (pin.parallel, pin.generate))
+
+    def allows(self, group: str, mesh: Mesh, parallel: Parallel, generates: bool = False) -> bool:
+        """A call of this group may run so, as far as this group's own constraints go."""
+        if group in self.caps and mesh.size > self.caps[group].devices:
+            return False
+        if (pin := self.pins.get(group)) is None:
+            return True
+        if pin.devices is not None and mesh.devices != pin.devices:
+            return False
+        asked = pin.generate if generates else pin.parallel
+        return asked is None or (asked.p, asked.t, asked.d) == (parallel.p, parallel.t, parallel.d)
+
+    def allows_mesh(self, group: str, mesh: Mesh) -> bool:
+        """Some call of this group may run there, as far as this group's own constraints go."""
+        if group in self.caps and mesh.size > self.caps[group].devices:
+            return False
+        pinned = self.devices(group)
+        return pinned is None or mesh.devices == pinned
+
+    def allows_sets(self, sets: Iterable[Iterable[str]]) -> bool:
+        """Groups may be colocated in these sets, each on devices of its own."""
+        at = {group: i for i, names in enumerate(sets) for group in names}
+        joined = all(at[c.first] == at[c.second] for c in self.together)
+        return joined and all(at[c.first] != at[c.second] for c in self.apart)
+
+    def _check_sizes(self, members: Sequence[str], devices: int) -> None:
+        """Of groups that are to be on the same devices."""
+        pins = [self.pins[group] for group in members if group in self.pins]
+        because = "" if len(members) == 1 else f": {self._why(members)} asks for the same devices"
+        for pin in pins:
+            for size in pin.sizes:
+                if size > devices:
+                    raise PlacementError(
+                        f"{pin} needs p*t*d = {size} devices, the cluster has {devices}. Use smaller sizes."
+                    )
+                for cap in (self.caps[group] for group in members if group in self.caps):
+                    if size > cap.devices:
+                        raise PlacementError(
+                            f"{pin} and {cap} contradict each other: {size} devices are pinned, {cap.devices} "
+                            f"allowed{because}."
+                        )
+            one = pin.group in self.one_layout
+            if (one or because) and len(set(pin.sizes)) > 1:
+                rule = OneLayout(pin.group) if one else self._why(members)
+                raise PlacementError(
+                    f"{pin} and {rule} contradict each other: generation is pinned to other devices than training."
+                )
+        for first, second in combinations(pins, 2):
+            both = first.devices is not None and second.devices is not None
+            if first.devices != second.devices if both else {*first.sizes} != {*second.sizes}:
+                raise PlacementError(f"{first} and {second} contradict each other{because}.")
+
+    def _check_parted(self, parted: Apart, first: Sequence[str], second: Sequence[str], devices: int) -> None:
+        if first == second:
+            raise PlacementError(f"{parted} and {self._why(first)} contradict each other: drop one of them.")
+        a, b = ([self.pins[group] for group in members if group in self.pins] for members in (first, second))
+        for mine in a:
+            for other in b:
+                if common := {*(mine.devices or ())} & {*(other.devices or ())}:
+                    raise PlacementError(
+                        f"{parted} contradicts {mine} and {other}: both are pinned to devices "
+                        f"{Mesh(tuple(sorted(common)))}."
+                    )
+        most = [max([(size, str(pin)) for pin in pins for size in pin.sizes], default=(1, "")) for pins in (a, b)]
+        if (asked := most[0][0] + most[1][0]) > devices:
+            named = " and ".join([str(parted), *(text for _, text in most if text)])
+            raise PlacementError(
+                f"{named} {'contradict each other: they ask' if any(text for _, text in most) else 'asks'} for "
+                f"{asked} devices at least, and the cluster has {devices}."
+            )
+
+    def _why(self, members: Sequence[str]) -> Together:
+        return next(c for c in self.together if c.first in members)
+
+
+def _pins(constraints: Sequence[Constraint]) -> dict[str, Pin]:
+    """What is pinned of each group, from one or several pins."""
+    found: dict[str, Pin] = {}
+    for pin in constraints:
+        if not isinstance(pin, Pin):
+            continue
+        known = found.get(pin.group)
+        if (both := pin if known is None else known.joined(pin)) is None:
+            raise PlacementError(f"{known} and {pin} contradict each other: give one of them.")
+        found[pin.group] = both
+    return found
+
+
+def _joined(together: Sequence[Together], groups: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """By group, all that are to be on its devices, itself among them."""
+    found = {group: (group,) for group in groups}
+    for pair in together:
+        merged = tuple(dict.fromkeys(found[pair.first] + found[pair.second]))
+        found |= dict.fromkeys(merged, merged)
+    return found
+
+
+def _check_known(constraint: Constraint, groups: Sequence[str], devices: int) -> None:
+    pair = isinstance(constraint, Apart | Together)
+    named = [constraint.first, constraint.second] if pair else [constraint.group]
+    for group in named:
+        if group not in groups:
+            raise PlacementError(f"{constraint}: the loop has no group {group!r}.{nearest(group, groups)}")
+    if len(named) == 2 and named[0] == named[1]:
+        raise PlacementError(f"{constraint} names the same group twice.")
+    if isinstance(constraint, Pin) and constraint.devices is not None and constraint.devices[-1] >= devices:
+        raise PlacementError(
+            f"{constraint}: device {constraint.devices[-1]} is not in the cluster, which has 0 to {devices - 1}."
+        )

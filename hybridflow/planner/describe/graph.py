@@ -1,0 +1,272 @@
+"""Graph: the calls of one iteration of a driver's loop, and what each waits for (ReaL, section 4).
+
+A `GraphBuilder` records the calls of the loop body in order, iteration after iteration, and returns a `Graph`: `trace`
+records those of a driver, the constructors below those of the papers' algorithms. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from hybridflow.config import TrainStrategy
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.models.spec import ModelSpec
+
+Kind = Literal["generation", "inference", "training", "function"]
+EdgeKind = Literal["data", "parameters"]
+HELPER = "hybridflow"
+"""The group of the controller worker: it has no device, and is no part of a placement."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a group's method in an iteration.
+
+    `name` is "group.method"; a second call of the same in an iteration is "group.method#2". `rows` are relative to the
+    workload's: 1.0 is all responses of an iteration. `minibatches` and `epochs` are those of a training call.
+    """
+
+    name: str
+    group: str
+    method: str
+    kind: Kind
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    rows: float = 1.0
+    minibatches: int = 1
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`target` waits for `source`: for columns that it wrote ("data"), or for the weights that it stepped.
+
+    `distance` is 0 within an iteration and 1 from the iteration before.
+    """
+
+    source: str
+    target: str
+    kind: EdgeKind
+    columns: tuple[str, ...] = ()
+    distance: int = 0
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`calls` in program order. `models` by group: None where a group runs functions. `trained` are the groups whose
+    weights a call of the loop steps. `strategies` by group are what its model is trained and kept with: `Megatron`
+    where none is given.
+    """
+
+    calls: tuple[Call, ...]
+    edges: tuple[Edge, ...]
+    models: Mapping[str, ModelSpec | None]
+    trained: frozenset[str]
+    strategies: Mapping[str, TrainStrategy] = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Call]:
+        return {call.name: call for call in self.calls}
+
+    def call(self, name: str) -> Call:
+        """Errors: ConfigError for a name that no call has, with the nearest."""
+        if name not in self.by_name:
+            raise ConfigError(f"no call of the loop is named {name!r}.{nearest(name, self.by_name)}")
+        return self.by_name[name]
+
+    def of_group(self, group: str) -> tuple[Call, ...]:
+        return tuple(call for call in self.calls if call.group == group)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Groups that are placed on devices, in the order of their first call: all but the helper."""
+        return tuple(dict.fromkeys(call.group for call in self.calls if call.group != HELPER))
+
+    @property
+    def generating(self) -> frozenset[str]:
+        return frozenset(call.group for call in self.calls if call.kind == "generation")
+
+    def into(self, name: str) -> tuple[Edge, ...]:
+        """The edges that a call waits for."""
+        return tuple(edge for edge in self.edges if edge.target == name)
+
+
+class Source(NamedTuple):
+    """Which call wrote something, in which iteration (counted from 1)."""
+
+    call: str
+    iteration: int
+
+
+@dataclass
+class GraphBuilder:
+    """Collects the calls of a loop. `begin` an iteration, tell every `call`, then ask for the `graph`.
+
+    The last iteration is taken as the one that all others are like; two are enough to see what reaches from one into
+    the next, unless the first is unlike the others.
+    """
+
+    models: dict[str, ModelSpec | None] = field(default_factory=dict)
+    strategies: dict[str, TrainStrategy] = field(default_factory=dict)
+    iteration: int = 0
+    _calls: dict[str, Call] = field(default_factory=dict)
+    _edges: dict[tuple[Source, str, EdgeKind], dict[str, None]] = field(default_factory=dict)
+    _versions: dict[str, Source] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        self.iteration += 1
+        self._calls, self._edges = {}, {}
+
+    def call(
+        self,
+        group: str,
+        method: str,
+        kind: Kind,
+        reads: Mapping[str, Sequence[Source]] | None = None,
+        writes: Sequence[str] = (),
+        *,
+        rows: float = 1.0,
+        minibatches: int = 1,
+        epochs: int = 1,
+    ) -> Source:
+        """`reads` gives the writers of each column (none: the prompts have it). `rows` are in any unit: a graph's are
+        relative to the rows that are generated. Returns what later calls name as the writer of these columns.
+        """
+        reads, count = reads or {}, sum(c.group == group and c.method == method for c in self._calls.values())
+        name = f"{group}.{method}" + (f"#{count + 1}" if count else "")
+        given = Call(name, group, method, kind, tuple(reads), tuple(writes), rows, minibatches, epochs)
+        self._calls[name] = given
+        for column, sources in reads.items():
+            for source in sources:
+                self._edges.setdefault((source, name, "data"), {})[column] = None
+        if group in self._versions:
+            self._edges.setdefault((self._versions[group], name, "parameters"), {})
+        here = Source(name, self.iteration)
+        if kind == "training":
+            self._versions[group] = here
+        return here
+
+    def sync(self, source: str, destination: str) -> None:
+        """`destination` has the weights of `source` from now on: what uses them waits for who stepped those."""
+        if source in self._versions:
+            self._versions[destination] = self._versions[source]
+
+    def graph(self) -> Graph:
+        """Errors: ConfigError when nothing was called."""
+        if not self._calls:
+            raise ConfigError("the loop calls no group: there is nothing to plan.")
+        edges = [
+            Edge(source.call, target, kind, tuple(columns), self.iteration - source.iteration)
+            for (source, target, kind), columns in self._edges.items()
+            if source.call in self._calls and self.iteration - source.iteration <= 1
+        ]
+        edges += self._next_versions({edge.target for edge in edges if edge.kind == "parameters"})
+        calls = tuple(self._as_planned(call) for call in self._calls.values())
+        models = {call.group: self.models.get(call.group) for call in calls}
+        strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
+        return Graph(calls, tuple(edges), models, self.trained, strategies)
+
+    def _as_planned(self, call: Call) -> Call:
+        """With rows relative to all rows; a group without a model computes a function."""
+        functional = call.kind == "inference" and self.models.get(call.group) is None
+        return replace(call, rows=call.rows / self.rows, kind="function" if functional else call.kind)
+
+    @property
+    def rows(self) -> float:
+        """The rows of an iteration: of the largest call that generates, or of the largest where none does."""
+        calls = self._calls.values()
+        return max([c.rows for c in calls if c.kind == "generation"] or [c.rows for c in calls], default=1.0)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The groups that were trained in this iteration."""
+        return frozenset(call.group for call in self._calls.values() if call.kind == "training")
+
+    def _next_versions(self, known: set[str]) -> list[Edge]:
+        """What calls wait for whose group was stepped for the first time after them: the next iteration's need it."""
+        return [
+            Edge(self._versions[call.group].call, call.name, "parameters", distance=1)
+            for call in self._calls.values()
+            if call.name not in known
+            and call.group in self._versions
+            and self._versions[call.group].call in self._calls
+        ]
+
+
+_TEXTS = ("prompt_ids", "response_ids")
+_GENERATED = ("prompt_ids", "response_ids", "response_mask", "num_tokens", "log_probs")
+_GENERATE = Call("", "actor", "generate_sequences", "generation", ("prompt_ids",), _GENERATED)
+_LOG_PROBS = Call("", "actor", "compute_log_prob", "inference", _TEXTS, ("old_log_probs",))
+_REFERENCE = Call("", "reference", "compute_ref_log_prob", "inference", _TEXTS, ("ref_log_probs",))
+_VALUES = Call("", "critic", "compute_values", "inference", _TEXTS, ("values",))
+_REWARDS = Call("", "reward", "compute_reward", "inference", _TEXTS, ("rewards",))
+
+
+def _advantages(*further: str) -> Call:
+    reads = ("rewards", "response_mask", *further)
+    return Call("", HELPER, "compute_advantage", "function", reads, ("advantages", "returns"))
+
+
+def _update(group: str, *further: str, minibatches: int, epochs: int) -> Call:
+    reads = (*_TEXTS, "response_mask", *further)
+    return Call("", group, f"update_{group}", "training", reads, minibatches=minibatches, epochs=epochs)
+
+
+def ppo(
+    actor: ModelSpec,
+    critic: ModelSpec,
+    reference: ModelSpec | None = None,
+    reward: ModelSpec | None = None,
+    *,
+    log_probs: bool = True,
+    minibatches: int = 1,
+    epochs: int = 1,
+) -> Graph:
+    """PPO with four groups. `reference` defaults to the actor's model; without `reward` a function gives rewards.
+
+    `log_probs=False`: generation gives them, and there is no pass of the actor for them (ReaL's six calls).
+    """
+    models = {"actor": actor, "critic": critic, "reference": reference or actor, "reward": reward}
+    policy, steps = "old_log_probs" if log_probs else "log_probs", {"minibatches": minibatches, "epochs": epochs}
+    return _loop(
+        models,
+        _GENERATE,
+        *([_LOG_PROBS] if log_probs else []),
+        _REFERENCE,
+        _VALUES,
+        _REWARDS,
+        _advantages("values", policy, "ref_log_probs"),
+        _update("critic", "values", "returns", **steps),
+        _update("actor", "advantages", policy, **steps),
+    )
+
+
+def grpo(
+    actor: ModelSpec,
+    reference: ModelSpec | None = None,
+    reward: ModelSpec | None = None,
+    *,
+    minibatches: int = 1,
+    epochs: int = 1,
+) -> Graph:
+    """GRPO: no critic. `reference` defaults to the actor's model; without `reward` a function gives rewards."""
+    models = {"actor": actor, "reference": reference or actor, "reward": reward}
+    update = _update("actor", "advantages", "old_log_probs", "ref_log_probs", minibatches=minibatches, epochs=epochs)
+    return _loop(models, _GENERATE, _LOG_PROBS, _REFERENCE, _REWARDS, _advantages(), update)
+
+
+def _loop(models: Mapping[str, ModelSpec | None], *calls: Call) -> Graph:
+    """The graph of these calls in every iteration, each of which reads what was last written."""
+    builder = GraphBuilder(dict(models))
+    for _ in range(2):
+        builder.begin()
+        writers: dict[str, tuple[Source, ...]] = {}
+        for call in calls:
+            reads = {column: writers.get(column, ()) for column in call.reads}
+            sizes = {"minibatches": call.minibatches, "epochs": call.epochs}
+            source = builder.call(call.group, call.method, call.kind, reads, call.writes, **sizes)
+            writers |= dict.fromkeys(call.writes, (source,))
+    return builder.graph()

@@ -1,0 +1,214 @@
+"""Shortage: what is missing when nothing fits: of which model, how much memory, and which cluster has it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridflow.errors import PlacementError
+from hybridflow.planner.describe.cluster_spec import GIB, ClusterSpec
+from hybridflow.planner.describe.constraints import Constraint, OneLayout, Together
+from hybridflow.planner.describe.graph import Call
+from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
+from hybridflow.planner.search.auto_mapping import AutoMapping
+from hybridflow.planner.search.evaluation import Evaluator, options_of
+from hybridflow.planner.search.mcmc import mcmc
+from hybridflow.planner.search.problem import Option, Problem
+from hybridflow.planner.search.stages import group_layouts, undominated
+
+
+def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tuple[str, str]]:
+    """By call: the runner-up and why it lost, as texts. Calls without another layout that can run are left out.
+
+    Keywords for the timeline as for `GraphSchedule`.
+    """
+    evaluator = Evaluator(problem, options_of(problem, also=[plan]), **how)
+    state = evaluator.state(plan)
+    if state is None:
+        return {}
+    own, found, static = evaluator.score(state), {}, problem.static(plan)
+    assert own is not None
+    for i, call in enumerate(evaluator.calls):
+        best: tuple[float, float, int] | None = None
+        for number, option in enumerate(evaluator.options[i]):
+            if number == state[i] or (best and option.seconds > best[0]):  # an iteration takes longer than its calls
+                continue
+            limit = best[0] * (1 + 1e-9) if best else math.inf
+            score = evaluator.score([*state[:i], number, *state[i + 1 :]], limit)
+            if score is not None and score.good and (best is None or (score.seconds, option.seconds) < best[:2]):
+                best = (score.seconds, option.seconds, number)
+        if best is not None:
+            taken, other = evaluator.options[i][state[i]], evaluator.options[i][best[2]]
+            taken, other = (_with_room(problem, call, option, static) for option in (taken, other))
+            found[call.name] = (str(other.plan), _why(problem, call.name, taken, other, best[0] - own.seconds))
+    return found
+
+
+def _with_room(problem: Problem, call: Call, option: Option, static: Sequence[float]) -> Option:
+    """Generation with the KV cache that static bytes leave."""
+    if call.kind != "generation":
+        return option
+    beside = max(static[device] for device in option.plan.mesh.devices)
+    return option._replace(seconds=problem.generation(call, option.plan, beside))
+
+
+def _why(problem: Problem, name: str, taken: Option, other: Option, more: float) -> str:
+    call = problem.graph.call(name)
+    itself = f"the call alone would take {other.seconds:.4g} s instead of {taken.seconds:.4g} s"
+    if more <= 1e-9 * max(taken.seconds, 1e-9):
+        return f"the iteration would take as long, {itself}"
+    text = f"the iteration would take {more:.3g} s more, "
+    if other.seconds > taken.seconds * (1 + 1e-9):
+        return f"{text}{itself}, mostly {problem.limit(call, other.plan, 0.0)}"
+    if other.plan.mesh == taken.plan.mesh:
+        return f"{text}for {itself}, but weights or KV cache would not lie as they do now"
+    return f"{text}for {itself}, but its devices are those that other calls or weights need"
+
+
+MOST_DEVICES = 1 << 15
+MOST_SAMPLED = 32
+SAMPLES, SECONDS = 1500, 5.0  # plans with a layout per call, on this number of devices at most
+MOST_SEARCHED = 128
+"""Devices on which all ways to place groups are tried; on more, all groups on all devices."""
+
+
+class Need(NamedTuple):
+    """The least `bytes` that groups need on each of `devices` devices, of `usable` bytes."""
+
+    bytes: float
+    usable: float
+    devices: int
+
+    @property
+    def lack(self) -> float:
+        return self.bytes - self.usable
+
+
+def infeasibility_report(
+    problem: Problem, on: Callable[[ClusterSpec], Problem], *, per_call: bool = False
+) -> PlacementError:
+    """The error for a problem that has no placement. `on` states the same problem for another cluster; `per_call`:
+    calls of a group may have layouts of their own.
+    """
+    free = replace(problem, constraints=())
+    if _limiting(problem) and fits(free, per_call):
+        return PlacementError(_at_fault(problem, per_call))
+    needs = {group: _need(free, group) for group in problem.graph.groups}
+    where = _devices(problem.cluster)
+    if impossible := next((group for group, need in needs.items() if need is None), None):
+        what = f"{impossible} cannot be cut for {where} in any way"
+    else:
+        known = {group: need for group, need in needs.items() if need is not None}
+        what = _missing(free, known, where)
+    smallest = smallest_cluster(problem, on, per_call)
+    limits = " and ".join(str(one) for one in _limiting(problem))
+    kept = f" while {limits} must hold" if limits else ""
+    enough = f"The smallest cluster of such nodes that fits is {smallest}"
+    more = f"{enough if smallest else f'No number of nodes is enough{kept}'}."
+    return PlacementError(f"the cluster is too small: {what}. {more} Or use smaller models, batches or lengths.")
+
+
+def _missing(problem: Problem, needs: dict[str, Need], where: str) -> str:
+    largest = max(needs, key=lambda group: needs[group].lack)
+    need, model = needs[largest], problem.graph.models[largest]
+    billions = f" ({model.num_parameters / 1e9:.1f} billion parameters)" if model else ""
+    if need.lack <= 0:
+        together = _together(problem)
+        need, who = together, f"all models together, of which {largest}{billions} is the largest, need"
+    else:
+        who = f"{largest}{billions} needs"
+    if need.lack in (float("inf"), 0) or need.lack < 0:  # each model fits alone, and all of them never at once
+        return f"{who} more than {where} have, in whatever way they share them"
+    some = where if need.devices == problem.cluster.size else f"{need.devices} of the {where}"
+    return (
+        f"{who} at least {need.bytes / GIB:.1f} GiB on each of {some}, {need.usable / GIB:.1f} GiB are usable: "
+        f"{need.lack / GIB:.1f} GiB a device are missing"
+    )
+
+
+def _at_fault(problem: Problem, per_call: bool) -> str:
+    """Message when only the constraints make the problem infeasible."""
+    given = _limiting(problem)
+    alone = [one for one in given if not fits(replace(problem, constraints=(one,)), per_call)]
+    if alone:
+        named: Sequence[Constraint] = alone
+    else:
+        without = (replace(problem, constraints=tuple(c for c in problem.constraints if c is not one)) for one in given)
+        named = [one for one, rest in zip(given, without, strict=True) if fits(rest, per_call)] or given
+    what = " and ".join(map(str, named))
+    return (
+        f"no placement on {_devices(problem.cluster)} keeps {what}: all groups fit there "
+        f"without {'it' if len(named) == 1 else 'them'}. Loosen a constraint, or use more devices."
+    )
+
+
+def _devices(cluster: ClusterSpec) -> str:
+    return f"{cluster.size} device{'s' if cluster.size > 1 else ''} of {cluster}"
+
+
+def _limiting(problem: Problem) -> list[Constraint]:
+    """Constraints that all groups on all devices, each in one layout, may not keep."""
+    return [one for one in problem.constraints if not isinstance(one, OneLayout | Together)]
+
+
+def fits(problem: Problem, per_call: bool = False) -> bool:
+    """Some placement keeps the constraints and fits into memory, as far as searches see."""
+    size = problem.cluster.size
+    if not _limiting(problem) and problem.homogeneous and _together(problem).lack <= 0:
+        return True
+    if size <= MOST_SEARCHED and AutoMapping(problem).fits():
+        return True
+    return per_call and size <= MOST_SAMPLED and mcmc(problem, budget_s=SECONDS, evaluations=SAMPLES) is not None
+
+
+def smallest_cluster(
+    problem: Problem, on: Callable[[ClusterSpec], Problem], per_call: bool = False
+) -> ClusterSpec | None:
+    """The cluster with the fewest further nodes, like its last, on which everything fits."""
+    cluster = problem.cluster
+    low, high = len(cluster.nodes), len(cluster.nodes)
+    most = MOST_SEARCHED if _limiting(problem) else MOST_DEVICES
+    while grown(cluster, high * 2).size <= max(most, 2 * cluster.size):
+        high = high * 2
+        if fits(on(grown(cluster, high)), per_call):
+            break
+        low = high
+    else:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(on(grown(cluster, middle)), per_call) else (middle, high)
+    return grown(cluster, high)
+
+
+def grown(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
+    """The cluster with `nodes` nodes; further nodes are like its last."""
+    return replace(cluster, nodes=cluster.nodes + cluster.nodes[-1:] * (nodes - len(cluster.nodes)))
+
+
+def _need(problem: Problem, group: str) -> Need | None:
+    """Where a group lacks least, alone; None where it cannot be cut."""
+    search, found = AutoMapping(problem), []
+    for size in search.sizes:
+        for mesh in search.places((search.keys[group],), size):
+            usable = min(problem.capacity[device] for device in mesh.devices)
+            asked = [setting.static + setting.active for setting in group_layouts(problem, group, mesh)]
+            found += [Need(min(asked), usable, size)] if asked else []
+    return min(found, key=lambda need: need.lack, default=None)
+
+
+def _together(problem: Problem) -> Need:
+    """What all groups on all devices need of each."""
+    mesh, both = Mesh.of(0, problem.cluster.size), np.zeros((1, 2))  # static and active bytes
+    for group in problem.graph.groups:
+        asked = np.array([setting[2:4] for setting in group_layouts(problem, group, mesh)]).reshape(-1, 2)
+        static = (both[:, None, 0] + asked[None, :, 0]).reshape(-1)
+        active = np.maximum(both[:, None, 1], asked[None, :, 1]).reshape(-1)
+        both = np.stack([static, active], axis=1)
+        both = both[undominated(both)]
+    least = float(both.sum(axis=1).min()) if len(both) else float("inf")
+    return Need(least, min(problem.capacity), mesh.size)

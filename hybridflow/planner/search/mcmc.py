@@ -1,0 +1,229 @@
+"""Markov chain Monte Carlo over execution plans (ReaL, section 5): a mesh and a layout for every call. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from hybridflow.errors import ConfigError
+from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
+from hybridflow.planner.search.evaluation import Evaluator, Found, State, options_of
+from hybridflow.planner.search.problem import Problem
+
+ROUND = 2500
+"""Proposals from one start until the best plan is polished and the next start taken."""
+HOT, COLD = 0.15, 0.003
+"""Temperatures at the ends of a round, relative to the best cost: a rise by so much is accepted once in e times."""
+
+
+def mcmc(
+    problem: Problem,
+    *,
+    starts: Sequence[ExecutionPlan] = (),
+    seed: int = 0,
+    budget_s: float = 10.0,
+    evaluations: int | None = None,
+    prune: bool = True,
+    patience: int | None = None,
+    **how,
+) -> Found | None:
+    """The best plan found within `budget_s` seconds and `evaluations` plans; None if none that can run was found.
+
+    Rounds begin at `starts`, at the fastest option of each call (greedy), at the best plan so far and at random; each
+    is a chain whose temperature falls, and ends with the best single changes. It stops after `patience` rounds without
+    anything better (default: never, unless there are few plans). Equal seeds and `evaluations` give equal plans if time
+    does not run out. Keywords for the timeline as for `GraphSchedule`.
+    """
+    if not budget_s > 0:
+        raise ConfigError(f"budget_s={budget_s!r}: give a positive number of seconds.")
+    options = options_of(problem, prune=prune, also=starts)
+    if not all(options):
+        return None
+    evaluator = Evaluator(problem, options, **how)
+    given = [state for plan in starts if (state := evaluator.state(plan)) is not None]
+    limit = math.inf if evaluations is None else evaluations
+    if patience is None and math.prod(map(len, options)) <= ROUND:
+        patience = 12
+    chain = _Chain(evaluator, random.Random(seed), time.monotonic() + budget_s, limit)
+    return chain.search(given, math.inf if patience is None else patience)
+
+
+@dataclass
+class _Chain:
+    evaluator: Evaluator
+    random: random.Random
+    deadline: float
+    limit: float
+    best: State = field(default_factory=list)
+    best_cost: float = math.inf
+    history: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self.options = self.evaluator.options
+        self.on_mesh: list[dict[Mesh, list[int]]] = []  # by call and mesh: numbers of its options, fastest first
+        for options in self.options:
+            found: dict[Mesh, list[int]] = {}
+            for number in sorted(range(len(options)), key=lambda n: options[n].seconds):
+                found.setdefault(options[number].plan.mesh, []).append(number)
+            self.on_mesh.append(found)
+        self.meshes = [list(found) for found in self.on_mesh]
+        groups: dict[str, list[int]] = {}
+        for i, call in enumerate(self.evaluator.calls):
+            groups.setdefault(call.group, []).append(i)
+        for pair in self.evaluator.problem.rules.together:  # they can only move together
+            joined = [*groups[pair.first], *(i for i in groups[pair.second] if i not in groups[pair.first])]
+            for group in [g for g, calls in groups.items() if calls in (groups[pair.first], groups[pair.second])]:
+                groups[group] = joined
+        self.groups = list(groups.values())
+
+    def over(self) -> bool:
+        return time.monotonic() >= self.deadline or self.evaluator.evaluations >= self.limit
+
+    def search(self, given: Sequence[State], patience: float) -> Found | None:
+        idle = 0
+        for start in self._starts(given):
+            before = self.best_cost
+            state = self._round(start, HOT if start is not self.best else HOT / 4)
+            self._polish(state)
+            self._polish(self.best)
+            idle = 0 if self.best_cost < before * (1 - 1e-9) else idle + 1
+            if self.over() or idle >= patience:
+                break
+        evaluator, score = self.evaluator, self.evaluator.score(self.best)
+        if score is None or not score.good:
+            return None
+        elapsed = time.monotonic() - self.began
+        return Found(
+            evaluator.plan(self.best), score.seconds, evaluator.evaluations, elapsed, history=tuple(self.history)
+        )
+
+    def _starts(self, given: Sequence[State]) -> Iterator[State]:
+        for state in given:
+            self._note(state)
+        yield from given
+        yield [min(range(len(options)), key=lambda n: options[n].seconds) for options in self.options]
+        for kind in cycle(("split", "best", "split", "together", "split", "best", "random")):
+            if kind == "best":
+                yield self.best
+            elif kind == "together":
+                yield self._together()
+            elif kind == "split":
+                yield self._split()
+            else:
+                yield [self.random.randrange(len(options)) for options in self.options]
+
+    def _split(self) -> State:
+        """Groups on one or the other of two meshes that share no device, and what generates as fast as it can."""
+        first = self.random.choice(max(self.meshes, key=len))
+        apart = [mesh for mesh in max(self.meshes, key=len) if not mesh.overlaps(first)]
+        second = max(apart, key=lambda mesh: mesh.size, default=first)
+        state = [0] * len(self.options)
+        for calls in self.groups:
+            mesh = self.random.choice((first, second))
+            for call in calls:
+                own = self.options[call]
+                generates = self.evaluator.calls[call].kind == "generation"
+                number = None if generates else self.on_mesh[call].get(mesh, [None])[0]
+                state[call] = number if number is not None else min(range(len(own)), key=lambda n: own[n].seconds)
+        return state
+
+    def _together(self) -> State:
+        """Calls on one mesh where they can be, the fastest or second fastest way."""
+        state = [self.random.randrange(len(options)) for options in self.options]
+        mesh = self.random.choice(max(self.meshes, key=len))
+        for call, found in enumerate(self.on_mesh):
+            if mesh in found:
+                state[call] = self.random.choice(found[mesh][:2])
+        return state
+
+    def _note(self, state: State, limit: float = math.inf) -> float:
+        """The cost of a state, which is remembered if it is the best; infinite if it is not below `limit`."""
+        score = self.evaluator.score(state, limit)
+        if score is None or score.cost >= limit:
+            return math.inf
+        cost = score.cost
+        if cost < self.best_cost or not self.best:
+            self.best, self.best_cost = state.copy(), cost
+            self.history.append((time.monotonic() - self.began, cost))
+        return cost
+
+    def _round(self, start: State, hot: float) -> State:
+        state, cost = start.copy(), self._note(start)
+        for step in range(ROUND):
+            if self.over():
+                break
+            temperature = hot * (COLD / hot) ** (step / ROUND)
+            proposed = self._proposed(state)
+            if proposed == state:
+                continue
+            # accepted with probability exp(-rise / temperature): the number is drawn first, so that bounds can refuse
+            rise = -math.log(1.0 - self.random.random()) * temperature * min(cost, self.best_cost)
+            new = self._note(proposed, (cost + rise) * (1 + 1e-12))
+            if new < math.inf:
+                state, cost = proposed, new
+        return state
+
+    def _proposed(self, state: State) -> State:
+        """One call elsewhere, or cut otherwise; a call where another is; a group elsewhere; two groups exchanged."""
+        proposed, kind = state.copy(), self.random.random()
+        call = self.random.randrange(len(state))
+        mesh = self.options[call][state[call]].plan.mesh
+        if kind < 0.35:
+            self._put(proposed, call, self.random.choice(self.meshes[call]))
+        elif kind < 0.55:
+            self._put(proposed, call, mesh)
+        elif kind < 0.7:
+            other = self.random.randrange(len(state))
+            self._put(proposed, call, self.options[other][state[other]].plan.mesh)
+        elif kind < 0.9:
+            calls = self.random.choice(self.groups)
+            self._put_all(proposed, calls, self.random.choice(self.meshes[calls[0]]))
+        else:
+            first, second = self.random.choice(self.groups), self.random.choice(self.groups)
+            at = [self.options[calls[0]][state[calls[0]]].plan.mesh for calls in (first, second)]
+            self._put_all(proposed, first, at[1])
+            self._put_all(proposed, second, at[0])
+        return proposed
+
+    def _put(self, state: State, call: int, mesh: Mesh) -> None:
+        """A call on a mesh, in a layout that is the likelier the faster."""
+        if found := self.on_mesh[call].get(mesh):
+            state[call] = found[int(len(found) * self.random.random() ** 2)]
+
+    def _put_all(self, state: State, calls: Sequence[int], mesh: Mesh) -> None:
+        alike = self.random.random() < 0.5
+        for call in calls:
+            self._put(state, call, mesh)
+        if alike:  # one layout for all of them saves moves
+            wanted = self.options[calls[-1]][state[calls[-1]]].plan
+            for call in calls:
+                number = self.evaluator.number(call, wanted) if wanted.mesh == mesh else None
+                state[call] = number if number is not None else state[call]
+
+    def _polish(self, state: State) -> None:
+        """Single changes of calls, and changes of mesh of groups, as long as one helps."""
+        state, cost, better = state.copy(), self._note(state), True
+        while better and not self.over():
+            better = False
+            for proposed in self._neighbours(state):
+                if self.over():
+                    return
+                if (new := self._note(proposed, cost * (1 - 1e-9))) < math.inf:
+                    state[:], cost, better = proposed, new, True
+
+    def _neighbours(self, state: State) -> Iterator[State]:
+        """All states one change away from `state`, which may itself change meanwhile."""
+        for call in self.random.sample(range(len(state)), len(state)):
+            for number in range(len(self.options[call])):
+                if number != state[call]:
+                    yield [*state[:call], number, *state[call + 1 :]]
+        for calls in self.groups:
+            for mesh in self.meshes[calls[0]]:
+                proposed = state.copy()
+                self._put_all(proposed, calls, mesh)
+                yield proposed

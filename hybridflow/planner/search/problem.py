@@ -1,0 +1,333 @@
+"""The space that searches walk through: meshes of a cluster, parallel sizes of a model, what each costs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, combinations
+from typing import NamedTuple
+
+from hybridflow.errors import ModelError, PlacementError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.backends import Backend
+from hybridflow.planner.cost.contention import Contention
+from hybridflow.planner.cost.pipeline_cost import CallCost
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.cost.timeline import Timeline, home, moves, simulate
+from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
+from hybridflow.planner.describe.constraints import Constraint, OneLayout, Pin, Rules
+from hybridflow.planner.describe.graph import Call, Graph
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
+from hybridflow.planner.search.meshes import generation_sizes, strategies
+
+MANY_NODES = 16
+STEPS = 64
+
+
+class Option(NamedTuple):
+    """One way to run a call: seconds (generation: with all memory for it), bytes that stay if the weights are at home
+    here, bytes on top while it runs, those of a second copy of the weights if they are at home elsewhere, and the share
+    of the seconds in which devices work."""
+
+    plan: CallPlan
+    seconds: float
+    static: float
+    active: float
+    copy: float
+    busy: float = 1.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be placed where, with what it costs.
+
+    Errors: PlacementError for constraints that name unknown groups or contradict each other.
+    """
+
+    graph: Graph
+    cluster: ClusterSpec
+    costs: Simulator
+    constraints: tuple[Constraint, ...] = ()
+
+    def __post_init__(self) -> None:
+        for pin in self.rules.pins.values():
+            backend, one = self.backends[pin.group], pin.group in self.rules.one_layout
+            check_pin(pin, self.graph.models[pin.group], backend, self.cluster, one)
+
+    @cached_property
+    def rules(self) -> Rules:
+        return Rules(self.constraints, self.graph.groups, self.cluster.size)
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """Calls that run on devices."""
+        groups = set(self.graph.groups)
+        return tuple(call for call in self.graph.calls if call.group in groups)
+
+    @cached_property
+    def alike(self) -> tuple[tuple[str, ...], ...]:
+        """Calls that have one layout, because of what runs them: an optimizer's state is in one place, a group has one
+        generation engine, and what functions keep is never moved. Of a group with `OneLayout`, all that do not
+        generate.
+        """
+        found = []
+        for group in self.graph.groups:
+            calls = self.graph.of_group(group)
+            trains, generates = ([c.name for c in calls if c.kind == kind] for kind in ("training", "generation"))
+            if self.graph.models[group] is None:
+                found.append([call.name for call in calls])
+            elif group in self.rules.one_layout:
+                found += [[call.name for call in calls if call.kind != "generation"], generates]
+            else:
+                found += [trains, generates]
+        return tuple(tuple(names) for names in found if len(names) > 1)
+
+    @cached_property
+    def hybrid(self) -> tuple[tuple[str, str], ...]:
+        """A generation call of each group with `OneLayout`, with the call in whose layout the group's weights stay:
+        it generates on the same devices, in sizes that divide those."""
+        generating = (self.graph.of_group(group) for group in self.rules.one_layout)
+        found = [next((call for call in calls if call.kind == "generation"), None) for calls in generating]
+        return tuple((call.name, self.homes[call.group]) for call in found if call is not None)
+
+    @cached_property
+    def homes(self) -> Mapping[str, str]:
+        """By group, the call in whose layout its weights stay."""
+        return {group: home(self.graph, group) for group in self.graph.groups}
+
+    @cached_property
+    def capacity(self) -> tuple[float, ...]:
+        """Usable bytes of each device."""
+        share = self.costs.coefficients.usable_memory
+        return tuple(self.cluster.device(i).memory * share for i in range(self.cluster.size))
+
+    @cached_property
+    def sharing(self) -> Contention | None:
+        return Contention.of(self.cluster)
+
+    @cached_property
+    def step(self) -> float:
+        """Bytes in which static memory counts for the room that generation finds."""
+        return min(self.capacity) / STEPS
+
+    @cached_property
+    def homogeneous(self) -> bool:
+        return len(set(self.cluster.nodes)) == 1
+
+    @cached_property
+    def _options(self) -> dict[tuple, Option | None]:
+        return {}
+
+    @cached_property
+    def _moves(self) -> dict[tuple, float]:
+        return {}
+
+    def shape(self, mesh: Mesh) -> tuple:
+        """Meshes of equal shape cost the same: how many devices of which nodes."""
+        if mesh.bits not in self._shapes:
+            counts = self.counts(mesh)
+            kinds = ((self._kinds[self.cluster.nodes[node]], count) for node, count in counts.items())
+            self._shapes[mesh.bits] = tuple(counts.values()) if self.homogeneous else tuple(kinds)
+        return self._shapes[mesh.bits]
+
+    @cached_property
+    def _kinds(self) -> dict[NodeSpec, int]:
+        """A number for each kind of node: numbers are quicker to compare."""
+        return {node: number for number, node in enumerate(dict.fromkeys(self.cluster.nodes))}
+
+    @cached_property
+    def _shapes(self) -> dict[int, tuple]:
+        return {}
+
+    def counts(self, mesh: Mesh) -> dict[int, int]:
+        """How many devices of each node are in a mesh."""
+        return self.cluster.counts(mesh.devices)
+
+    def strategies(self, group: str, mesh: Mesh, generates: bool = False) -> list[Parallel]:
+        """All layouts of a group on a mesh, in training and inference or where it generates: tensor parallel groups do
+        not lie across nodes."""
+        found = strategies(self.graph.models[group], mesh.size, math.gcd(*self.counts(mesh).values()))
+        if generates or self.graph.models[group] is None:
+            return found
+        backend = self.backends[group]
+        return [own for sizes in found if (own := backend.parallel(*sizes.sizes)) is not None]
+
+    def generation_sizes(self, group: str, mesh: Mesh, train: Parallel) -> list[Parallel]:
+        """Layouts in which an engine can generate in the processes that train in `train`."""
+        within = CallPlan(mesh, train)
+        every = self.strategies(group, mesh, generates=True) if train.shards > 1 else generation_sizes(train)
+        return [sizes for sizes in every if CallPlan(mesh, sizes).within(within)]
+
+    @cached_property
+    def backends(self) -> Mapping[str, Backend]:
+        """By group, what its strategy means."""
+        return {group: Backend.of(self.graph.strategies.get(group)) for group in self.graph.groups}
+
+    def option(self, call: Call, mesh: Mesh, parallel: Parallel, shape: tuple | None = None) -> Option | None:
+        """None where the simulator refuses it. Cached per mesh shape; only the mesh differs."""
+        key = (call.name, parallel, shape if shape is not None else self.shape(mesh))
+        if key not in self._options:
+            self._options[key] = self._asked(call, CallPlan(mesh, parallel))
+        found = self._options[key]
+        if found is None or found.plan.mesh == mesh:
+            return found
+        return found._replace(plan=CallPlan(mesh, parallel))
+
+    def _asked(self, call: Call, plan: CallPlan) -> Option | None:
+        elsewhere = CallPlan(Mesh((plan.mesh.devices[-1] + 1,)), Parallel())
+        try:
+            active = self.costs.active(call.name, plan)
+            cost = self._cost(call, plan, 0.0)
+            static, other = self.costs.static(call.group, plan), self.costs.active(call.name, plan, elsewhere)
+            return Option(plan, cost.seconds, static, active, other - active, cost.busy)
+        except (PlacementError, ModelError):
+            return None
+
+    def _cost(self, call: Call, plan: CallPlan, beside: float) -> CallCost:
+        room = self.costs.room(call.name, plan, beside) if call.kind == "generation" else None
+        return self.costs.cost(call.name, plan, room)
+
+    def generation(self, call: Call, plan: CallPlan, beside: float) -> float:
+        """Seconds of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
+        64th of the smallest memory."""
+        steps = math.ceil(beside / self.step - 1e-9)
+        key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
+        if key not in self._generation:
+            self._generation[key] = self._cost(call, plan, steps * self.step).seconds
+        return self._generation[key]
+
+    def limit(self, call: Call, plan: CallPlan, beside: float) -> str:
+        """What most of a call's time is spent on; `beside` as for `generation`."""
+        return self._cost(call, plan, beside).limit
+
+    @cached_property
+    def _generation(self) -> dict[tuple, float]:
+        return {}
+
+    def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
+        """Seconds, remembered: pairs that differ by whole nodes cost the same."""
+        if source == target:
+            return 0.0
+        key = (group, source.parallel, target.parallel, *self._relative(source.mesh, target.mesh))
+        if key not in self._moves:
+            self._moves[key] = self.costs.reallocation(group, source, target)
+        return self._moves[key]
+
+    @cached_property
+    def _shifts(self) -> dict[tuple[int, int], tuple]:
+        return {}
+
+    def _relative(self, first: Mesh, second: Mesh) -> tuple:
+        key = (first.bits, second.bits)
+        if key not in self._shifts:
+            low = min(first.devices[0], second.devices[0])
+            shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
+            self._shifts[key] = (key[0] >> shift, key[1] >> shift)
+        return self._shifts[key]
+
+    def static(self, plan: ExecutionPlan) -> list[float]:
+        """Bytes that stay on each device between calls."""
+        found = [0.0] * self.cluster.size
+        for group, name in self.homes.items():
+            more = self.costs.static(group, plan[name])
+            for device in plan[name].mesh.devices:
+                found[device] += more
+        return found
+
+    def memory(self, plan: ExecutionPlan) -> list[float]:
+        """Bytes in use on each device at its fullest moment, with the least KV cache that generation can do with."""
+        active = [0.0] * self.cluster.size
+        for call in self.calls:
+            here = plan[call.name]
+            more = self.costs.active(call.name, here, plan[self.homes[call.group]])
+            for device in here.mesh.devices:
+                active[device] = max(active[device], more)
+        return [a + b for a, b in zip(self.static(plan), active, strict=True)]
+
+    def fits(self, plan: ExecutionPlan) -> bool:
+        return all(used <= limit for used, limit in zip(self.memory(plan), self.capacity, strict=True))
+
+    def seconds(self, plan: ExecutionPlan) -> dict[str, float]:
+        """Seconds of each call, of generation with the KV cache that it finds room for."""
+        static, found = self.static(plan), {}
+        for call in self.calls:
+            here = plan[call.name]
+            if call.kind == "generation":
+                found[call.name] = self.generation(call, here, max(static[d] for d in here.mesh.devices))
+            else:
+                found[call.name] = self._cost(call, here, 0.0).seconds
+        return found
+
+    def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
+        """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""
+        busy = {call.name: self._cost(call, plan[call.name], 0.0).busy for call in self.calls} if self.sharing else None
+        how = {"reallocation": self.reallocation, "sharing": self.sharing, "busy": busy, **how}
+        return simulate(self.graph, plan, self.seconds(plan), **how)
+
+
+def plan_moves(problem: Problem, plan: ExecutionPlan) -> dict[str, float]:
+    """By call, the seconds in which weights get into its layout; calls without such a move are left out."""
+    found = {}
+    for move in moves(problem.graph):
+        if plan[move.source] != plan[move.target]:
+            found[move.target] = problem.reallocation(move.group, plan[move.source], plan[move.target])
+    return found
+
+
+def check_pin(pin: Pin, model: ModelSpec | None, backend: Backend, cluster: ClusterSpec, one_layout: bool) -> None:
+    """`one_layout`: generation has sizes within those of training.
+
+    Errors: PlacementError for sizes by which the model is not cut, that its strategy has not, or whose tensor parallel
+    groups would lie across nodes.
+    """
+    for sizes in (pin.parallel, pin.generate):
+        if sizes is not None:
+            _check_model(pin, sizes, model)
+            _check_nodes(pin, sizes, cluster)
+    if model is None or pin.parallel is None:
+        return
+    if (own := backend.parallel(*pin.parallel.sizes)) is None:
+        raise PlacementError(f"{pin} cannot be: {pin.group} trains with {backend.strategy}, which has no such sizes.")
+    mesh = Mesh.of(0, own.size)
+    if one_layout and pin.generate and not CallPlan(mesh, pin.generate).within(CallPlan(mesh, own)):
+        raise PlacementError(
+            f"{pin} and {OneLayout(pin.group)} contradict each other: generation sizes divide those of training where "
+            "both have one layout."
+        )
+
+
+def _check_model(pin: Pin, sizes: Parallel, model: ModelSpec | None) -> None:
+    if model is None:
+        if sizes.p * sizes.t > 1:
+            raise PlacementError(f"{pin} cannot be: {pin.group} runs functions, which are not cut. Pin p=1, t=1.")
+        return
+    try:
+        model.check_parallel(sizes.p, sizes.t, pin.group)
+    except ModelError as error:
+        raise PlacementError(f"{pin} cannot be: {error}") from None
+
+
+def _check_nodes(pin: Pin, sizes: Parallel, cluster: ClusterSpec) -> None:
+    counts = [node.count for node in cluster.nodes]
+    if pin.devices is not None:
+        inside: Sequence[int] = list(cluster.counts(pin.devices).values())
+    elif sizes.size <= max(counts):
+        inside = [sizes.size]
+    else:
+        inside = counts
+        if not any(b - a == sizes.size for a, b in combinations(accumulate([0, *counts]), 2)):
+            raise PlacementError(
+                f"{pin} cannot be: {sizes.size} devices are neither devices of one node nor whole nodes, which have "
+                f"{_listed(counts)}. Use other sizes, or pin devices."
+            )
+    if any(count % sizes.t for count in inside):
+        raise PlacementError(
+            f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have "
+            f"{_listed(counts)} devices. Use a smaller t, or other devices."
+        )
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return " or ".join(str(count) for count in sorted(set(counts)))

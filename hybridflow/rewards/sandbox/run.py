@@ -1,0 +1,251 @@
+"""Run: one contained program, seen from outside: what it may use, how it ended, what tests said of it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from hybridflow.errors import ConfigError, RewardError
+
+Status = Literal["ok", "failed", "timeout", "memory", "output", "recursion", "forbidden", "killed", "unreadable"]
+# Endings in which the program was stopped before it was found right or wrong.
+CONTAINED: tuple[Status, ...] = ("timeout", "memory", "output", "recursion", "forbidden", "killed")
+# How the last line of a traceback begins where a limit was behind the exception.
+_BEHIND: dict[str, Status] = {
+    "MemoryError": "memory",
+    "RecursionError": "recursion",
+    "PermissionError": "forbidden",
+    "BlockingIOError: [Errno 11]": "forbidden",
+    "RuntimeError: can't start new thread": "forbidden",
+    "OSError: [Errno 30]": "forbidden",  # a read-only file system
+    "OSError: [Errno 27]": "output",  # a file too large
+    "OSError: [Errno 28]": "output",  # no space left
+}
+_GRACE = 120.0  # beyond a limit, until a supervisor on a busy machine has reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of one run of a contained program, which is one process with at most 32 threads.
+
+    `seconds`: wall-clock time, and `cpu_seconds` of processor time (default: `seconds` rounded up, plus 1).
+    `memory_mb`: address space. `output_kb`: of standard output and of standard error, each. `file_mb`: of all files it
+    writes; by Landlock it is measured every 1 to 10 ms (see `Usage`), so more may be written by the rate of writing
+    times that. Errors: ConfigError for values out of range.
+    """
+
+    seconds: float = 5.0
+    cpu_seconds: int | None = None
+    memory_mb: int = 512
+    output_kb: int = 64
+    file_mb: int = 16
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < 1e6:
+            raise ConfigError(f"Limits(seconds={self.seconds!r}): give a number above 0.")
+        least = {"memory_mb": 64, "output_kb": 1, "file_mb": 1, "cpu_seconds": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not (name == "cpu_seconds" and value is None) and (type(value) is not int or not low <= value < 2**31):
+                raise ConfigError(f"Limits({name}={value!r}): give a whole number of at least {low}.")
+
+    @property
+    def cpu(self) -> int:
+        """Seconds of processor time that the program may take."""
+        return self.cpu_seconds if self.cpu_seconds is not None else math.ceil(self.seconds) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended.
+
+    `status`: "ok"; "failed" (it raised, or exited with another code than 0); or the limit that stopped it: "timeout",
+    "memory", "output" (printed or wrote to files more than allowed), "recursion", "forbidden" (a file outside its
+    directory, a socket, a process), "killed" (a crash, or a signal). `reason` says it in words, "" for "ok".
+    `returncode` as of subprocess (negative: signal), None where the run was ended. `stdout`, `stderr`: what was
+    printed within the limit. `seconds`: wall-clock time.
+    """
+
+    status: Status
+    reason: str
+    returncode: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def contained(self) -> bool:
+        """Whether it was stopped by its containment."""
+        return self.status in CONTAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What unit tests say of a program: `passed` of `total` tests.
+
+    `status` and `reason` as of `Result`: "ok" when all passed, "failed" with the first test that did not, or what
+    stopped the program before the tests were through; "unreadable" where the tests cannot judge any program. After a
+    stop, and after the first failure where the tests end there, `total` counts the tests that were begun.
+    """
+
+    passed: int
+    total: int
+    status: Status
+    reason: str
+
+
+class Run:
+    """One run of a program, seen by its caller; leaving it stops the program."""
+
+    def __init__(
+        self,
+        launch: Callable[[Limits, list[int]], None],
+        job: Mapping[str, Any],
+        limits: Limits,
+        *,
+        stdin: str = "",
+        channel: tuple[int, ...] = (),
+    ) -> None:
+        self.limits, self._facts = limits, {}
+        self._control, theirs = socket.socketpair()
+        given = [_in_memory(json.dumps(job)), _in_memory(stdin)]
+        self._output = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("stdout", "stderr")]
+        try:
+            with theirs:
+                launch(limits, [theirs.fileno(), *given, *self._output, *channel])
+        except RewardError:
+            self.__exit__()
+            raise
+        finally:
+            for end in given:
+                os.close(end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        for end in self._output:
+            os.close(end)
+
+    def stop(self) -> None:
+        """Have the supervisor kill the program now."""
+        with suppress(OSError):  # it has stopped already
+            self._control.shutdown(socket.SHUT_WR)
+
+    def wait(self) -> dict[str, Any]:
+        """What the supervisor has told: `end` ("exit", "timeout", "files", ...), `exit`, `cpu`, `seconds`.
+
+        Errors: RewardError when the program could not be started, or was lost.
+        """
+        said = bytearray()
+        self._control.settimeout(self.limits.seconds + _GRACE)
+        try:
+            while not self._facts and (piece := self._control.recv(1 << 16)):
+                said += piece
+        except OSError as error:
+            raise RewardError(f"A contained program was lost: {error}.") from error
+        if not self._facts:
+            for line in bytes(said).splitlines():
+                self._facts.update(json.loads(line))
+        if "error" in self._facts:
+            raise RewardError(f"A contained program could not be started: {self._facts['error']}.")
+        if not self._facts:
+            raise RewardError("A contained program was lost: its supervisor ended without a report.")
+        return self._facts
+
+    def printed(self) -> list[str]:
+        """What is on standard output and standard error, up to the limit."""
+        most = self.limits.output_kb << 10
+        return [os.pread(end, most, 0).decode("utf-8", "replace") for end in self._output]
+
+    def result(self) -> Result:
+        facts = self.wait()
+        code = os.waitstatus_to_exitcode(facts["exit"]) if facts["end"] == "exit" else None
+        stdout, stderr = self.printed()
+        status, reason = self._ending(code, facts, stderr)
+        return Result(
+            status=status, reason=reason, returncode=code, stdout=stdout, stderr=stderr, seconds=facts["seconds"]
+        )
+
+    def _ending(self, code: int | None, facts: dict[str, Any], stderr: str) -> tuple[Status, str]:
+        limits = self.limits
+        if any(os.fstat(end).st_size > limits.output_kb << 10 for end in self._output):
+            return "output", f"printed more than {limits.output_kb} kB"
+        if facts["end"] == "timeout":
+            return "timeout", f"took longer than {limits.seconds:g} s"
+        if facts["end"] == "threads":
+            return "forbidden", "started more threads than allowed"
+        if facts["end"] == "files" or code == -signal.SIGXFSZ:
+            return "output", f"wrote more than {limits.file_mb} MB to files"
+        if code == 0:
+            return "ok", ""
+        if code is None:
+            return "killed", "was killed"
+        if code in (-signal.SIGXCPU, -signal.SIGKILL) and facts["cpu"] > limits.cpu - 1:
+            return "timeout", f"took longer than {limits.cpu} s of processor time"
+        if code < 0:
+            name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            return "killed", f"died with {name}"
+        last = stderr.strip().splitlines()[-1][:300] if stderr.strip() else ""
+        return behind(last, limits) or ("failed", f"exited with code {code}" + (f": {last}" if last else ""))
+
+
+def behind(line: str, limits: Limits) -> tuple[Status, str] | None:
+    """Status and reason when an exception, told by the last line of its traceback, comes from a limit."""
+    found: list[Status] = [status for beginning, status in _BEHIND.items() if line.startswith(beginning)]
+    if not found:
+        return None
+    (status,) = found
+    if status == "memory":
+        return status, f"needed more memory than its {limits.memory_mb} MB"
+    if status == "output":
+        return status, f"wrote more than {limits.file_mb} MB to files"
+    return status, (f"did what is not allowed: {line}" if status == "forbidden" else line)
+
+
+def _in_memory(text: str) -> int:
+    """A sealed file in memory, read from its beginning."""
+    file = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(file), "wb") as writing:
+        writing.write(text.encode("utf-8", "replace"))
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    )
+    return file
+
+
+def judgement(solving: Run, judging: Run) -> Judgement:
+    """The judgement that follows from how a program and its tests ended, and from the verdict of the tests."""
+    program, tests = solving.result(), judging.result()
+    verdict = {}
+    with suppress(ValueError):  # without one, the tests ended early
+        verdict = json.loads(judging.printed()[0])
+    passed, total = int(verdict.get("passed", 0)), int(verdict.get("total", 0))
+    judged = tests.status == "ok" and total > 0
+    if tests.status == "ok" and (unreadable := verdict.get("unreadable")):
+        return Judgement(passed=0, total=0, status="unreadable", reason=str(unreadable))
+    if judged and passed == total:
+        return Judgement(passed=passed, total=total, status="ok", reason="")
+    through = solving.wait()["end"] == "stopped" and program.status == "killed"  # by us, when the tests were through
+    if program.contained and not through:
+        return Judgement(passed=passed, total=total, status=program.status, reason=program.reason)
+    if limited := behind(str(verdict.get("error", "")), solving.limits):
+        return Judgement(passed=passed, total=total, status=limited[0], reason=limited[1])
+    if not judged:
+        reason = f"its tests: {tests.reason or 'they ended without a verdict'}"
+        stopped = tests.contained and tests.status != "killed"  # by what the program has answered, as far as is known
+        return Judgement(passed=0, total=0, status=tests.status if stopped else "unreadable", reason=reason)
+    reason = str(verdict.get("reason", ""))
+    if verdict.get("ended") and program.returncode is not None:
+        reason = f"exited with code {program.returncode} before the tests were through"
+    return Judgement(passed=passed, total=total, status="failed", reason=reason)

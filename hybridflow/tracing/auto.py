@@ -1,0 +1,207 @@
+"""hf.auto: a driver whose groups are placed as the planner finds best for it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridflow.cluster.session import Session
+from hybridflow.config import Megatron
+from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.placement import Placement, Strategy
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.constraints import Apart, Constraint, OneLayout
+from hybridflow.planner.describe.workload import Lengths, Workload
+from hybridflow.planner.search.planning import Search, plan
+from hybridflow.tracing.trace import ModelSource, Trace, trace_driver
+from hybridflow.workers.call_placement import PRICED, can_replicate, chosen
+
+logger = logging.getLogger(__name__)
+_PROMPT, _RESPONSE = 512, 512  # tokens, where the driver says nothing
+Given = Workload | Mapping[str, Any] | int | None
+"""What an iteration works on: all of it, some figures of it by name, or its rows; the driver says the rest."""
+
+
+def plan_driver(
+    driver: Callable[..., Any],
+    *arguments: Any,
+    cluster: ClusterSpec | str = "here",
+    workload: Given = None,
+    constraints: Sequence[Constraint] = (),
+    models: Mapping[str, ModelSource] | None = None,
+    coefficients: Coefficients = DEFAULT,
+    profile: LayerProfile | None = None,
+    budget_s: float = 10.0,
+    seed: int = 0,
+    per_call: bool = True,
+    search: Search = "auto",
+) -> Placement:
+    """The placement of the groups of `driver(*arguments)` that takes the least time per iteration, as predicted.
+
+    The driver is traced (see `tracing.trace_driver`, also for `models`), then placements are searched for `budget_s`
+    seconds (`search` as for `planner.plan`).
+
+    With `per_call=False` all calls of a group have one layout (but generation its own sizes there), as those
+    of groups that train adapters, or of classes that cannot follow another (`Worker.replica`), always do. Where the
+    models do not fit otherwise, and the driver does not say, activations are computed again (`recompute`).
+
+    Errors: ConfigError, those of the trace, PlacementError when the cluster is too small.
+    """
+    spec = ClusterSpec.of(cluster)
+    found = trace_driver(driver, *arguments, models=models)
+    work = workload_of(found, workload, spec)
+    rules = [*constraints, *(OneLayout(name) for name in whole(found)), *alone(found)]
+
+    def planned(work: Workload) -> Placement:
+        how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": budget_s, "seed": seed}
+        return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, search=search, **how), work)
+
+    settled = (
+        work.recompute or isinstance(workload, Workload) or (isinstance(workload, Mapping) and "recompute" in workload)
+    )
+    try:
+        return planned(work)
+    except PlacementError as error:
+        if settled or not found.graph.trained:
+            raise
+        logger.info("%s Activations are computed again instead.", error)
+    return planned(replace(work, recompute=True))
+
+
+def whole(found: Trace) -> list[str]:
+    """Groups of models that give their weights to no ranks in other layouts."""
+    placed = {name: found.groups[name] for name in found.graph.groups if found.graph.models[name] is not None}
+    return [name for name, group in placed.items() if not can_replicate(group.worker_class, group.settings)]
+
+
+def alone(found: Trace) -> list[Apart]:
+    """Groups that generate have no device in common: a host can hold one vLLM engine."""
+    generating = [name for name in found.graph.groups if found.groups[name].settings.get("generate") is not None]
+    return [Apart(*pair) for pair in itertools.combinations(generating, 2)]
+
+
+def as_priced(placement: Placement, work: Workload) -> Placement:
+    """Strategies with what their price rests on beside the sizes, see `PRICED`."""
+    groups = {
+        name: group if group.train is None else replace(group, train=_as_priced(group.train, work))
+        for name, group in placement.groups.items()
+    }
+    return replace(placement, groups=groups)
+
+
+def _as_priced(train: Strategy, work: Workload) -> Strategy:
+    priced = replace(train, micro_tokens=work.micro_tokens, recompute=work.recompute)
+    if isinstance(priced, Megatron):
+        return replace(priced, sequence_parallel=work.sequence_parallel and priced.tp > 1)
+    return priced
+
+
+def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
+    """What an iteration of a traced driver works on, where it is not `given`: its rows, the prompts of its batches,
+    responses as long as they may be. Errors: ConfigError for a figure that a workload has not."""
+    if isinstance(given, Workload):
+        return given
+    own = {"rows": given} if isinstance(given, int) else dict(given or {})
+    if unknown := [name for name in own if name not in Workload.__dataclass_fields__]:
+        raise ConfigError(f"workload has no {unknown[0]!r}.{nearest(unknown[0], Workload.__dataclass_fields__)}")
+    drawn = found.sampled
+    trains = [group.settings["train"] for group in found.groups.values() if group.settings.get("optim") is not None]
+    # processors have no fast 16-bit arithmetic, and the engines compute in float32 there
+    figures: dict[str, Any] = {
+        "rows": found.rows,
+        "responses_per_prompt": drawn.factor if drawn else 1,
+        "prompt": Lengths.of(list(drawn.prompt_tokens)) if drawn and drawn.prompt_tokens else Lengths.of(_PROMPT),
+        "response": Lengths.of((drawn and drawn.max_tokens) or _RESPONSE),
+        "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
+    }
+    if trains:  # what the driver chose for itself: one way for all its groups, that of the first
+        figures |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}
+    if "rows" in own and "responses_per_prompt" not in own and own["rows"] % figures["responses_per_prompt"]:
+        raise ConfigError(
+            f"workload={own['rows']}: these are responses, and the driver draws {figures['responses_per_prompt']} for "
+            f"each prompt. Give a multiple of that."
+        )
+    figures |= own
+    return Workload(**figures)
+
+
+_OPTIONS = tuple(p.name for p in inspect.signature(plan_driver).parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
+class AutoDriver:
+    """A driver that is placed automatically: calling it plans and runs it, `plan(...)` only plans."""
+
+    def __init__(self, driver: Callable[..., Any], placement: Placement | None, options: Mapping[str, Any]) -> None:
+        functools.update_wrapper(self, driver)
+        self.driver, self.placement, self.options = driver, placement, dict(options)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> AutoDriver:
+        """Of a method: the driver of this object."""
+        if instance is None:
+            return self
+        return AutoDriver(self.driver.__get__(instance, owner), self.placement, self.options)
+
+    def plan(self, *arguments: Any, **named: Any) -> Placement:
+        """The placement with which a call with these arguments would run. What is named like a setting of `plan_driver`
+        is one, and takes the place of the decorator's."""
+        changes = {name: named.pop(name) for name in list(named) if name in _OPTIONS}
+        return plan_driver(functools.partial(self.driver, *arguments, **named), **(self.options | changes))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        driver = functools.partial(self.driver, *arguments, **named)
+        if (session := Session.existing()) is not None and session.traces:  # it is planned for from outside
+            return driver()
+        placement = self.placement or plan_driver(driver, **self.options)
+        logger.info("%s runs as planned:\n%s", getattr(self.driver, "__name__", self.driver), placement)
+        before = Session.existing()
+        try:
+            with Session.assigning(placement):
+                return driver()
+        except PlacementError as error:
+            opened = Session.existing()
+            if opened is None or opened is before or opened.pools:
+                raise
+            opened.shutdown()  # it was opened for a placement that it has no room for
+            where = placement.cluster or list(placement.nodes)
+            raise PlacementError(
+                f'this was planned for {where}, which is not here: {error} Plan with cluster="here" for what is here.'
+            ) from None
+
+
+def auto(
+    driver: Callable[..., Any] | None = None,
+    *,
+    cluster: ClusterSpec | str = "here",
+    workload: Given = None,
+    placement: Placement | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Decorates a driver function: each call finds the best placement of its groups, and runs it with that.
+
+    `cluster` is what it is planned for and runs on ("a100:16x8", "here", a `ClusterSpec`); `workload` what an iteration
+    works on, where the driver does not tell (rows, a `Workload`, or some of its figures: `{"response": (300, 1024)}`).
+    Further options are those of `plan_driver`. With `placement` (or a file of one) nothing is searched.
+
+    The driver stays as it is. It is run twice: traced for a few iterations, then for good; its pools become one over
+    the whole cluster, of which each group gets the devices that were found for it, and the sizes in `train=` and
+    `generate=` those that were found, as are the settings in which a price lies (`PRICED`, `memory_fraction`) where
+    they have their defaults. All other settings are the driver's own.
+    """
+    if placement is not None and (workload is not None or options):
+        raise ConfigError("auto(placement=...) searches nothing: leave out workload and the options of the search.")
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise ConfigError(f"auto has no option {unknown[0]!r}.{nearest(unknown[0], _OPTIONS)}")
+    known = placement if isinstance(placement, Placement) or placement is None else Placement.load(Path(placement))
+    settings = {"cluster": cluster, "workload": workload, **options}
+    if driver is None:
+        return functools.partial(AutoDriver, placement=known, options=settings)
+    return AutoDriver(driver, known, settings)

@@ -1,0 +1,224 @@
+"""Trace: the dataflow graph of a loop, from running it without processes, devices or weights (`hf.trace`)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.columns import Objects
+from hybridflow.batch.ragged import Ragged
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.pool import ResourcePool
+from hybridflow.config import TrainStrategy
+from hybridflow.errors import CheckpointError, ConfigError, nearest
+from hybridflow.models.spec import Head, ModelSpec
+from hybridflow.planner.describe.graph import Graph
+from hybridflow.tracing.trace_backend import SampledRows, TraceBackend, TraceEndedError
+from hybridflow.workers.worker import place
+
+ModelSource = str | os.PathLike[str] | ModelSpec
+"""A checkpoint's directory, a `config.json`, a name of the hub, a published model such as "llama3-70b", or a spec."""
+
+_LLAMA = {"family": "llama", "head_dim": 128, "vocab": 128256, "rope_theta": 500000.0, "context": 8192}
+_SIZES = {
+    "llama3-7b": (4096, 14336, 32, 32, 8),
+    "llama3-13b": (5120, 13824, 40, 40, 40),
+    "llama3-34b": (8192, 22016, 48, 64, 8),
+    "llama3-70b": (8192, 28672, 80, 64, 8),
+}
+PUBLISHED: Mapping[str, ModelSpec] = MappingProxyType(
+    {
+        name: ModelSpec(hidden=h, intermediate=i, layers=layers, heads=heads, kv_heads=kv, **_LLAMA)  # type: ignore[arg-type]
+        for name, (h, i, layers, heads, kv) in _SIZES.items()
+    }
+)
+"""The models of ReaL's and HybridFlow's evaluations."""
+
+
+@dataclass(frozen=True)
+class TraceSpec:
+    """A group to trace with: the class of its workers and their settings, of which `model` may be any `ModelSource`."""
+
+    worker_class: type
+    settings: Mapping[str, Any]
+
+
+def trace_spec(worker_class: type, **settings: Any) -> TraceSpec:
+    """A group for `hf.trace`, written as if it were placed: `hf.trace_spec(hf.ActorWorker, model=..., optim=...)`."""
+    return TraceSpec(worker_class, settings)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a driver does: the `graph` of its loop, its groups, the `rows` of an iteration, and how they are sampled."""
+
+    graph: Graph
+    groups: Mapping[str, TraceSpec]
+    rows: int
+    sampled: SampledRows | None = field(repr=False)
+
+
+Groups = Mapping[str, TraceSpec | WorkerGroup | tuple[type, Mapping[str, Any]]]
+
+
+def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[str, Any] | None = None) -> Graph:
+    """The dataflow graph of a loop whose body is `step`: its calls, and what each waits for.
+
+    The parameters of `step` that are named like groups are given these; one named `groups` is given all of them, and
+    the one that is left the prompts: a batch of 8 rows with `prompt` (text) and `prompt_ids`, or `prompts`. The
+    value that a step returns is dropped.
+
+    `groups` are `hf.trace_spec(...)`, or placed groups, which are not called. The step runs three times, or until it
+    trains all that has an optimizer. No process starts, and no weight is read: models are given by a checkpoint, a
+    `config.json`, a `ModelSpec`. Data that the step reads on the driver is made up: texts are empty, numbers 0.
+
+    Errors: MissingColumnError for a column that is used before it is written, and all that the calls themselves raise
+    on the driver; ConfigError for a parameter of `step` that is no group.
+    """
+    backend = TraceBackend()
+    with backend.within():
+        pool = ResourcePool(1)
+        placed = {name: _placed(pool, name, given) for name, given in groups.items()}
+        while not backend.seen_enough():
+            backend.begin_iteration()
+            step(**_arguments(step, placed, BatchRef.from_batch(_prompts(prompts))))
+    return _finished(backend, {}).graph
+
+
+def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[str, ModelSource] | None = None) -> Trace:
+    """What `driver(*arguments)` does in its loop, an unchanged program such as a recipe's `main`.
+
+    It is run until the fourth batch of its loader (without a loader: the fourth `tracker.log`), with groups that have
+    no processes; a tracker writes no files. Whatever else the driver does, it does. `models` are planned with instead
+    of those that the driver names; a group that shares the checkpoint of one of them follows it.
+
+    Errors: ConfigError for a driver without a loop, MissingColumnError as `trace`.
+    """
+    backend = TraceBackend()
+    with backend.within(), suppress(TraceEndedError):
+        driver(*arguments)
+    if not backend.program.iteration:
+        raise ConfigError(
+            "the driver came to its end without a loop: none over a PromptLoader, and no tracker.log at the end of "
+            "each iteration. Trace the loop's body with hf.trace(step, groups)."
+        )
+    return _finished(backend, models or {})
+
+
+def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trace:
+    groups = {name: TraceSpec(*described) for name, described in backend.described.items()}
+    backend.program.models |= _models(groups, instead)
+    trains = {name: group.settings.get("train") for name, group in groups.items()}
+    backend.program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
+    rows = round(backend.program.rows)
+    return Trace(backend.program.graph(), groups, rows, backend.sampled)
+
+
+def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource]) -> dict[str, ModelSpec | None]:
+    if unknown := [name for name in instead if name not in groups]:
+        raise ConfigError(f"{unknown[0]}.model: the driver has no group {unknown[0]!r}.{nearest(unknown[0], groups)}")
+    follow: dict[tuple[str, Head | None], ModelSource] = {}
+    for name, group in groups.items():
+        if name in instead:  # a reference follows the actor, another critic the critic, in any order of names
+            for head in (_head(group), None):
+                follow.setdefault((str(group.settings.get("model")), head), instead[name])
+    found: dict[str, ModelSpec | None] = {}
+    for name, group in groups.items():
+        head, own = _head(group), group.settings.get("model")
+        source = instead.get(name)
+        if source is None and own is not None:
+            source = follow.get((str(own), head), follow.get((str(own), None), own))
+        found[name] = None if source is None else model_spec(source, head)
+    return found
+
+
+def _head(group: TraceSpec) -> Head:
+    return getattr(group.worker_class, "head", "lm")
+
+
+def model_spec(source: ModelSource, head: Head = "lm") -> ModelSpec:
+    """The sizes of a model, from its configuration alone. Errors: CheckpointError without one, ModelError."""
+    if isinstance(source, ModelSpec):
+        spec = source
+    elif str(source).lower() in PUBLISHED:
+        spec = PUBLISHED[str(source).lower()]
+    else:
+        return ModelSpec.from_hf_config(configuration(source), head)
+    return spec if spec.head == head else ModelSpec(**{**vars(spec), "head": head})
+
+
+def configuration(source: str | os.PathLike[str]) -> Any:
+    """The `config.json` of a directory, of a file or of the hub. Errors: CheckpointError."""
+    path = Path(source)
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        return json.loads((path if path.is_file() else _of_hub(str(source))).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no configuration of a model: {error}.") from None
+
+
+def _of_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    hint = f"Known models: {', '.join(PUBLISHED)}."
+    if name.startswith((".", "/")) or name.count("/") != 1:
+        raise CheckpointError(f"{name} is no directory with a config.json, no such file and no name of the hub. {hint}")
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name} is no directory, and the hub gives no config.json of it here ({type(error).__name__}). {hint}"
+        ) from None
+
+
+def _placed(pool: ResourcePool, name: str, given: Any) -> WorkerGroup:
+    if isinstance(given, WorkerGroup | TraceSpec):
+        worker_class, settings = given.worker_class, given.settings
+    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], type):
+        worker_class, settings = given
+    else:
+        raise ConfigError(
+            f"trace: the group {name!r} is {given!r:.80}. Give hf.trace_spec(hf.ActorWorker, model=..., ...)."
+        )
+    return place(worker_class, pool, name=name, **settings)
+
+
+def _prompts(given: Batch | Mapping[str, Any] | None) -> Batch:
+    if given is not None:
+        return given if isinstance(given, Batch) else Batch(given)
+    rows = 8
+    ids = Ragged.from_lengths(torch.ones(rows, dtype=torch.int64), [1] * rows)
+    return Batch({"prompt": Objects(["prompt"] * rows), "prompt_ids": ids})
+
+
+def _arguments(step: Callable[..., Any], groups: Mapping[str, WorkerGroup], batch: BatchRef) -> dict[str, Any]:
+    """By the names of the step's parameters."""
+    parameters = inspect.signature(step).parameters.values()
+    out: dict[str, Any] = {p.name: groups[p.name] for p in parameters if p.name in groups}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        out |= groups
+    left = [p for p in parameters if p.name not in out and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for parameter in left:
+        if parameter.name == "groups":
+            out["groups"] = SimpleNamespace(**groups)
+    left = [p for p in left if p.name not in out and p.default is p.empty]
+    if len(left) > 1:
+        names = ", ".join(repr(p.name) for p in left)
+        raise ConfigError(
+            f"trace: of the parameters {names} of the step one may be the prompts; the others name no group."
+            f"{nearest(left[-1].name, groups)}"
+        )
+    return out | {p.name: batch for p in left}

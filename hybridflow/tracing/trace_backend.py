@@ -1,0 +1,318 @@
+"""TraceBackend: the backend of a driver that is only traced. No process runs, calls are written down.
+
+driver -> hf.ActorWorker.on(...)  -> ranks without hosts   no checkpoint is read, no device is asked for
+          actor.method(batch)     -> GraphBuilder.call(...)     settings and columns are checked as ever
+          batch.get(), .metrics() -> placeholders
+A driver ends where its fourth iteration would begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.columns import Column, Objects
+from hybridflow.batch.ragged import Ragged
+from hybridflow.cluster.backend import Deadlines, PoolHosts, RankCall, RankGroup
+from hybridflow.cluster.future import Future, Known
+from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
+from hybridflow.cluster.session import Session
+from hybridflow.cluster.store import Reader, write
+from hybridflow.config import VLLM
+from hybridflow.data.tokenizer import has_tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source
+from hybridflow.protocols import Operation, kind_of, operations
+from hybridflow.topology import RankGrid
+
+ITERATIONS = 3  # the third is like all others, also where the first has nothing yet to work on
+_MOST = 64  # of a loop that does not train all that has an optimizer
+_CHARACTERS = 4  # of a token, in texts that are not tokenised yet
+_TEXTS = ("prompt", "response")
+_PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
+_OF_ANNOTATION: dict[str, Any] = {"float": 0.0, "int": 0, "bool": False, "list": [], "None": None}
+
+
+class TraceEndedError(BaseException):
+    """The driver was seen long enough. No `except Exception` of its own may stop that."""
+
+
+class NoHost:
+    """Stands where the handle of a host process would be."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(
+            f"a trace has no processes, and the driver asks one for {name!r}. Trace the loop's body, which need not "
+            f"ask: hf.trace(step, groups)."
+        )
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The largest generation of an iteration: `rows` prompts with `factor` responses of up to `max_tokens` each."""
+
+    group: str
+    rows: int
+    factor: int
+    max_tokens: int | None
+    prompt_tokens: tuple[int, ...] = field(repr=False)
+
+
+class TraceBackend:
+    """Writes down in `program` what a driver calls; is its own bookkeeping of iterations and of weights that move."""
+
+    traces, has_cuda = True, False
+
+    def __init__(self) -> None:
+        self.name, self.deadlines = f"trace-{uuid.uuid4().hex[:6]}", Deadlines()
+        self.iterations: Any = self
+        self.channels: Any = self
+        self.program, self.sampled = GraphBuilder(), None
+        self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
+        self._sequence, self._reported = itertools.count(1), set[str]()
+        self._recording = self._has_loader = False
+        self._trained_most = 0
+        self._sources: dict[IssuedCall, Source] = {}
+        self._directories: list[str] = []
+
+    sampled: SampledRows | None
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[Session]:
+        """Everything that is made within belongs to a session on this backend; afterwards the one before is open."""
+        session = Session(self)
+        before, Session._current = Session._current, session
+        try:
+            yield session
+        finally:
+            session.shutdown()
+            Session._current = before
+            for directory in self._directories:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def scratch(self) -> str:
+        """A directory that goes when the trace ends: a trace leaves no files."""
+        self._directories.append(tempfile.mkdtemp(prefix="hybridflow-trace-"))
+        return self._directories[-1]
+
+    # Groups
+
+    def start_hosts(self, pool: str, per_node: Sequence[int]) -> PoolHosts:
+        nodes = [node for node, count in enumerate(per_node or (1,)) for _ in range(count)]
+        return PoolHosts(pool, [NoHost() for _ in nodes], [None] * len(nodes), nodes, [""] * len(nodes))
+
+    def stop_hosts(self, hosts: PoolHosts) -> None:
+        """No process runs."""
+
+    def ranks(self, worker_class: type, settings: Mapping[str, Any], name: str) -> RankGroup:
+        """A group of one rank, without checks; its `model` may be anything."""
+        self.described[name] = (worker_class, settings)
+        texts = {"model": str(settings["model"])} if settings.get("model") is not None else {}
+        key = f"{name}/{self.sequence()}"
+        return RankGroup(
+            name, worker_class, {**settings, **texts}, RankGrid(), self.name, (0,), (NoHost(),), (None,), ("",), key
+        )
+
+    def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
+        """As with a tokenizer where the model is only a name or sizes: a plan needs no more of it."""
+        known, model = operations(worker_class), settings.get("model")
+        if model is None or has_tokenizer(model):
+            return known
+        return {name: _unchecked(operation, not Path(model).is_dir()) for name, operation in known.items()}
+
+    def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
+        """Nothing has to be built."""
+
+    def drop(self, ranks: RankGroup, wait: float) -> None:
+        """Nothing has to be freed."""
+
+    def ask(self, ranks: RankGroup, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return [getattr(host, function.__name__) for host in ranks.hosts]
+
+    def close(self, key: str = "") -> None:
+        """Nothing is open."""
+
+    def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
+        issued = IssuedCall([], self._reported, self.deadlines.peers)
+        return [None if call is None else self._answer(ranks, call, issued) for call in calls]
+
+    def _answer(self, ranks: RankGroup, call: RankCall, issued: IssuedCall) -> RankOutput:
+        rows = [value for value in call.settings.values() if isinstance(value, RankRows)]
+        due = call.rows if call.rows is not None else rows[0].rows if rows else 1
+        if call.writes:
+            ref = write(placeholder_columns(call.writes, due), on_driver=True)
+        elif ranks.name == HELPER and call.method == "filter_groups":
+            ref = Known(_every_group(rows[0]))
+        else:
+            ref = Known(placeholder_value(getattr(ranks.worker_class, call.method), call.settings))
+        operation = operations(ranks.worker_class)[call.method]
+        if self._recording and (operation.kind or rows) and (ranks.name != HELPER or call.writes):
+            self._record(ranks, call, operation, rows, issued, due)
+        return RankOutput(ref, due, CallOrigin(ranks.name, 0, call.method), issued)
+
+    def _record(
+        self,
+        ranks: RankGroup,
+        call: RankCall,
+        operation: Operation,
+        rows: Sequence[RankRows],
+        issued: IssuedCall,
+        due: int,
+    ) -> None:
+        """Write a call of the loop down."""
+        kind = kind_of(operation)
+        reads: dict[str, dict[Source, None]] = {}
+        for column, ref in itertools.chain.from_iterable(given.columns.items() for given in rows):
+            written = (output.call for output in outputs_of([ref.node]))
+            sources = {self._sources[made]: None for made in written if made in self._sources}
+            reads.setdefault(column, {}).update(sources)
+        if kind == "generation" and rows:
+            sampled = _sampled(ranks, call, rows[0], due)
+            if self.sampled is None or due >= self.sampled.rows * self.sampled.factor:
+                self.sampled = sampled
+        self._sources[issued] = self.program.call(
+            ranks.name,
+            call.method,
+            "function" if ranks.name == HELPER else kind,
+            {column: tuple(sources) for column, sources in reads.items()},
+            call.writes,
+            rows=due,
+            minibatches=call.settings.get(operation.chunks, 1) if operation.chunks else 1,
+            epochs=call.settings.get("epochs", 1) if kind == "training" else 1,
+        )
+
+    # Iterations
+
+    def begin(self, in_flight: int) -> None:
+        self._has_loader = True
+        self.begin_iteration()
+
+    def drain(self) -> None:
+        self._has_loader = self._recording = False
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Without a loader, an iteration ends where the driver asks for its metrics."""
+        if not self._has_loader:
+            self.begin_iteration()
+        return {}
+
+    def wait(self, outputs: Sequence[RankOutput]) -> list[Any]:
+        return []
+
+    def sequence(self) -> int:
+        return next(self._sequence)
+
+    def begin_iteration(self) -> None:
+        """Errors: TraceEndedError when enough iterations were seen."""
+        if self.seen_enough():
+            self._recording = False
+            raise TraceEndedError
+        self.program.begin()
+        self._recording = True
+
+    def seen_enough(self) -> bool:
+        """Whether the last iteration is one that all later ones are like: it trains all that has an optimizer. Where
+        none does (a group is only warmed up, or groups take turns), it is the first late one that trains most."""
+        done, trained = self.program.iteration, self.program.trained
+        self._trained_most = max(self._trained_most, len(trained))
+        if done < ITERATIONS:
+            return False
+        if done < _MOST:
+            optimized = {name for name, (_, own) in self.described.items() if own.get("optim") is not None}
+            return bool(trained) and trained >= optimized
+        return len(trained) == self._trained_most
+
+    # Weights
+
+    def send(self, source: RankGroup, destination: RankGroup, *payload: Any) -> Future:
+        self.program.sync(source.name, destination.name)
+        moved = Known(PlaceholderMetrics(bytes=0.0, seconds=0.0))
+        return Future((RankOutput(moved, None, CallOrigin(source.name, 0, "sync_weights")),))
+
+
+def _unchecked(operation: Operation, with_texts: bool) -> Operation:
+    """Without a check of the model; a generation also writes texts."""
+    if not with_texts or kind_of(operation) != "generation":
+        return replace(operation, check=None)
+    return replace(operation, check=None, writes=lambda own, call: (*operation.columns_written(own, call), "response"))
+
+
+def _sampled(ranks: RankGroup, call: RankCall, rows: RankRows, due: int) -> SampledRows:
+    strategy = ranks.settings.get("generate")
+    own = strategy.sampling.longest if isinstance(strategy, VLLM) else None
+    tokens: list[int] = []
+    if "prompt_ids" in rows.columns:
+        tokens = _column_of(rows, "prompt_ids").lengths.tolist()
+    elif "prompt" in rows.columns:
+        tokens = [max(1, len(str(text)) // _CHARACTERS) for text in _column_of(rows, "prompt")]
+    longest = call.settings.get("max_tokens", own)
+    return SampledRows(ranks.name, rows.rows, due // max(rows.rows, 1), longest, tuple(tokens))
+
+
+def _every_group(rows: RankRows) -> GroupFilter:
+    """As if the scores of all groups differed."""
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(_column_of(rows, "group_id").tolist()):
+        groups.setdefault(group, []).append(row)
+    return GroupFilter(informative=list(groups.values()), rows=rows.rows)
+
+
+def _column_of(rows: RankRows, name: str) -> Any:
+    return Reader().read(RankRows(rows.rows, {name: rows.columns[name]}))[name]
+
+
+class PlaceholderMetrics(dict[str, float]):
+    """Metrics of a call that did not run: each is 0.0, and none can be listed."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def get(self, name: str, default: Any = 0.0) -> Any:
+        return super().get(name, default)
+
+
+def placeholder_columns(names: Sequence[str], rows: int) -> Batch:
+    """`rows` rows of the named columns: one token or a zero each, texts empty, ids of rows counted through."""
+    return Batch({name: _placeholder_column(name, rows) for name in names})
+
+
+def _placeholder_column(name: str, rows: int) -> Column:
+    if name in _TEXTS:
+        return Objects([""] * rows)
+    if name.endswith("_failure"):
+        return Objects([None] * rows)
+    if name in ("row_id", "group_id"):
+        return torch.arange(rows)
+    if name == "num_tokens":
+        return torch.full((rows,), 2)
+    if name == "finished":
+        return torch.ones(rows, dtype=torch.bool)
+    if name == "temperature":
+        return torch.ones(rows)
+    if name.endswith(_PER_TOKEN):
+        ids, mask = name.endswith("_ids"), name.endswith("_mask")
+        values = torch.zeros(rows, dtype=torch.int64) if ids else torch.ones(rows, dtype=torch.bool) if mask else None
+        return Ragged.from_lengths(torch.zeros(rows) if values is None else values, [1] * rows)
+    return torch.zeros(rows)
+
+
+def placeholder_value(method: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    """What a method without columns might have returned, by its annotation; without one, metrics."""
+    declared = str(inspect.signature(method).return_annotation)
+    if declared == "str":
+        return str(settings.get("path", ""))
+    if "None" in declared.split(" | "):
+        return None
+    return _OF_ANNOTATION.get(declared.partition("[")[0], PlaceholderMetrics())

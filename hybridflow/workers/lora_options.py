@@ -1,0 +1,86 @@
+"""A worker's settings where adapters are trained: what can be said of them on the driver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import FSDP, LoRA
+from hybridflow.engines.lora.injection import check_injection
+from hybridflow.engines.lora.saved import check_adapters, is_adapter_directory, read_config
+from hybridflow.engines.lora.targets import modules, trained_tensors
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.models.hf_spec import read_spec
+from hybridflow.models.spec import Decoder
+
+
+def lora_of(settings: Mapping[str, Any]) -> LoRA | None:
+    """The adapters that a worker's strategy trains, if it trains any."""
+    strategy = settings.get("train")
+    return getattr(strategy, "lora", None)
+
+
+def with_saved_adapters(settings: Mapping[str, Any], find: Callable[[str], Path]) -> dict[str, Any]:
+    """Settings with the model that adapters belong to in the place of their directory, and with where they start.
+
+    `find` gives the directory of a checkpoint. Errors: ConfigError for a strategy that trains no adapters, or others;
+    CheckpointError for adapters that cannot be read, or whose model is not there.
+    """
+    found, lora = dict(settings), lora_of(settings)
+    saved = found.get("model")
+    if saved is not None and is_adapter_directory(saved):
+        base, start = read_config(saved)
+        try:
+            found["model"] = str(find(base))
+        except CheckpointError as error:
+            raise CheckpointError(f"{saved} has adapters of the model {base}: {error}") from None
+    elif lora is not None and lora.start is not None:
+        start = read_config(os.path.abspath(lora.start))[1]
+    else:
+        return found
+    strategy = found["train"]
+    if not isinstance(strategy, FSDP):
+        raise ConfigError(f"{start.start} has LoRA adapters, which train={strategy!r} does not compute. Use hf.FSDP().")
+    if lora is not None:
+        _check_equal(read_spec(found["model"], "lm", strategy), lora, start)
+        start = replace(lora, start=start.start)
+    found["train"] = replace(strategy, lora=start)
+    return found
+
+
+def _check_equal(spec: Decoder, asked: LoRA, saved: LoRA) -> None:
+    for name in ("rank", "alpha", "targets"):
+        here, there = getattr(asked, name), getattr(saved, name)
+        if name == "targets":
+            same = modules(spec, asked) == modules(spec, saved)
+        else:
+            same = here == there
+        if not same:
+            raise ConfigError(
+                f"LoRA({name}={here!r}): the adapters in {saved.start} have {name}={there!r}. Leave lora= out to take "
+                f"what they have."
+            )
+
+
+def check_lora(spec: Decoder, settings: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for targets that match nothing or that peft cannot add adapters to, CheckpointError for saved
+    adapters of other layers or shapes."""
+    lora = lora_of(settings)
+    if lora is None:
+        return
+    tensors = trained_tensors(spec, lora)
+    check_injection(spec, lora)
+    if lora.start is not None:
+        check_adapters(lora.start, tensors)
+
+
+def check_written(worker: str, settings: Mapping[str, Any]) -> None:
+    """Errors: ConfigError where weights cannot be written from outside: adapters belong to those of a checkpoint."""
+    if lora_of(settings) is not None:
+        raise ConfigError(
+            f"{worker} trains adapters of the weights in {settings['model']}: these cannot be replaced or laid out "
+            f"anew. Save it and place another group with model= that directory."
+        )

@@ -1,0 +1,151 @@
+"""Memory of named tensors that goes and comes: shared storages, storages of others, host copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.engine3d.offloadable import Residency
+
+
+def fused() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """q, k and v in one buffer, and a norm of its own."""
+    buffer = torch.arange(12.0)
+    tensors = {name: buffer[4 * i : 4 * i + 4] for i, name in enumerate("qkv")}
+    return {**tensors, "norm": torch.ones(3)}, buffer
+
+
+def test_memory_goes_and_comes_behind_the_same_tensors_and_views():
+    weight = torch.nn.Parameter(torch.zeros(1000, 10))
+    view = weight.detach()[5:7]
+    memory = Residency({"w": weight})
+    for i in range(30):
+        memory.release()
+        assert (memory.resident_bytes, weight.untyped_storage().nbytes(), memory.resident("w")) == (0, 0, False)
+        assert memory.acquire() == {"w"}
+        assert (memory.resident_bytes, weight.untyped_storage().nbytes(), memory.resident("w")) == (40000, 40000, True)
+        view.fill_(i)
+        assert weight[5:7].eq(i).all()
+        assert weight.shape == (1000, 10)
+
+
+def test_a_shared_storage_goes_with_its_last_name_and_comes_with_the_first():
+    tensors, buffer = fused()
+    memory = Residency(tensors)
+    assert memory.total_bytes == memory.resident_bytes == 48 + 12
+    memory.release(["q", "k"])
+    assert buffer.sum() == 66
+    assert memory.resident("q")
+    memory.release(["v"])
+    assert not memory.resident("q")
+    assert memory.resident_bytes == 12
+    assert memory.acquire(["k"]) == {"q", "k", "v"}
+    assert memory.acquire(["v"]) == set()
+    tensors["q"].fill_(1)
+    memory.release(["v"])
+    assert memory.resident("q")
+    memory.release(["k"])
+    assert not memory.resident("q")
+
+
+def test_releasing_and_acquiring_twice_changes_nothing():
+    tensors, _ = fused()
+    memory = Residency(tensors)
+    assert memory.acquire() == set()
+    assert tensors["q"].tolist() == [0, 1, 2, 3]
+    memory.release()
+    memory.release()
+    assert memory.resident_bytes == 0
+    memory.acquire()
+    memory.acquire()
+    assert memory.resident_bytes == memory.total_bytes == 60
+
+
+def test_kept_names_and_all_that_shares_their_storage_stay():
+    tensors, buffer = fused()
+    memory = Residency(tensors, kept=["k", "a name of somebody else"])
+    assert memory.total_bytes == 12
+    memory.release()
+    assert buffer.sum() == 66
+    assert memory.resident("q")
+    assert not memory.resident("norm")
+    assert memory.acquire(["q", "norm"]) == {"norm"}
+
+
+def test_unknown_names_and_storages_that_cannot_be_resized_are_left_alone():
+    import numpy as np
+
+    foreign = torch.from_numpy(np.ones(4, dtype=np.float32))
+    memory = Residency({"foreign": foreign})
+    assert memory.total_bytes == 0
+    memory.release(["foreign", "nobody"])
+    assert foreign.sum() == 4
+    assert memory.resident("foreign")
+
+
+@pytest.mark.parametrize("names", [None, ["q", "k", "v", "norm"]])
+def test_offloaded_values_come_back(names):
+    tensors, buffer = fused()
+    memory = Residency(tensors)
+    for _ in range(3):
+        memory.offload(names)
+        assert memory.resident_bytes == 0
+        assert memory.acquire(names) == set()
+        assert buffer.tolist() == list(range(12))
+        assert tensors["norm"].tolist() == [1, 1, 1]
+
+
+def test_offloading_part_of_a_shared_storage_waits_for_the_rest():
+    tensors, buffer = fused()
+    memory = Residency(tensors)
+    memory.offload(["q"])
+    assert memory.resident_bytes == 60
+    buffer.add_(1)
+    memory.offload(["k", "v"])
+    assert memory.resident_bytes == 12
+    assert memory.acquire(["v"]) == set()
+    assert buffer.tolist() == list(range(1, 13))
+    memory.release(["v"])  # q and k are still away, so the buffer goes back to the host
+    assert memory.resident_bytes == 12
+    assert memory.acquire(["q"]) == set()
+    assert tensors["q"].tolist() == [1, 2, 3, 4]
+
+
+def test_releasing_what_was_offloaded_forgets_the_host_copy():
+    tensors, _ = fused()
+    memory = Residency(tensors)
+    memory.offload()
+    memory.release(["norm"])
+    assert memory.acquire() == {"norm"}
+    assert tensors["v"].tolist() == [8, 9, 10, 11]
+
+
+def test_what_one_name_offloaded_survives_the_release_of_the_others():
+    tensors, _ = fused()
+    memory = Residency(tensors)
+    memory.offload(["q"])
+    memory.release(["k", "v"])
+    assert memory.resident_bytes == 12
+    assert memory.acquire(["q"]) == set()
+    assert tensors["q"].tolist() == [0, 1, 2, 3]
+    memory.offload()
+    memory.release(["k"])
+    memory.acquire(["q"])
+    assert tensors["q"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_waits_elsewhere_stays_there():
+    """Parameters of a model on CUDA that FSDP2 keeps in host memory are nothing that device memory could be had from,
+    and their storage is not resized: it is pinned, and belongs to whoever copies from it."""
+    waiting, here = torch.ones(4), torch.ones(3, device="meta")
+    memory = Residency({"waiting": waiting, "here": here}, device=torch.device("meta"))
+    assert memory.total_bytes == 12
+    memory.release()
+    assert waiting.untyped_storage().nbytes() == 16
+    assert memory.resident("waiting")
+    assert not memory.resident("here")
+    memory = Residency({"waiting": waiting}, device=torch.device("cuda"))
+    memory.offload()
+    assert memory.total_bytes == memory.resident_bytes == 0
+    assert memory.acquire() == set()
+    assert waiting.eq(1).all()

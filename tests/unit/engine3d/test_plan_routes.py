@@ -1,0 +1,201 @@
+"""Who sends what to whom: balanced senders, nodes that are entered once, relays, and the routing table."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import combinations
+from math import prod
+
+import pytest
+from example_layouts import SIX, SPEC, TIED, any_layout, elements, fused, placed, side_by_side, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.plan.plan import Move, plan
+from hybridflow.engine3d.plan.routing import LONG, WIDE, Routes, Send
+from hybridflow.errors import LayoutError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.topology import RankGrid
+
+RANKS = 6
+specs, seeds = st.sampled_from([SPEC, TIED, SIX]), st.integers(0, 10**6)
+
+
+def holders(source: Layout, move: Move) -> frozenset[int]:
+    """Ranks whose source regions contain the piece."""
+    inside = lambda r: any(region.box.intersect(move.box) == move.box for region in source.regions(r))  # noqa: E731
+    return frozenset(rank for rank in range(source.ranks) if inside(rank))
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs, seeds, seeds)
+def test_ranks_that_hold_the_same_share_the_sending(spec, a, b):
+    source, destination = any_layout(spec, a), any_layout(spec, b)
+    if any(len({r.box for r in source.regions(rank)}) < len(source.regions(rank)) for rank in range(RANKS)):
+        return  # `holders` below does not join boxes that overlap
+    sent: dict[frozenset[int], Counter[int]] = defaultdict(Counter)
+    largest: Counter[frozenset[int]] = Counter()
+    for move in plan(source, destination).moves:
+        if not move.local and not move.hop:
+            owners = holders(source, move)
+            assert move.source in owners
+            sent[owners][move.source] += move.box.numel
+            largest[owners] = max(largest[owners], move.box.numel)
+    for owners, load in sent.items():
+        assert max(load[rank] for rank in owners) - min(load[rank] for rank in owners) <= largest[owners]
+
+
+ranks_of = st.integers(2, 60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ranks_of, st.integers(1, 8), st.data())
+def test_every_needer_is_served_once_and_every_node_is_entered_once(ranks, node, data):
+    have = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1))
+    idle = data.draw(st.sets(st.integers(0, ranks - 1))) - have
+    nodes = [rank // node for rank in range(ranks)]
+    kin = data.draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
+    needs = [frozenset(data.draw(st.sets(st.integers(0, ranks - 1)))) - have for _ in range(3)]
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+    routes, alone = Routes(have, nodes, idle, kin), Routes(have, nodes, idle, kin)
+    asked = [(needs[i % 3], size) for i, size in enumerate(sizes) if needs[i % 3]]
+    for each in (routes, alone):
+        at = [each.fan(need).add(size) for need, size in asked]
+        assert at == [sum(n for other, n in asked[:i] if other == need) for i, (need, _) in enumerate(asked)]
+    one = data.draw(st.integers(0, ranks - 1))
+    for need, size in asked:
+        fan = routes.fan(need)
+        sends, copies = routes.sends(fan, size), fan.copies()
+        assert alone.sends(alone.fan(need), size, one) == [send for send in sends if one in send[:2]]
+        check_sends(sends, have, need, nodes)
+        assert all(send.hop <= fan.hops for send in sends)
+        count = Counter(rank for send in sends for rank in send[:2])
+        assert all(count[rank] <= copies[rank] for rank in count)
+    assert routes.concern(one) == (bool(asked) and (one in have or any(one in need for need, _ in asked)))
+
+
+def check_sends(sends: list[Send], have: set[int], need: frozenset[int], nodes: list[int]) -> None:
+    assert sorted(send.destination for send in sends) == sorted(need)
+    arrived = dict.fromkeys(have, -1)
+    for send in sends:
+        assert arrived[send.source] == send.hop - 1  # whoever relays has it one hop earlier
+        arrived[send.destination] = send.hop
+    crossing = [nodes[send.destination] for send in sends if nodes[send.source] != nodes[send.destination]]
+    missing = {nodes[rank] for rank in need} - {nodes[rank] for rank in have}
+    assert sorted(crossing) == sorted(missing)
+
+
+def test_a_few_idle_ranks_are_served_by_the_holder_itself():
+    routes = Routes([0], [0] * 4, {1, 2, 3}, [0] * 4)
+    assert routes.sends(routes.fan(frozenset({1, 2})), 1) == [Send(0, 1, 0, 0), Send(0, 2, 0, 0)]
+    assert WIDE == 2
+
+
+@pytest.mark.parametrize(("needers", "hops", "most"), [(3, 2, 1), (LONG, LONG - 1, 1), (LONG + 1, 5, 2), (1000, 9, 2)])
+def test_many_idle_ranks_pass_a_piece_on(needers, hops, most):
+    """A chain, in which nobody sends twice; a binary tree where it would get too long."""
+    need = frozenset(range(1, needers + 1))
+    routes = Routes([0], [0] * (needers + 1), need, [0] * (needers + 1))
+    sends = routes.sends(routes.fan(need), 1)
+    assert sorted(send.destination for send in sends) == sorted(need)
+    sent = Counter(send.source for send in sends)
+    assert (sent[0], max(sent.values()), max(send.hop for send in sends), routes.fan(need).hops) == (
+        1,
+        most,
+        hops,
+        hops,
+    )
+
+
+def test_ranks_that_have_something_to_send_are_no_relays():
+    """Gathering everything everywhere from p stages: each is busy with its own part already."""
+    made = plan(fused(SIX, 6, 1, 1), whole(SIX, 6))
+    assert all(move.hop == 0 for move in made.moves)
+
+
+def test_replicas_share_the_sending():
+    made = plan(placed(whole(SPEC, 4), [0, 1, 2, 3]), placed(whole(SPEC, 8), range(4, 12)))
+    sent = [t.sent_bytes for t in made.traffic(itemsize=1)[:4]]
+    assert max(sent) - min(sent) <= max(prod(shape) for shape in SPEC.tensors().values())
+
+
+def test_differently_sharded_replicas_share_the_sending_of_what_they_hold_alike():
+    both = side_by_side(whole(SPEC), fused(SPEC, 1, 2, 1))
+    made = plan(both, placed(whole(SPEC, 4), range(3, 7)))
+    norms = made.only([name for name in SPEC.tensors() if "norm" in name])
+    sent = [t.sent_bytes for t in norms.traffic(itemsize=1)[:3]]
+    assert max(sent) - min(sent) <= SPEC.hidden
+    shards = made.only([name for name in SPEC.tensors() if "norm" not in name])
+    sent = [t.sent_bytes for t in shards.traffic(itemsize=1)[:3]]
+    assert sent[0] == pytest.approx(sum(sent) / 2, rel=0.02)
+
+
+def test_the_own_node_comes_first():
+    source = placed(whole(SPEC, 2), [0, 4])
+    made = plan(source, placed(whole(SPEC, 6), [1, 2, 3, 5, 6, 7]), node_of=lambda rank: rank // 4)
+    assert all(move.source // 4 == move.destination // 4 for move in made.moves)
+    assert {t.received_between_nodes for t in made.traffic()} == {0}
+
+
+def test_the_ranks_of_a_node_take_turns_in_fetching_from_outside():
+    made = plan(whole(SPEC), placed(whole(SPEC, 4), range(4, 8)), node_of=lambda rank: rank // 4)
+    traffic = made.traffic(itemsize=1)
+    into = [t.received_between_nodes for t in traffic[4:]]
+    assert sum(into) == SPEC.num_parameters
+    assert max(into) - min(into) <= max(prod(shape) for shape in SPEC.tensors().values())
+    assert [t.received_bytes for t in traffic[4:]] == [SPEC.num_parameters] * 4
+
+
+MODEL = ModelSpec(family="llama", hidden=16, intermediate=32, layers=8, heads=8, kv_heads=8, head_dim=2, vocab=64)
+
+
+@pytest.mark.parametrize("d", [1, 2])
+@pytest.mark.parametrize(("p", "t", "factor"), [(2, 1, 2), (4, 1, 2), (4, 2, 2), (4, 1, 4), (8, 1, 4), (2, 4, 2)])
+def test_the_routing_table_of_puzzles_case(p, t, d, factor):
+    """D stays, P is divided and T multiplied by the same factor: each rank broadcasts pieces of its own layers only.
+
+    A stage's ranks hand their shards to the ranks of the new, larger stage that contains them, within their replica.
+    """
+    source, destination = fused(MODEL, p, t, d), fused(MODEL, p // factor, t * factor, d)
+    made = plan(source, destination)
+    old, new = RankGrid(p, t, d), RankGrid(p // factor, t * factor, d)
+    table = made.only([name for name in MODEL.tensors() if "_proj" in name]).routing_table()
+    layers = MODEL.layers // p
+    for line in table:
+        stage = old.coords(line.root).p
+        assert {int(name.split(".")[2]) // layers for name in line.tensors} == {stage}
+        for receiver in line.receivers:
+            assert old.coords(receiver).d == old.coords(line.root).d
+            assert new.coords(receiver).p == stage // factor
+            assert new.coords(receiver).t // factor == old.coords(line.root).t  # its shard lies within the root's
+    assert {line.root for line in table} == set(range(old.size))
+    moved = Counter[int]()
+    for line in table:
+        for receiver in line.receivers:
+            moved[receiver] += line.elements
+    for rank in range(old.size):
+        held, needed = elements(source, rank), elements(destination, rank)
+        assert moved[rank] == sum(int((needed[n] & ~held[n]).sum()) for n in needed if "_proj" in n)
+
+
+def test_the_routing_table_names_who_gives_not_who_passes_on():
+    made = plan(whole(SPEC), placed(whole(SPEC, 5), range(1, 6)))
+    assert any(move.hop for move in made.moves)
+    (line,) = made.routing_table()
+    assert (line.root, line.receivers, line.elements) == (0, (1, 2, 3, 4, 5), SPEC.num_parameters)
+    assert line.tensors == tuple(SPEC.tensors())
+
+
+def test_the_routing_table_needs_the_whole_plan():
+    with pytest.raises(LayoutError, match="rank 1's part of a plan"):
+        plan(whole(SPEC), whole(SPEC, 2), rank=1).routing_table()
+
+
+def test_the_same_plan_whether_alike_ranks_are_known_or_not():
+    source, destination = fused(MODEL, 2, 2, 2), fused(MODEL, 1, 2, 4)
+    made = plan(source, destination)
+    assert made == plan(replace(source, part=None), replace(destination, part=None))
+    boxes = {move.box for move in made.moves}
+    assert all(a.intersect(b) is None for a, b in combinations(boxes, 2))

@@ -1,0 +1,192 @@
+"""What a training backend cannot do with a model is said on the driver, before any process, file or memory is touched
+beyond the headers of the checkpoint: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import hybridflow as hf
+from hybridflow.engines.train_backends import backend_of
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, ModelError, PlacementError
+from hybridflow.topology import RankGrid
+from tests import tiny_models
+
+ADAM = hf.Adam(lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model that every backend takes, and what is left of models that some or none of them take: their configs."""
+    directory = tmp_path_factory.mktemp("models")
+    found = {"llama": tiny_models.make_policy(directory / "llama", tokenizer=False, num_key_value_heads=2)}
+    configs: dict[str, dict[str, Any]] = {
+        "gpt2": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11},
+        "t5": {"model_type": "t5", "d_model": 8},
+        "unheard": {"model_type": "unheard"},
+        "text": {"model_type": "gemma2", "hidden_size": "abc"},
+        "no heads": {"model_type": "gemma2", "num_attention_heads": 0},
+    }
+    for name, config in configs.items():
+        found[name] = directory / name
+        found[name].mkdir()
+        (found[name] / "config.json").write_text(json.dumps(config))
+    for name in ("gpt2", "mamba"):
+        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 11}
+        found[f"whole {name}"] = directory / f"whole-{name}"
+        made = transformers.AutoConfig.for_model(name, **sizes)
+        transformers.AutoModelForCausalLM.from_config(made).save_pretrained(found[f"whole {name}"])
+    return found
+
+
+def placed(devices: int, settings: dict[str, Any], worker: Any = hf.ActorWorker, grid: Any = None) -> None:
+    """What placing a worker on a pool of so many devices does before the pool is asked for anything."""
+    every = {
+        "optim": ADAM,
+        "generate": None,
+        "offload": (),
+        "overlap": False,
+        "bucket_mb": None,
+        "of": "rewards",
+        **settings,
+    }
+    resolved = worker.resolve(every)
+    worker.check(grid or worker.grid(devices, resolved), resolved, "cpu")
+
+
+@pytest.mark.parametrize("train", [hf.FSDP(), hf.FSDP(tp=2), hf.ZeRO(stage=2), hf.Megatron(tp=2)], ids=str)
+def test_what_fits_is_taken(models, train):
+    placed(4, {"model": models["llama"], "train": train})
+
+
+def test_peft_is_asked_on_the_driver(models, monkeypatch):
+    train = hf.FSDP(lora=hf.LoRA())
+    placed(4, {"model": models["whole mamba"], "train": train})
+
+    def refused(*given: Any, **named: Any) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr("peft.inject_adapter_in_model", refused)
+    with pytest.raises(ConfigError, match=r"of a mamba decoder means in_proj: peft does not add .*: not this one"):
+        placed(4, {"model": models["whole mamba"], "train": train})
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "train", "error", "says"),
+    [
+        ("llama", 4, lambda: "fsdp", ConfigError, r"train='fsdp'.*give a strategy such as"),
+        (
+            "llama",
+            4,
+            lambda: hf.FSDP,
+            ConfigError,
+            r"ActorWorker\(train=FSDP\): .* hf.Megatron\(tp=2\), hf.FSDP\(\) or hf.ZeRO",
+        ),
+        (
+            "llama",
+            4,
+            lambda: hf.FSDP(tp=3),
+            PlacementError,
+            r"actor: FSDP\(tp=3\) needs .* = 3 devices, the pool has 4",
+        ),
+        ("llama", 4, lambda: hf.FSDP(dp=3), PlacementError, r"the pool has 4. Use FSDP\(tp=1, dp=4\)"),
+        ("llama", 6, lambda: hf.FSDP(replicate=4), PlacementError, r"dp=6 .* Use replicate in \[1, 2, 3, 6\]"),
+        ("llama", 3, lambda: hf.ZeRO(stage=3, dp=4), PlacementError, r"the pool has 3. Use ZeRO\(stage=3, dp=3\)"),
+        ("llama", 4, lambda: hf.ZeRO(stage=0), ConfigError, r"ZeRO\(stage=0\): must be 1 .* 2 .* or 3"),
+        ("llama", 4, lambda: hf.ZeRO(stage=2, dtype="int8"), ConfigError, r"ZeRO\(dtype='int8'\) is unknown.*bfloat16"),
+        ("llama", 4, lambda: hf.FSDP(dtype="half"), ConfigError, r"FSDP\(dtype='half'\) is unknown.*float16"),
+        ("llama", 4, lambda: hf.FSDP(tp=4), ModelError, r"2 kv-heads, which do not divide by tp=4. Use FSDP\(tp=\) in"),
+        ("gpt2", 4, lambda: hf.Megatron(), ModelError, r"cannot cut the gpt2 model .*Use FSDP\(\) .*or ZeRO\(\)"),
+        ("gpt2", 4, lambda: hf.FSDP(tp=2), ModelError, r"FSDP\(tp=2\) cannot cut the gpt2 model .*without tp"),
+        (
+            "gpt2",
+            4,
+            lambda: hf.FSDP(),
+            CheckpointError,
+            "gpt2 needs .*safetensors files, it has none. Convert the model",
+        ),
+        ("t5", 4, lambda: hf.FSDP(), ModelError, "'t5' is not supported: AutoModelForCausalLM does not know it"),
+        ("text", 4, lambda: hf.FSDP(), ModelError, r"gemma2 config.json: .*'hidden_size' expected int, got str"),
+        ("no heads", 4, lambda: hf.ZeRO(stage=1), ModelError, "does not take this gemma2 config.json: .* by zero"),
+        ("unheard", 4, lambda: hf.ZeRO(stage=1), ModelError, "'unheard' is not supported"),
+        (
+            "llama",
+            4,
+            lambda: hf.FSDP(lora=hf.LoRA(targets=("c_attn",))),
+            ConfigError,
+            "'c_attn' matches no linear layer of this llama decoder, which has q_proj, .* in 2 layers",
+        ),
+        *(
+            (
+                "whole gpt2",
+                4,
+                lambda targets=targets: hf.FSDP(lora=hf.LoRA(targets=targets)),
+                ConfigError,
+                "this gpt2 decoder has no linear layers that adapters could be added to. Train it without lora=",
+            )
+            for targets in ("all-linear", "c_attn")
+        ),
+        (
+            "whole mamba",
+            4,
+            lambda: hf.FSDP(lora=hf.LoRA(targets=("out_proj",))),  # its fused kernel reads the weights themselves
+            ConfigError,
+            "'out_proj' matches no linear layer of this mamba decoder, which has in_proj in 1 layers",
+        ),
+        (
+            "llama",
+            4,
+            lambda: hf.FSDP(tp=2, lora=hf.LoRA()),
+            ConfigError,
+            r"FSDP\(tp=2, lora=...\): adapters are not cut by tensor parallelism. Use tp=1",
+        ),
+        ("llama", 4, lambda: hf.ZeRO(stage=1, lora=hf.LoRA()), ConfigError, "ZeRO has no setting 'lora'"),
+    ],
+)
+def test_what_cannot_work_is_refused(models, model, devices, train, error, says):
+    with pytest.raises(HybridFlowError, match=says) as found:
+        placed(devices, {"model": models[model], "train": train()})
+    assert type(found.value) is error
+
+
+@pytest.mark.parametrize(
+    ("grid", "train", "says"),
+    [
+        (RankGrid(p=2, d=2), hf.FSDP(), r"actor has a grid of its own, p=2, t=1, d=2.*FSDP.* ranks are p=1, t=1, d=4"),
+        (RankGrid(p=2, d=2), hf.ZeRO(stage=1), r"p=2, t=1, d=2.*ZeRO\(stage=1.*Leave grid= out, or use hf.Megatron"),
+        (RankGrid(t=2, d=2), hf.ZeRO(stage=1), r"p=1, t=2, d=2.*ZeRO\(stage=1"),
+        (RankGrid(t=2, d=2), hf.FSDP(), r"p=1, t=2, d=2.*p=1, t=1, d=4"),
+        (RankGrid(d=4), hf.FSDP(tp=2), r"p=1, t=1, d=4.*p=1, t=2, d=2"),
+        (RankGrid(d=4), hf.FSDP(dp=2), r"the pool has 4"),
+        (RankGrid(t=2, d=2), hf.FSDP(tp=2, replicate=4), r"replicate=4\).*dp=2"),
+    ],
+    ids=str,
+)
+def test_a_grid_of_ones_own_is_that_of_the_strategy(models, grid, train, says):
+    """The worker refuses it, and so does whoever lays the model out on it."""
+    with pytest.raises(PlacementError, match=says):
+        placed(4, {"model": models["llama"], "train": train}, grid=grid)
+    with pytest.raises(PlacementError):
+        backend_of(train).layout(hf.ActorWorker.model_spec({"model": models["llama"], "train": train}), grid)
+
+
+def test_a_grid_of_ones_own_that_fits_is_taken(models):
+    grid = RankGrid(t=2, d=2, p_g=1, t_g=1)
+    placed(4, {"model": models["llama"], "train": hf.FSDP(tp=2, replicate=2)}, grid=grid)
+
+
+def test_a_rollout_of_adapters_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"RolloutWorker\(model=.*LoRA adapters.*hf.sync_weights.*merged=True"):
+        hf.RolloutWorker.resolve({"model": tmp_path})
+
+
+def test_a_critic_says_who_it_is(models):
+    with pytest.raises(PlacementError, match=r"critic: ZeRO\(stage=1, dp=3\) needs"):
+        placed(4, {"model": models["llama"], "train": hf.ZeRO(stage=1, dp=3), "offload": False}, hf.CriticWorker)
+    with pytest.raises(ConfigError, match=r"CriticWorker\(offload='cpu'\): the critic waits as a whole"):
+        placed(4, {"model": models["llama"], "train": hf.FSDP(), "offload": "cpu"}, hf.CriticWorker)

@@ -1,0 +1,154 @@
+"""Micro-batches as pure values: every token is read once, whether rows are packed or padded."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.engines.micro_batches import MicroBatch, Split, in_order
+from hybridflow.engines.token_outputs import TokenOutputs
+from hybridflow.errors import BatchError
+from hybridflow.models.hf_spec import TransformersSpec
+from hybridflow.models.spec import Cost
+
+rows_of_tokens = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12)
+COSTS = (None, Cost(1.0, 5.0), Cost(0.0, 1.0, window=3))
+
+
+def counting(lengths: list[tuple[int, int]]) -> tuple[Ragged, Ragged]:
+    """Prompts and responses; token k of row i is 100 * i + k."""
+    prompts = [list(range(100 * i, 100 * i + p)) for i, (p, _) in enumerate(lengths)]
+    responses = [list(range(100 * i + p, 100 * i + p + r)) for i, (p, r) in enumerate(lengths)]
+    return Ragged.from_rows(prompts, torch.int64), Ragged.from_rows(responses, torch.int64)
+
+
+def assert_sequences_are_rows(micro: MicroBatch, lengths: list[tuple[int, int]], multiple: int) -> None:
+    """The packed row is the rows, whole and one after the other, then zeros of less than one multiple."""
+    assert micro.sequences is not None
+    assert micro.ids.shape == (1, micro.sequences.tokens)
+    assert micro.sequences.offsets.tolist() == torch.tensor([0, *micro.sequences.lengths]).cumsum(0).tolist()
+    assert micro.sequences.offsets.dtype == torch.int32
+    parts = micro.ids[0].split(list(micro.sequences.lengths))
+    found = {int(part[0]) // 100: part.tolist() for part in parts[: len(micro.rows)]}
+    assert found == {row: list(range(100 * row, 100 * row + sum(lengths[row]))) for row in micro.rows.tolist()}
+    assert torch.cat([torch.arange(len(part)) for part in parts]).equal(micro.positions[0])
+    filler = parts[len(micro.rows) :]
+    assert len(filler) <= 1
+    assert all(len(part) < multiple or not len(micro.rows) for part in filler)
+    assert not any(part.any() for part in filler)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows_of_tokens,
+    st.integers(1, 60),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from(COSTS),
+)
+@example(lengths=[(1, 1)] * 4, budget=60, multiple=1, at_least=3, packed=False, cost=None)
+@example(lengths=[(1, 1)] * 4, budget=60, multiple=1, at_least=3, packed=True, cost=None)
+def test_every_response_token_is_read_once(lengths, budget, multiple, at_least, packed, cost):
+    prompts, responses = counting(lengths)
+    split = Split(budget, multiple, at_least, packed=packed, cost=cost)
+    micro_batches = split.responses(prompts, responses)
+    assert torch.cat([m.rows for m in micro_batches]).sort().values.tolist() == list(range(len(lengths)))
+    assert len(micro_batches) >= min(at_least, max(1, len(lengths)))
+    for micro in micro_batches:
+        rows, width = micro.ids.shape
+        assert width % multiple == 0
+        assert rows * width <= budget or len(micro.rows) <= 1
+        assert micro.lengths.tolist() == [lengths[i][1] for i in micro.rows.tolist()]
+        assert micro.selected == int(micro.lengths.sum())
+        assert len(micro.index) == max(1, micro.selected)
+        if micro.selected:
+            assert micro.targets.equal(micro.ids.flatten()[micro.index] + 1)
+        assert micro.ids.t().flatten()[micro.position_major].equal(micro.ids.flatten()[micro.index])
+        if packed:
+            assert_sequences_are_rows(micro, lengths, multiple)
+    for micro in split.responses(prompts, responses, own=True):
+        assert micro.ids.flatten()[micro.index][: micro.selected].equal(micro.targets)
+    read = in_order(micro_batches, [micro.targets for micro in micro_batches])
+    assert read.equal(responses)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows_of_tokens, st.integers(1, 60), st.booleans())
+def test_scores_are_read_at_the_last_token(lengths, budget, packed):
+    prompts, responses = counting(lengths)
+    for micro in Split(budget, packed=packed).last_tokens(prompts, responses):
+        found = micro.ids.flatten()[micro.index][: micro.selected]
+        assert found.tolist() == [100 * i + sum(lengths[i]) - 1 for i in micro.rows.tolist()]
+
+
+def test_rows_that_fit_into_one_micro_batch_keep_their_order():
+    """So that a loss is given the mini-batch as it is, without a copy."""
+    for packed in (True, False):
+        (micro,) = Split(100, packed=packed).responses(*counting([(3, 4), (1, 1), (5, 2)]))
+        assert micro.rows.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_micro_batch_without_rows_reads_nothing(packed):
+    micro = Split(100, multiple=4, packed=packed).empty()
+    assert micro.ids.tolist() == [[0] * 4]
+    assert (micro.selected, len(micro.rows), micro.index.tolist()) == (0, 0, [0])
+
+
+def test_packing_needs_no_more_tokens_than_there_are():
+    lengths = [(3, i % 9) for i in range(40)]
+    tokens = sum(map(sum, lengths))
+    packed = Split(48).responses(*counting(lengths))
+    assert sum(micro.ids.numel() for micro in packed) == tokens
+    padded = Split(48, packed=False).responses(*counting(lengths))
+    assert sum(micro.ids.numel() for micro in padded) > tokens
+
+
+def test_rows_need_a_prompt_and_a_partner():
+    one, none = Ragged.from_rows([[1]]), Ragged.from_rows([[]], torch.int64)
+    with pytest.raises(BatchError, match="row 0 has an empty prompt"):
+        Split(10).responses(none, one)
+    with pytest.raises(BatchError, match="1 prompts and 2 responses"):
+        Split(10).responses(one, Ragged.from_rows([[1], [2]]))
+
+
+def test_token_ids_are_whole_numbers():
+    whole, floats = Ragged.from_rows([[0], [1, 2]]), Ragged.from_rows([[0.0], [1.0, float("nan")]])
+    with pytest.raises(BatchError, match="response_ids are float32: token ids are whole numbers"):
+        Split(10, vocab=56).responses(whole, floats)
+
+
+@pytest.mark.parametrize("wrong", [56, -1])
+def test_token_ids_are_in_the_vocabulary(wrong):
+    inside, outside = Ragged.from_rows([[0], [1, 55]]), Ragged.from_rows([[2], [3, wrong]])
+    assert Split(10, vocab=56).responses(inside, inside)
+    for prompts, responses, name in ((outside, inside, "prompt_ids"), (inside, outside, "response_ids")):
+        says = rf"row 1 of 2 has the token id {wrong} in {name}, the model's vocabulary is 0\.\.55"
+        for split in (Split(10, vocab=56).responses, Split(10, vocab=56).last_tokens):
+            with pytest.raises(BatchError, match=says):
+                split(prompts, responses)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_rows_longer_than_the_positions_that_a_model_has_learned(family: str):
+    sizes = {"vocab_size": 50, "max_position_embeddings": 8, "hidden_size": 16, "num_attention_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "ffn_dim": 16, "intermediate_size": 16}
+    spec = TransformersSpec.of({"model_type": family, **sizes})
+    tokens = TokenOutputs("actor", spec, Split(64), (0, 50), cast(dist.ProcessGroup, None))
+    for length in (8, 9):
+        lengths = [(2, 1), (3, length - 3)]
+        prompts, responses = (ids.map(torch.zeros_like) for ids in counting(lengths))
+        batch = Batch({"prompt_ids": prompts, "response_ids": responses})
+        if length > 8 and family != "llama":
+            with pytest.raises(BatchError, match=f"row 1 of 2 has 9 tokens, this {family} model has learned 8 pos"):
+                tokens.check(batch, ("log_probs",))
+        else:
+            tokens.check(batch, ("log_probs",))

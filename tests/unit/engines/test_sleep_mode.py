@@ -1,0 +1,91 @@
+"""PooledMemory: what it asks of an allocator that gives and takes everything at once, and what survives.
+
+The allocator here is the host's: unmapped memory is written over, as somebody else would.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.engines.vllm.sleep_mode import PooledMemory
+
+
+class Pool:
+    """Three weights and a buffer of one tag, and a record of when their memory came and went."""
+
+    def __init__(self) -> None:
+        self.weights = {name: torch.arange(4.0) + i for i, name in enumerate("abc")}
+        self.buffers = {"rope": torch.arange(3.0)}
+        self.asked: list[str] = []
+        self.memory = PooledMemory(self.weights, self.buffers, self.unmap, self.map_back)
+
+    def unmap(self) -> None:
+        self.asked.append("unmap")
+        for tensor in (*self.weights.values(), *self.buffers.values()):
+            tensor.fill_(torch.nan)
+
+    def map_back(self) -> None:
+        self.asked.append("map")
+
+
+def test_the_memory_goes_with_the_last_name_and_comes_with_the_first():
+    pool = Pool()
+    memory = pool.memory
+    assert memory.total_bytes == memory.resident_bytes == 48
+    memory.release(["a", "b", "another's"])
+    assert pool.asked == []
+    assert (memory.resident("a"), memory.resident_bytes) == (True, 48)
+    memory.release()
+    memory.release()
+    assert pool.asked == ["unmap"]
+    assert (memory.resident("a"), memory.resident("another's"), memory.resident_bytes) == (False, True, 0)
+    assert memory.acquire(["another's"]) == set()
+    assert pool.asked == ["unmap"]
+    assert memory.acquire(["c"]) == {"a", "b", "c"}
+    assert memory.acquire() == set()
+    assert pool.asked == ["unmap", "map"]
+    assert memory.resident_bytes == 48
+    assert pool.weights["a"].isnan().all()  # what was released is lost
+    assert pool.buffers["rope"].tolist() == [0, 1, 2]  # what nobody writes again is not
+
+
+def test_the_names_that_came_back_have_to_go_again():
+    pool = Pool()
+    pool.memory.release()
+    pool.memory.acquire(["a"])
+    pool.memory.release(["a"])
+    pool.memory.acquire(["b"])
+    assert pool.asked == ["unmap", "map", "unmap", "map"]
+
+
+def test_offloaded_weights_come_back_once():
+    pool = Pool()
+    pool.memory.offload(["a", "b"])
+    pool.memory.release(["c", "another's"])  # the last: now the memory goes
+    assert pool.asked == ["unmap"]
+    assert pool.memory.acquire(["b"]) == {"c"}
+    assert [pool.weights[name].tolist() for name in "ab"] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert pool.weights["c"].isnan().all()
+    pool.memory.acquire()
+    pool.memory.release()
+    assert pool.memory.acquire() == {"a", "b", "c"}
+    assert pool.buffers["rope"].tolist() == [0, 1, 2]
+
+
+def test_what_is_released_after_it_was_offloaded_is_lost():
+    pool = Pool()
+    pool.memory.offload()
+    pool.memory.release(["a"])
+    assert pool.memory.acquire() == {"a"}
+    assert pool.weights["a"].isnan().all()
+    assert pool.weights["b"].tolist() == [1, 2, 3, 4]
+
+
+def test_names_offloaded_one_by_one_stay_whole():
+    pool = Pool()
+    for name in "abc":
+        pool.memory.offload([name])
+    assert pool.asked == ["unmap"]
+    for name in "abc":
+        assert pool.memory.acquire([name]) == set()
+    assert [pool.weights[name].tolist() for name in "abc"] == [[i, i + 1, i + 2, i + 3] for i in range(3)]

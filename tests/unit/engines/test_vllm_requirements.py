@@ -1,0 +1,50 @@
+"""What vLLM on CPU needs of attention heads, of models that hybridflow knows from transformers only."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.config import VLLM, Sampling
+from hybridflow.engines.vllm.requirements import check, check_response, head_dim
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.hf_spec import TransformersSpec
+
+OPT = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL = {"vocab_size": 64, "max_position_embeddings": 64}
+MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 64}
+GEMMA = {"model_type": "gemma2", "hidden_size": 16, "num_attention_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
+
+
+def spec(config) -> TransformersSpec:
+    return TransformersSpec.of({**SMALL, **config})
+
+
+def test_heads_are_of_what_the_layers_compute_with():
+    narrow = spec(OPT | {"word_embed_proj_dim": 32})
+    assert narrow.hidden == 32
+    assert head_dim(narrow) == 32
+    check(narrow, VLLM(max_length=32), "cpu")
+    assert head_dim(spec(GEMMA)) == 64
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(ModelError, match="this mamba model has no attention heads"):
+        check(spec(MAMBA), VLLM(max_length=32), "cpu")
+
+
+def test_heads_of_other_sizes_are_refused():
+    with pytest.raises(ModelError, match=r"head_dim=16\. Use a model with another head_dim"):
+        check(spec(OPT | {"num_attention_heads": 4}), VLLM(max_length=32), "cpu")
+
+
+def test_max_tokens_that_leave_no_room_for_a_prompt():
+    opt = spec(OPT)
+    check(opt, VLLM(), "cpu")  # who asks for nothing gets 256, or what there is room for
+    assert VLLM().sampling.longest == 256
+    check(opt, VLLM(sampling=Sampling(max_tokens=63)), "cpu")
+    with pytest.raises(ConfigError, match=r"max_tokens=64 .* the model's context is 64 .* Use max_tokens below 64\.$"):
+        check(opt, VLLM(sampling=Sampling(max_tokens=64)), "cpu")
+    with pytest.raises(ConfigError, match=r"VLLM\(max_length=32\) is 32 .* below 32, or max_length up to 64\."):
+        check(opt, VLLM(max_length=32, sampling=Sampling(max_tokens=32)), "cpu")
+    with pytest.raises(ConfigError, match="max_tokens=500 leaves no room"):
+        check_response(opt, VLLM(sampling=Sampling(max_tokens=5)), 500)

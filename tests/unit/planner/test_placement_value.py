@@ -1,0 +1,210 @@
+"""Placements as values, the one entry that finds them, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, grpo_of, ppo_of
+
+from hybridflow.config import FSDP, Megatron
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.placement import Bar, CallLayout, CallPlacement, GroupPlacement, Placement, ranges
+from hybridflow.planner.cost.hardware import DEFAULT
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.constraints import Apart, Cap, Pin, Rules, Together
+from hybridflow.planner.describe.mesh import Parallel
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.planning import plan
+from hybridflow.planner.search.problem import Problem
+
+WORK = Workload(rows=512, prompt=512, response=512)
+GROUPS = ("actor", "critic", "reference", "reward")
+
+
+@pytest.fixture(scope="module")
+def found() -> Placement:
+    return plan(ppo_of(LLAMA_7B, LLAMA_7B), "a100:2x8", WORK, search="auto_mapping")
+
+
+def test_a_placement_has_every_group_and_call(found: Placement):
+    assert set(found.groups) == set(GROUPS)
+    assert "actor" in found
+    assert found.nodes == (8, 8)
+    for name, call in found.calls.items():
+        p, t, d = call.sizes
+        assert p * t * d == len(call.devices), name
+        assert 0 < call.memory <= call.capacity
+        assert call.limit
+        assert call.lost
+        group = found[call.group]
+        if not call.differs:
+            assert group.devices == call.devices
+            assert isinstance(group.train, Megatron)
+            assert (group.train.pp, group.train.tp, group.train.dp) == call.sizes
+    p_g, t_g, _ = found.calls["actor.generate_sequences"].sizes
+    assert found["actor"].generate == (p_g, t_g)
+    assert found["critic"].generate is None
+    generation, share = found.calls["actor.generate_sequences"], found["actor"].memory_fraction
+    assert share is not None
+    assert 0.1 < share < generation.capacity / 80e9, "what stays there has its place beside"
+    assert generation.memory <= generation.capacity
+    with pytest.raises(PlacementError, match="Did you mean 'critic'"):
+        found["crtic"]
+
+
+def test_a_placement_survives_yaml_and_pickle(found: Placement, tmp_path: Path):
+    found.save(tmp_path / "plan.yaml")
+    assert Placement.load(tmp_path / "plan.yaml") == found
+    assert pickle.loads(pickle.dumps(found)) == found
+    other = Placement((4,), {"actor": GroupPlacement((0, 1, 3), (4,), FSDP(dp=3, reduce_often=True))})
+    other.save(tmp_path / "other.yaml")
+    assert Placement.load(tmp_path / "other.yaml") == other
+    with pytest.raises(PlacementError, match="there is no placement file"):
+        Placement.load(tmp_path / "missing.yaml")
+    (tmp_path / "bad.yaml").write_text("nodes: [8]")
+    with pytest.raises(PlacementError, match="is not a placement"):
+        Placement.load(tmp_path / "bad.yaml")
+
+
+def test_a_placement_is_shown(found: Placement, tmp_path: Path):
+    table, explained = str(found), found.explain()
+    for name, call in found.calls.items():
+        assert f"{name} " in table
+        assert f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}" in explained
+        assert f"runner-up: {call.runner_up}" in explained
+    assert found._repr_html_().count("<tr>") == 1 + len(found.calls)
+    found.chart(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert found.chart().axes[0].get_ylabel() == "device"
+
+
+def test_one_layout_for_all_calls_of_a_group():
+    found = plan(grpo_of(LLAMA_7B), "a100:1x8", WORK, per_call=False)
+    assert found.found_by.startswith("auto-mapping")
+    assert all(not call.differs for call in found.calls.values() if call.kind != "generation")
+    assert found.calls["actor.generate_sequences"].devices == found["actor"].devices
+
+
+def test_a_search_over_calls_is_never_worse():
+    graph = grpo_of(LLAMA_7B)
+    one, many = plan(graph, "a100:1x4", WORK, per_call=False), plan(graph, "a100:1x4", WORK, budget_s=2)
+    assert many.seconds <= one.seconds * (1 + 1e-5)
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_one_that_fits():
+    graph = ppo_of(LLAMA_70B, LLAMA_70B)
+    with pytest.raises(
+        PlacementError, match=r"actor \(70.6 billion parameters\) needs at least .* GiB.*missing"
+    ) as error:
+        plan(graph, "a100:1x8", WORK, budget_s=1)
+    text = str(error.value)
+    nodes = int(text.split("fits is a100:")[1].split("x8")[0])
+    assert plan(graph, f"a100:{nodes}x8", WORK, per_call=False).seconds > 0
+    with pytest.raises(PlacementError, match=f"a100:{nodes}x8"):
+        plan(graph, f"a100:{nodes - 1}x8", WORK, budget_s=1)
+
+
+def test_bad_input_is_refused():
+    graph = grpo_of(SMALL)
+    with pytest.raises(ConfigError, match="budget_s"):
+        plan(graph, "a100:1x1", WORK, budget_s=0)
+    with pytest.raises(ConfigError, match="unknown"):
+        plan(graph, "a1000:1x1", WORK)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "named"),
+    [
+        ([Pin("actor", devices=(0, 1)), Pin("actor", devices=(2, 3))], ("0-1", "2-3")),
+        ([Pin("actor", devices=(0, 1, 2)), Cap("actor", 2)], ("Pin(actor", "Cap(actor, 2)")),
+        ([Apart("actor", "critic"), Together("actor", "critic")], ("Apart(actor, critic)", "Together(actor, critic)")),
+        (
+            [Together("actor", "critic"), Together("critic", "reward"), Apart("reward", "actor")],
+            ("Apart(reward, actor)", "Together("),
+        ),
+        (
+            [Pin("actor", devices=(0,)), Pin("critic", devices=(1,)), Together("actor", "critic")],
+            ("Pin(actor, devices=0)", "Pin(critic, devices=1)"),
+        ),
+        (
+            [Pin("actor", devices=(0, 1)), Pin("critic", devices=(1, 2)), Apart("actor", "critic")],
+            ("Apart(actor, critic)", "Pin(actor", "Pin(critic"),
+        ),
+        ([Pin("actor", parallel=Parallel(2, 8, 1))], ("16 devices", "the cluster has 8")),
+        ([Cap("acto", 2)], ("Did you mean 'actor'",)),
+        ([Pin("actor", devices=(8,))], ("device 8 is not in the cluster",)),
+    ],
+)
+def test_contradictory_constraints_are_refused_with_both_named(constraints, named):
+    with pytest.raises(PlacementError) as error:
+        Rules(constraints, GROUPS, 8)
+    for name in named:
+        assert name in str(error.value)
+
+
+def test_unlike_nodes_are_placed():
+    found = plan(grpo_of(LLAMA_7B), "a100:1x4,h100:1x4", WORK, budget_s=2)
+    assert found.nodes == (4, 4)
+    assert found.seconds > 0
+
+
+def test_a_problem_knows_its_own_memory():
+    graph, spec = grpo_of(LLAMA_7B), cluster(1, 4, 1e11)
+    problem = Problem(graph, spec, Simulator(spec, graph, WORK, replace(DEFAULT, usable_memory=0.5)))
+    assert problem.capacity == (5e10,) * 4
+    assert ClusterSpec.of(spec) is spec
+
+
+def test_files_that_were_edited_by_hand(tmp_path: Path):
+    """Whatever was written instead, it is refused or can be used: never met later."""
+    path = tmp_path / "plan.yaml"
+    where = GroupPlacement((0, 1), (2,), Megatron(tp=2, dp=1), (1, 2), (CallPlacement("compute", (1,), (1, 1, 1)),))
+    call = CallLayout("actor", "generation", (0, 1), (1, 2, 1), 3.0, limit="decode", capacity=1.0)
+    known = Placement((2,), {"actor": where}, {"actor.run": call}, 3.0, bars=(Bar("actor.run", "actor", (0,), 0, 3.0),))
+    known.save(path)
+    assert Placement.load(path) == known
+    plain = yaml.safe_load(path.read_text())
+
+    def places(node: Any, at: tuple = ()) -> Iterator[tuple]:
+        for key, inner in node.items() if isinstance(node, dict) else enumerate(node):
+            yield (*at, key)
+            if isinstance(inner, dict | list):
+                yield from places(inner, (*at, key))
+
+    refused = 0
+    for *front, last in places(plain):
+        for instead in (None, "abc", -1, 3.5, [], {}, "9999", "3-1", "0,0", True, float("nan"), {"Foo": {}}, 10**9):
+            changed = copy.deepcopy(plain)
+            functools.reduce(lambda node, key: node[key], front, changed)[last] = instead
+            path.write_text(yaml.safe_dump(changed, sort_keys=False))
+            try:
+                found = Placement.load(path)
+            except PlacementError as error:
+                refused += "is not a placement" in str(error)
+            else:
+                assert all(text for text in (str(found), found.explain(), found._repr_html_()))
+    assert refused > 300
+    path.write_text("groups: [")
+    with pytest.raises(PlacementError, match="is not a placement"):
+        Placement.load(path)
+    with pytest.raises(PlacementError, match="cannot be read"):
+        Placement.load(tmp_path)
+
+
+def test_devices_that_the_nodes_have_not():
+    for devices in ((0, 2), (1, 0), (0, 0), (-1,), ()):
+        with pytest.raises(PlacementError, match="from 0 to 1 in ascending order"):
+            GroupPlacement(devices, (2,))
+    with pytest.raises(PlacementError, match="each node"):
+        GroupPlacement((0,), ())
+    with pytest.raises(PlacementError, match="p_g, t_g"):
+        GroupPlacement((0,), (1,), generate=(0, 1))

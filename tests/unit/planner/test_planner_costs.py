@@ -1,0 +1,380 @@
+"""Specs and simulators of the planner: what they refuse, and the laws that their arithmetic keeps."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.engine3d.plan.plan import plan as weight_plan
+from hybridflow.engines.megatron.layout import megatron_layout
+from hybridflow.engines.vllm.layout import vllm_layout
+from hybridflow.errors import ConfigError, ModelError, PlacementError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.calibration import Observation, calibrate
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+from hybridflow.planner.cost.layer_costs import Sizes
+from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
+from hybridflow.planner.cost.reallocation_cost import LayoutChange, volume
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import DEVICES, GIB, ClusterSpec, DeviceSpec, NodeSpec, device
+from hybridflow.planner.describe.graph import grpo, ppo
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.workload import Lengths, Workload
+from hybridflow.topology import RankGrid
+
+MODEL = ModelSpec(
+    family="llama", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, vocab=128256
+)
+SMALL = ModelSpec(family="llama", hidden=64, intermediate=96, layers=4, heads=4, kv_heads=4, head_dim=16, vocab=64)
+VALUE = replace(MODEL, head="value")
+GRAPH = ppo(MODEL, VALUE, MODEL, VALUE)
+WORK = Workload(rows=512, prompt=1024, response=1024, minibatches=4)
+A100S = ClusterSpec.of("a100:4x8")
+GENERATE, INFER, TRAIN = "actor.generate_sequences", "actor.compute_log_prob", "actor.update_actor"
+KINDS = (GENERATE, INFER, TRAIN)
+
+
+def simulator(work: Workload = WORK, cluster: ClusterSpec = A100S, **how) -> Simulator:
+    return Simulator(cluster, GRAPH, work, **how)
+
+
+def at(p: int, t: int, d: int, start: int = 0, micro_batches: int | None = None) -> CallPlan:
+    return CallPlan(Mesh.of(start, p * t * d), Parallel(p, t, d, micro_batches))
+
+
+SIZES = st.sampled_from([(p, t, d) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) for d in (1, 2, 4) if p * t * d <= 32])
+
+
+# Devices, clusters and workloads
+
+
+def test_devices_of_a_data_sheet():
+    assert device("A100") is DEVICES["a100"] is device("a100-80gb")
+    assert device("h100").peak("bfloat16") == 989.4e12
+    assert device("h200").memory > device("h100").memory == 80 * GIB
+    for spec in DEVICES.values():
+        assert pickle.loads(pickle.dumps(spec)) == spec
+        assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
+
+
+def test_clusters_count_their_devices_through():
+    cluster = ClusterSpec.of("a100:2x8,h100:1x4")
+    assert (cluster.size, len(cluster.nodes)) == (20, 3)
+    assert [cluster.node_of(i) for i in (0, 7, 8, 15, 16, 19)] == [0, 0, 1, 1, 2, 2]
+    assert (cluster.device(15).name, cluster.device(16).name) == ("a100", "h100")
+    assert list(cluster.devices_of(2)) == [16, 17, 18, 19]
+    assert str(cluster) == "a100:2x8,h100:1x4"
+    assert ClusterSpec.of(str(cluster)) == cluster
+    assert cluster.bandwidth == 25e9  # of the slower network
+    assert ClusterSpec.of("a100:2x8@400Gbps").bandwidth == 50e9
+    assert ClusterSpec.of("a100:2x8", bandwidth=1e9).bandwidth == 1e9
+    assert str(cluster.first(17)) == "a100:2x8,h100:1x1"
+    assert ClusterSpec.of("here").size >= 1
+    assert ClusterSpec.this_machine(4).size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a101:2x8", "Did you mean 'a100'"),
+        ("a100:0x8", "must be >= 1"),
+        ("a100:2x-8", "must be >= 1"),
+        ("a100:2x1000000", "2,000,000 devices are more than"),
+        ("a100", "a100:16x8"),
+        ("a100:2x8@1.2.3gbps", "not of the form"),
+        ("", "a100:16x8"),
+        (16, "is not a description"),
+    ],
+)
+def test_clusters_that_are_refused(text, says):
+    with pytest.raises(ConfigError, match=says):
+        ClusterSpec.of(text)
+
+
+def test_sizes_that_are_refused():
+    spec = device("a100")
+    for wrong in (0, -1.0, float("nan"), True, "80"):
+        with pytest.raises(ConfigError, match="must be a positive number"):
+            DeviceSpec("mine", wrong, {"bfloat16": 1e12}, 1e12)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="must be a positive number"):
+            ClusterSpec((NodeSpec(spec, 8, 1e9),), wrong)  # type: ignore[arg-type]
+    for count in (0, -8, 1.5):
+        with pytest.raises(ConfigError, match="at least 1"):
+            NodeSpec(spec, count, 1e9)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="at least one dtype"):
+        DeviceSpec("mine", 1e9, {}, 1e12)
+    with pytest.raises(ConfigError, match="does not compute in float16"):
+        DeviceSpec("mine", 1e9, {"float32": 1e12}, 1e12).peak("float16")
+    with pytest.raises(ConfigError, match="no dtype 'int8'"):
+        DeviceSpec("mine", 1e9, {"int8": 1e12}, 1e12)  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="is not a NodeSpec"):
+        ClusterSpec(("a100:1x8",), 1e9)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="must ascend"):
+        NodeSpec(spec, 8, 1e9, slowdown=((4, 2), (2, 1)))
+    with pytest.raises(ConfigError, match="at least one node"):
+        ClusterSpec((), 1e9)
+    for index in (-1, 32):
+        with pytest.raises(PlacementError, match="0 to 31"):
+            A100S.node_of(index)
+    with pytest.raises(PlacementError, match="cluster of 32"):
+        A100S.first(33)
+    with pytest.raises(PlacementError, match="0 to 31"):
+        simulator().cost(TRAIN, at(2, 2, 8, start=8))
+
+
+def test_lengths_and_workloads():
+    assert Lengths.of(10) == Lengths(10, 10, 100)
+    assert Lengths.of([1, 2, 3]) == Lengths(2, 3, 14 / 3)
+    assert Lengths.of((10, 40)).max == 40
+    assert Lengths.of((10, 40)).square_mean > 100
+    assert WORK.tokens == WORK.longest == 2048
+    assert WORK.square == 2048**2
+    for wrong in (0, -5, [], [1, 0], "12", (40, 10)):
+        with pytest.raises(ConfigError):
+            Workload(rows=8, prompt=wrong, response=8)  # type: ignore[arg-type]
+    for wrong in ({"rows": 0}, {"minibatches": 0}, {"epochs": -1}, {"rows": 6, "responses_per_prompt": 4}):
+        with pytest.raises(ConfigError):
+            Workload(**({"rows": 8, "prompt": 8, "response": 8} | wrong))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Did you mean 'minibatches'"):
+        Workload(rows=8, prompt=8, response=8, minibatch=2)  # type: ignore[call-arg]
+
+
+# The laws of the simulators
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.sampled_from(KINDS), st.sampled_from([64, 256, 512]))
+def test_parts_add_up_and_more_rows_take_longer(sizes, call, rows):
+    here = at(*sizes)
+    cost = simulator(replace(WORK, rows=rows)).cost(call, here)
+    assert cost.seconds > 0
+    assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
+    assert all(seconds >= 0 for seconds in cost.parts.values())
+    assert "%" in cost.limit
+    assert simulator(replace(WORK, rows=2 * rows)).cost(call, here).seconds >= cost.seconds
+    assert simulator(replace(WORK, rows=rows, response=2048)).cost(call, here).seconds > cost.seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.sampled_from((INFER, TRAIN)))
+def test_no_call_beats_the_peak(sizes, call):
+    p, t, d = sizes
+    work = WORK.rows * WORK.tokens
+    passes = 3 if call == TRAIN else 1
+    least = passes * 2 * (MODEL.num_parameters_without_output - MODEL.vocab * MODEL.hidden) * work
+    assert simulator().cost(call, at(p, t, d)).seconds > least / (p * t * d * 312e12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES)
+def test_training_takes_longer_than_inference_and_more_with_recomputation(sizes):
+    here, again = at(*sizes), simulator(replace(WORK, recompute=True))
+    assert simulator().cost(TRAIN, here).seconds > 2 * simulator().cost(INFER, here).seconds
+    assert again.cost(TRAIN, here).seconds > simulator().cost(TRAIN, here).seconds
+    assert again.cost(INFER, here).seconds == simulator().cost(INFER, here).seconds
+    assert again.active(TRAIN, here) < simulator().active(TRAIN, here)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, st.sampled_from(KINDS))
+def test_better_devices_and_links_are_not_slower(sizes, call):
+    here = at(*sizes)
+    slow, fast = ClusterSpec.of("a100:4x8", bandwidth=5e9), ClusterSpec.of("h100:4x8")
+    assert simulator(cluster=slow).cost(call, here).seconds >= simulator().cost(call, here).seconds
+    assert simulator(cluster=fast).cost(call, here).seconds < simulator().cost(call, here).seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES)
+def test_static_memory_of_all_devices_holds_the_model(sizes):
+    p, t, d = sizes
+    bytes_all = simulator().static("actor", at(p, t, d)) * p * t
+    state = MODEL.num_parameters * (2 + 4 + 12 / d)
+    assert state <= bytes_all * (1 + 1e-9)
+    assert bytes_all < 1.6 * state  # unlike stages: the first and the last have embeddings too
+    reference = simulator().static("reference", at(p, t, d))
+    assert reference * p * t >= 2 * MODEL.num_parameters
+    assert simulator().active(INFER, at(p, t, d), home=at(1, 1, 1, 31)) > simulator().active(INFER, at(p, t, d)) + (
+        2 * MODEL.num_parameters / (p * t) * 0.99
+    )
+
+
+def test_memory_while_a_call_runs():
+    found = simulator().memory(TRAIN, at(1, 4, 2))
+    assert found.static == simulator().static("actor", at(1, 4, 2))
+    assert found.active == simulator().active(TRAIN, at(1, 4, 2))
+    assert found.total == found.static + found.active
+    assert found.optimizer == 12 / 2 * found.parameters / 2
+    generating = simulator().memory(GENERATE, at(1, 2, 4))
+    tokens, each = 512 / 4 * 2048, 2 * 32 * 4 * 128 * 2  # all rows at once; keys and values of 4 of the 8 kv-heads
+    assert generating.kv_cache == tokens * each
+
+
+def test_generation_in_waves():
+    """Half the room for the cache: twice as many waves, each over half the rows."""
+    here, rows = at(1, 1, 8), 512 / 8
+    full = rows * 2048 * 2 * 32 * 8 * 128 * 2
+    one, two = (simulator().cost(GENERATE, here, room) for room in (full, full / 2))
+    assert one.seconds < two.seconds < 2 * one.seconds
+    assert simulator().cost(GENERATE, here, 10 * full).seconds == one.seconds
+    assert one.parts["prefill"] == two.parts["prefill"]
+    long_tail = simulator(replace(WORK, response=Lengths.of((512, 1024))))
+    assert long_tail.cost(GENERATE, here, full).seconds < one.seconds
+    shared = simulator(replace(WORK, responses_per_prompt=8)).cost(GENERATE, here, full)
+    assert shared.parts["prefill"] < one.parts["prefill"] / 4
+
+
+def test_micro_batches_fill_the_pipeline():
+    alone, deep = simulator().cost(INFER, at(1, 1, 4)), simulator().cost(INFER, at(4, 1, 1))
+    assert "pipeline" not in alone.parts
+    assert deep.parts["pipeline"] > 0
+    refilled = simulator().cost(INFER, at(4, 1, 1, micro_batches=16))
+    assert refilled.parts["pipeline"] > deep.parts["pipeline"]  # every given part fills the pipeline anew
+    assert refilled.parts["compute"] == pytest.approx(deep.parts["compute"], rel=1e-6)
+
+
+def test_minibatches_and_epochs_are_those_of_the_call_or_of_the_workload():
+    once = ppo(MODEL, VALUE, MODEL, VALUE)
+    own = ppo(MODEL, VALUE, MODEL, VALUE, minibatches=4, epochs=2)
+    here = at(1, 4, 4)
+    by_work = Simulator(A100S, once, replace(WORK, minibatches=4, epochs=2)).cost(TRAIN, here)
+    by_call = Simulator(A100S, own, replace(WORK, minibatches=1)).cost(TRAIN, here)
+    assert by_work.seconds == by_call.seconds
+    fewer = Simulator(A100S, once, replace(WORK, minibatches=1, epochs=2)).cost(TRAIN, here)
+    assert fewer.parts["data_parallel"] == pytest.approx(by_work.parts["data_parallel"] / 4)
+
+
+def test_what_the_simulator_refuses():
+    with pytest.raises(ConfigError, match="no call of the loop"):
+        simulator().cost("actor.generate", at(1, 1, 1))
+    with pytest.raises(ConfigError, match="no group of the loop"):
+        simulator().static("actors", at(1, 1, 1))
+    with pytest.raises(ModelError, match="t=3: it has 32 layers, 32 heads"):
+        simulator().cost(TRAIN, at(1, 3, 1))
+    with pytest.raises(ModelError, match="p=64"):
+        simulator(cluster=ClusterSpec.of("a100:8x8")).cost(TRAIN, at(64, 1, 1))
+
+
+def test_rewards_by_function_cost_next_to_nothing():
+    graph = grpo(MODEL, MODEL)
+    found = Simulator(A100S, graph, WORK)
+    assert found.cost("reward.compute_reward", at(1, 1, 1)).seconds < 1
+    assert found.static("reward", at(1, 1, 1)) == found.active("reward.compute_reward", at(1, 1, 1)) == 0
+    assert found.reallocation("reward", at(1, 1, 1), at(1, 1, 2)) == 0
+
+
+# Reallocation
+
+
+@pytest.mark.parametrize(("train", "generate"), [((1, 8, 2), (1, 2)), ((4, 2, 2), (2, 1)), ((2, 4, 2), (1, 4))])
+def test_reallocation_moves_the_bytes_of_the_engines_own_plan(train, generate):
+    """Against the plan between Megatron's layout and vLLM's, tensor by tensor."""
+    model = replace(SMALL, layers=8, heads=8, kv_heads=8, head_dim=8, vocab=128)
+    grid = RankGrid(*train)
+    made = weight_plan(megatron_layout(model, grid), vllm_layout(model, grid.generation(*generate)))
+    most = max(traffic.received_bytes for traffic in made.traffic(itemsize=2))
+    p, t = generate
+    here, there = at(*train), at(p, t, grid.size // (p * t))
+    found = volume(LayoutChange.of(Sizes.of(model), ClusterSpec.of("a100:1x16"), here, there), 2)
+    assert found.inside == pytest.approx(most, rel=0.06)  # norms are whole on every rank there, and shared here
+    assert found.between == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, SIZES)
+def test_reallocation_on_any_two_meshes(first, second):
+    here, there = at(*first), at(*second)
+    found = simulator().reallocation("actor", here, there)
+    assert found >= 0
+    assert simulator().reallocation("actor", here, here) == 0
+    if first[0] * first[1] == 1 and there.mesh.size <= here.mesh.size:
+        moved = volume(LayoutChange.of(Sizes.of(MODEL), A100S, here, there), 2)
+        assert moved.inside == moved.between == 0  # everybody holds everything already
+        assert (found == 0) == there.within(here)  # others have it in host memory, from where it comes
+    apart = simulator().reallocation("actor", at(1, 1, 1, 31), at(1, 1, 1))
+    assert apart >= 2 * MODEL.num_parameters / 25e9
+
+
+def test_equal_blocks_of_a_large_mesh_are_planned_once():
+    big = ClusterSpec.of("a100:128x8")
+    one = LayoutChange.of(Sizes.of(MODEL), big, at(1, 8, 128), at(1, 2, 512))
+    assert len(one.nodes) == 8
+    few = LayoutChange.of(Sizes.of(MODEL), ClusterSpec.of("a100:2x8"), at(1, 8, 2), at(1, 2, 8))
+    assert volume(one, 2) == volume(few, 2)
+    table_2 = (1 / 2 - 1 / 8) * 2 * (MODEL.num_parameters - MODEL.hidden)
+    assert volume(one, 2).inside == pytest.approx(table_2, rel=0.001)
+
+
+# Coefficients and profiles
+
+
+def test_coefficients_are_saved_and_loaded(tmp_path):
+    fitted = Coefficients(device="a100", compute=0.5, step_seconds=1e-3)
+    fitted.save(tmp_path / "fitted.yaml")
+    assert Coefficients.load(tmp_path / "fitted.yaml") == fitted
+    with pytest.raises(ConfigError, match="no calibration file"):
+        Coefficients.load(tmp_path / "none.yaml")
+    (tmp_path / "wrong.yaml").write_text("compute: 0.5\nspeed: 3\n")
+    with pytest.raises(ConfigError, match="no setting 'speed'"):
+        Coefficients.load(tmp_path / "wrong.yaml")
+    with pytest.raises(ConfigError, match=r"in \(0, 1\]"):
+        Coefficients(compute=1.5)
+
+
+def test_calibration_finds_what_made_the_observations():
+    """Calls priced with other coefficients: from many of them, predictions of unseen calls follow."""
+    truth = replace(DEFAULT, compute=0.45, link=0.4, layer_seconds=1e-3, decode_layer_seconds=1e-4)
+    kinds = {"generation": GENERATE, "inference": INFER, "training": TRAIN}
+    seen = [
+        Observation(A100S, MODEL, kind, Parallel(p, t, d), WORK, 1.0)  # type: ignore[arg-type]
+        for kind in kinds
+        for p, t, d in ((1, 8, 1), (1, 1, 8), (2, 4, 2), (4, 2, 4), (1, 2, 8))
+    ]
+    seen = [replace(each, seconds=each.predicted(truth)) for each in seen]
+    fitted = calibrate(seen)
+    assert fitted.device == "a100"
+    for kind in kinds:
+        unseen = Observation(A100S, MODEL, kind, Parallel(2, 2, 8), WORK, 1.0)  # type: ignore[arg-type]
+        assert unseen.predicted(fitted) == pytest.approx(unseen.predicted(truth), rel=0.1)
+    before = Observation(A100S, MODEL, "training", Parallel(2, 2, 8), WORK, 1.0)
+    assert before.predicted(DEFAULT) != pytest.approx(before.predicted(truth), rel=0.2)
+
+
+def test_observations_that_are_refused():
+    with pytest.raises(ConfigError, match="at least one observation"):
+        calibrate([])
+    with pytest.raises(ConfigError, match="positive"):
+        Observation(A100S, MODEL, "training", Parallel(), WORK, 0.0)
+    with pytest.raises(ConfigError, match="positive"):
+        Observation(A100S, MODEL, "training", Parallel(), WORK, True)
+    with pytest.raises(ConfigError, match="says nothing"):
+        Observation(A100S, MODEL, "function", Parallel(), WORK, 1.0)
+    with pytest.raises(PlacementError, match="cluster of 32"):
+        Observation(A100S, MODEL, "training", Parallel(d=64), WORK, 1.0)
+    mixed = [Observation(c, MODEL, "training", Parallel(), WORK, 1.0) for c in (A100S, ClusterSpec.of("h100:1x8"))]
+    with pytest.raises(ConfigError, match="a100, h100"):
+        calibrate(mixed)
+
+
+def test_a_profile_takes_the_place_of_the_roofline(tmp_path):
+    name = architecture(MODEL)
+    curves = [Curve(name, "forward", 1, ((1024, 1.0), (4096, 4.0))), Curve(name, "decode", 1, ((1, 0.5), (64, 0.5)))]
+    profile = LayerProfile("a100", tuple(curves))
+    profile.save(tmp_path / "profile.yaml")
+    assert LayerProfile.load(tmp_path / "profile.yaml") == profile
+    assert [curves[0].at(n) for n in (1, 1024, 2048, 4096, 8192)] == [1.0, 1.0, 2.0, 4.0, 8.0]
+    measured = simulator(profile=profile)
+    here = at(1, 1, 8)
+    layers = 512 / 8 * 2048 / 1024 * 32  # seconds of all layers over the tokens of a rank
+    assert measured.cost(INFER, here).seconds == pytest.approx(layers, rel=0.01)
+    assert measured.cost(GENERATE, here).parts["decode"] == pytest.approx(1024 * 32 * 0.5, rel=0.01)
+    assert measured.cost(INFER, at(1, 2, 4)).seconds == simulator().cost(INFER, at(1, 2, 4)).seconds  # not measured
+    for wrong in ((), ((2, 1.0), (1, 1.0)), ((1, 0.0),)):
+        with pytest.raises(ConfigError, match="ascending, positive"):
+            Curve(name, "forward", 1, wrong)
+    with pytest.raises(ConfigError, match="no profile"):
+        LayerProfile.load(tmp_path / "none.yaml")

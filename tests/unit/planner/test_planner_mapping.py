@@ -1,0 +1,229 @@
+"""Auto-mapping on unlike nodes and under constraints, against one that tries everything; what is said where none is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+from example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.errors import PlacementError
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, OneLayout, Pin, Together
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.explain import fits, grown, infeasibility_report
+from hybridflow.planner.search.auto_mapping import auto_map
+from hybridflow.planner.search.exact import exact
+from hybridflow.planner.search.mcmc import mcmc
+from hybridflow.planner.search.meshes import generation_sizes, strategies
+from hybridflow.planner.search.planning import plan
+from hybridflow.planner.search.problem import Problem
+
+GRAPH = grpo_of(SMALL, LARGE)
+WORK = Workload(rows=64, prompt=128, response=128)
+AR = ("actor", "reference")
+
+
+def ways(groups: Sequence[str]) -> Iterator[list[list[str]]]:
+    if not groups:
+        yield []
+        return
+    for sets in ways(groups[1:]):
+        yield [[groups[0]], *sets]
+        for i in range(len(sets)):
+            yield [*sets[:i], [groups[0], *sets[i]], *sets[i + 1 :]]
+
+
+def everywhere(spec: ClusterSpec, taken: frozenset[int]) -> Iterator[Mesh]:
+    """Some free devices of a node, or whole neighbouring nodes."""
+    for node in range(len(spec.nodes)):
+        free = [device for device in spec.devices_of(node) if device not in taken]
+        yield from (Mesh(tuple(free[:size])) for size in range(1, len(free) + 1))
+        for last in range(node + 1, len(spec.nodes)):
+            run = range(spec.devices_of(node)[0], spec.devices_of(last)[-1] + 1)
+            if not taken & set(run):
+                yield Mesh(tuple(run))
+
+
+def by_force(problem: Problem) -> float:
+    """The least stage-wise cost of all ways to colocate, of all meshes of the sets, and of all layouts there."""
+    rules, best = problem.constraints, math.inf
+    pins = {c.group: c.devices for c in rules if isinstance(c, Pin) and c.devices}
+
+    def place(sets: list[list[str]], taken: frozenset[int], stages: np.ndarray) -> None:
+        nonlocal best
+        if not sets:
+            best = min(best, stages.sum(axis=1).min())
+            return
+        asked = {pins[group] for group in sets[0] if group in pins}
+        some = [Mesh(devices) for devices in asked] if asked else everywhere(problem.cluster, taken)
+        for mesh in some if len(asked) < 2 else ():
+            own = choices(problem, sets[0], mesh)
+            if len(own) and not taken & set(mesh.devices):
+                both = np.unique(np.maximum(stages[:, None], own[None]).reshape(-1, 3), axis=0)
+                place(sets[1:], taken | set(mesh.devices), both)
+
+    for sets in ways(problem.graph.groups):
+        at = {group: i for i, names in enumerate(sets) for group in names}
+        pairs = [c for c in rules if isinstance(c, Apart | Together)]
+        if all((at[c.first] == at[c.second]) == isinstance(c, Together) for c in pairs):
+            # sets that are pinned first: the others go where those are not
+            place(sorted(sets, key=lambda names: not any(x in pins for x in names)), frozenset(), np.zeros((1, 3)))
+    return best
+
+
+def choices(problem: Problem, members: Sequence[str], mesh: Mesh) -> np.ndarray:
+    """[choices, 3] Stage seconds of each combination of layouts that fits."""
+    costs, found, each = problem.costs, [], []
+    node = math.gcd(*problem.cluster.counts(mesh.devices).values())
+    for group in members:
+        rules = [c for c in problem.constraints if not isinstance(c, Apart | Together) and c.group == group]
+        capped = any(isinstance(c, Cap) and mesh.size > c.devices for c in rules)
+        homes = [] if capped else strategies(problem.graph.models[group], mesh.size, node)
+        both = len({call.kind == "generation" for call in problem.graph.of_group(group)}) == 2
+        each.append([(group, home, own) for home in homes for own in (generation_sizes(home) if both else [home])])
+    for chosen in product(*each):
+        static = sum(costs.static(group, CallPlan(mesh, home)) for group, home, _ in chosen)
+        seconds, active = [0.0, 0.0, 0.0], 0.0
+        for group, sizes, generate in chosen:
+            home = CallPlan(mesh, sizes)
+            for call in problem.graph.of_group(group):
+                here = CallPlan(mesh, generate) if call.kind == "generation" else home
+                active = max(active, costs.active(call.name, here, home))
+                if call.kind == "generation":
+                    seconds[0] += problem.generation(call, here, static) + costs.reallocation(group, home, here)
+                else:
+                    seconds[2 if call.kind == "training" else 1] += costs.cost(call.name, here).seconds
+        if static + active <= min(problem.capacity[device] for device in mesh.devices):
+            found.append(seconds)
+    return np.array(found).reshape(-1, 3)
+
+
+@st.composite
+def problems(draw) -> Problem:
+    memory = draw(st.sampled_from([3e8, 1e9, 3e9, 1e12]))
+    unlike = [cluster(1, draw(st.integers(1, 3)), memory * draw(st.sampled_from([1, 2]))).nodes[0] for _ in range(3)]
+    spec = draw(st.sampled_from([ClusterSpec(tuple(unlike), 1e10), cluster(2, 3, memory), cluster(3, 2, memory)]))
+    names = st.sampled_from(GRAPH.groups)
+    devices = st.lists(st.integers(0, spec.size - 1), min_size=1, unique=True).map(tuple)
+    pairs = st.permutations(GRAPH.groups).map(lambda order: order[:2])
+    rules = st.one_of(
+        st.builds(Pin, names, devices),
+        st.builds(Cap, names, st.integers(1, spec.size)),
+        pairs.map(lambda pair: Apart(*pair)),
+        pairs.map(lambda pair: Together(*pair)),
+    )
+    costs = PlainCosts(GRAPH, spec, 1e6)
+    try:
+        return Problem(GRAPH, spec, costs, tuple(draw(st.lists(rules, max_size=2))))
+    except PlacementError:  # they contradict each other
+        return Problem(GRAPH, spec, costs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems())
+def test_auto_mapping_equals_brute_force_on_any_nodes_under_any_constraints(problem: Problem):
+    found, best = auto_map(problem), by_force(problem)
+    assert (found.seconds if found else math.inf) == pytest.approx(best, rel=1e-9)
+    assert fits(problem) or found is None
+    if found:
+        assert problem.fits(found.plan)
+        assert obeys(problem, found.plan)
+
+
+def test_the_last_set_takes_fewer_devices_where_so_many_do_not_lie_together():
+    spec = cluster(2, 8)
+    problem = Problem(GRAPH, spec, PlainCosts(GRAPH, spec), (Pin("reference", tuple(range(4, 12))), Apart(*AR)))
+    found = auto_map(problem)
+    assert found is not None
+    assert {own.mesh.size for own in found.sets if "actor" in own.groups} == {4}
+
+
+def test_peers_of_a_pinned_group_are_cut_for_its_devices():
+    """No tensor parallel group lies across nodes because of a pin that does."""
+    spec = cluster(2, 4, 1e9)
+    problem = Problem(GRAPH, spec, PlainCosts(GRAPH, spec), (Pin("reference", (3, 4)), Together(*AR)))
+    found = auto_map(problem)
+    assert found is not None
+    assert all(call.parallel.t == 1 for name, call in found.plan.items() if not name.startswith("reward"))
+
+
+@pytest.mark.parametrize(
+    ("constraints", "named"),
+    [
+        ([Pin("actor", parallel=Parallel(1, 3, 1))], "8 heads, not divisible by t=3"),
+        ([Pin("actor", parallel=Parallel(5, 1, 1))], "4 layers, fewer than p=5"),
+        ([Pin("actor", parallel=Parallel(1, 4, 2)), Cap("reference", 4), Together(*AR)], "Cap.reference, 4."),
+        ([Pin("actor", devices=(3, 4), parallel=Parallel(1, 2, 1))], "t=2 would lie across nodes, which have 4"),
+        ([Pin("actor", parallel=Parallel(1, 1, 6))], "6 devices are neither"),
+        ([Pin("reward", parallel=Parallel(1, 2, 1))], "functions, which are not cut"),
+        ([Pin("actor", devices=tuple(range(8))), Apart(*AR)], "Apart.* and Pin.* contradict .* 9 devices at least"),
+        ([Pin("actor", parallel=Parallel(1, 2, 1), generate=Parallel(1, 4, 1)), OneLayout("actor")], "OneLayout"),
+        ([Pin("actor", parallel=Parallel(1, 1, 2), generate=Parallel(1, 2, 1)), OneLayout("actor")], "OneLayout"),
+        ([Pin("actor", devices=(0, 1)), Pin("actor", parallel=Parallel(1, 4, 1))], "Pin.* and Pin.* contradict"),
+        (
+            [Pin("actor", devices=(0, 1)), Pin("reward", devices=(1,)), Together(*AR), Apart("reference", "reward")],
+            "Apart.* Pin.actor.* Pin.reward",
+        ),
+    ],
+)
+def test_constraints_that_cannot_be_kept_are_refused_before_a_search(constraints: Sequence[Constraint], named: str):
+    spec = cluster(2, 4)
+    costs = PlainCosts(GRAPH, spec)
+    with pytest.raises(PlacementError, match=named):
+        Problem(GRAPH, spec, costs, tuple(constraints))
+    assert not costs.asked
+
+
+def test_pins_and_caps_that_agree_are_one():
+    spec = cluster(1, 8)
+    rules = Problem(
+        GRAPH,
+        spec,
+        PlainCosts(GRAPH, spec),
+        (Pin("actor", (0, 1)), Pin("actor", parallel=Parallel(1, 2, 1)), Cap("actor", 4), Cap("actor", 2)),
+    ).rules
+    assert rules.pins["actor"] == Pin("actor", (0, 1), Parallel(1, 2, 1))
+    assert rules.caps["actor"] == Cap("actor", 2)
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.integers(1, 3), st.floats(0.02, 0.6), st.booleans())
+def test_the_smallest_cluster_fits_and_no_smaller_one(count: int, gigabytes: float, capped: bool):
+    rules = (Cap("reference", 2),) if capped else ()
+
+    def on(spec: ClusterSpec) -> Problem:
+        return Problem(GRAPH, spec, Simulator(spec, GRAPH, WORK), rules)
+
+    problem = on(cluster(1, count, gigabytes * 1e9))
+    if auto_map(problem) is not None:
+        return
+    text = str(infeasibility_report(problem, on))
+    assert "GiB a device are missing" in text or "Cap(reference, 2)" in text
+    named = text.partition("The smallest cluster of such nodes that fits is ")[2].partition(". Or")[0]
+    if named:
+        nodes = int(named.partition(":")[2].partition("x")[0])
+        assert auto_map(on(grown(problem.cluster, nodes))) is not None
+        assert nodes == 2 or auto_map(on(grown(problem.cluster, nodes - 1))) is None
+
+
+def test_constraints_at_fault_are_named():
+    with pytest.raises(PlacementError, match=r"keeps Cap\(actor, 1\): all groups fit there without it") as error:
+        plan(grpo_of(LLAMA_7B), "a100:1x8", WORK, (Cap("actor", 1), Cap("reference", 4)), budget_s=0.2)
+    assert "reference" not in str(error.value)
+
+
+def test_small_spaces_are_left_when_all_of_them_is_known():
+    graph, spec = ppo_of(SMALL, LARGE), cluster(1, 1)
+    problem = Problem(graph, spec, PlainCosts(graph, spec))
+    found, best = mcmc(problem, budget_s=600), exact(problem)
+    assert found is not None
+    assert best is not None
+    assert found.seconds == pytest.approx(best.seconds)

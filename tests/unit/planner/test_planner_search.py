@@ -1,0 +1,252 @@
+"""Searches for placements: each against one that tries everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement, permutations, product
+
+import numpy as np
+import pytest
+from example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, Pin, Together
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.auto_mapping import auto_map
+from hybridflow.planner.search.evaluation import Evaluator, options_of
+from hybridflow.planner.search.exact import exact, space_size
+from hybridflow.planner.search.mcmc import mcmc
+from hybridflow.planner.search.meshes import generation_sizes, meshes, pack, sizes, strategies
+from hybridflow.planner.search.planning import plan
+from hybridflow.planner.search.problem import Problem
+from hybridflow.planner.search.similarity import best_pair, similarity
+from hybridflow.planner.search.stages import undominated
+
+TOKENS = 2e5
+
+
+def problem_of(graph, spec, constraints: Sequence[Constraint] = (), tokens: float = TOKENS) -> Problem:
+    return Problem(graph, spec, PlainCosts(graph, spec, tokens), tuple(constraints))
+
+
+def assignments(groups: Sequence[str]):
+    """Every way to colocate, as the number of the set of each group: numbers appear in order."""
+    for numbers in product(range(len(groups)), repeat=len(groups)):
+        if all(number <= max(numbers[:i], default=-1) + 1 for i, number in enumerate(numbers)):
+            yield numbers
+
+
+def by_force(problem: Problem) -> float:
+    """Stage-wise cost of the best placement: every colocation, every allocation, every layout of every group."""
+    graph, spec, best = problem.graph, problem.cluster, np.inf
+    groups = graph.groups
+    for numbers in assignments(groups):
+        count = max(numbers) + 1
+        shares = combinations_with_replacement(sizes(spec), count)
+        for share in {order for found in shares for order in permutations(found)}:
+            if sum(share) > spec.size or (where := pack(spec, list(share))) is None:
+                continue
+            sets = []
+            for number in range(count):
+                members = [group for group, own in zip(groups, numbers, strict=True) if own == number]
+                sets.append(list(choices_of(problem, members, where[number])))
+            for chosen in product(*sets):
+                best = min(best, sum(max(stage) for stage in zip(*chosen, strict=True)))
+    return best
+
+
+def choices_of(problem: Problem, members: Sequence[str], mesh: Mesh):
+    """Stage seconds of each combination of layouts that fits into memory; beaten ones are left out for speed."""
+    costs, graph = problem.costs, problem.graph
+    layouts = []
+    for group in members:
+        own = []
+        for parallel in strategies(graph.models[group], mesh.size, mesh.size):
+            trains = any(call.kind != "generation" for call in graph.of_group(group))
+            ways = generation_sizes(parallel) if group in graph.generating and trains else [parallel]
+            own += [(group, parallel, generate) for generate in ways]
+        layouts.append(own)
+    found = []
+    for together in product(*layouts):
+        static = sum(costs.static(group, CallPlan(mesh, parallel)) for group, parallel, _ in together)
+        seconds, active = [0.0, 0.0, 0.0], 0.0
+        for group, parallel, generate in together:
+            home = CallPlan(mesh, parallel)
+            for call in graph.of_group(group):
+                here = CallPlan(mesh, generate) if call.kind == "generation" else home
+                stage = {"generation": 0, "training": 2}.get(call.kind, 1)
+                generates = call.kind == "generation"
+                took = problem.generation(call, here, static) if generates else costs.cost(call.name, here).seconds
+                seconds[stage] += took + costs.reallocation(group, home, here)
+                active = max(active, costs.active(call.name, here, home))
+        if static + active <= min(problem.capacity):
+            found.append(seconds)
+    values = np.array(found).reshape(-1, 3)
+    return values[undominated(values)]
+
+
+@pytest.mark.parametrize(
+    ("graph", "nodes", "count", "memory"),
+    [
+        (grpo_of(SMALL, LARGE), 1, 8, 1e12),
+        (grpo_of(LLAMA_7B, LLAMA_13B), 2, 4, 1e11),
+        (ppo_of(SMALL, LARGE), 1, 4, 1e12),
+        (ppo_of(SMALL, LARGE, log_probs=False), 1, 4, 1.2e9),
+        (ppo_of(LLAMA_7B, LLAMA_13B), 2, 2, 3.2e11),
+        (ppo_of(SMALL, LARGE), 1, 3, 1e12),
+    ],
+)
+def test_auto_mapping_equals_brute_force(graph, nodes: int, count: int, memory: float):
+    problem = problem_of(graph, cluster(nodes, count, memory))
+    found, best = auto_map(problem), by_force(problem)
+    assert (found.seconds if found else np.inf) == pytest.approx(best, rel=1e-12)
+    if found:
+        assert problem.fits(found.plan)
+        taken = [device for own in found.sets for device in own.mesh.devices]
+        assert len(taken) == len(set(taken))
+        assert {group for own in found.sets for group in own.groups} == set(graph.groups)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([SMALL, LARGE, LLAMA_7B]),
+    st.sampled_from([SMALL, LARGE, LLAMA_7B]),
+    st.integers(1, 4),
+    st.sampled_from([1e3, 1e5, 1e7]),
+    st.floats(0.05, 3),
+)
+def test_auto_mapping_equals_brute_force_whatever_the_memory(actor, reference, count, tokens, tightness):
+    graph = grpo_of(actor, reference)
+    memory = tightness * 20 * max(actor.num_parameters, reference.num_parameters)
+    problem = problem_of(graph, cluster(1, count, memory), tokens=tokens)
+    found = auto_map(problem)
+    assert (found.seconds if found else np.inf) == pytest.approx(by_force(problem), rel=1e-12)
+
+
+def test_exact_enumeration_tries_everything():
+    problem = problem_of(grpo_of(SMALL, LARGE), cluster(1, 2, 2e9))
+    evaluator = Evaluator(problem, options_of(problem, prune=False))
+    scores = [evaluator.score(state) for state in product(*(range(len(own)) for own in evaluator.options))]
+    assert len(scores) == space_size(problem)
+    best = min(score.seconds for score in scores if score and score.good)
+    found = exact(problem)
+    assert found is not None
+    assert found.complete
+    assert found.seconds == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("graph", "spec", "tokens"),
+    [
+        (ppo_of(SMALL, LARGE), cluster(1, 4), 1e6),
+        (ppo_of(LLAMA_7B, LLAMA_13B), cluster(1, 4, 9e11), 1e5),
+        (grpo_of(LLAMA_7B, LLAMA_13B), cluster(2, 4, 3e11), 1e5),
+        (grpo_of(LLAMA_7B, LLAMA_7B), cluster(2, 2, 3e11), 1e3),
+    ],
+)
+def test_mcmc_comes_within_2_percent_of_the_optimum_with_every_seed(graph, spec, tokens: float):
+    problem = problem_of(graph, spec, tokens=tokens)
+    best = exact(problem, budget_s=60)
+    assert best is not None
+    assert best.complete
+    for seed in range(4):
+        found = mcmc(problem, seed=seed, budget_s=60, evaluations=4000)
+        assert found is not None
+        assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.02 * best.seconds
+        assert problem.fits(found.plan)
+        assert problem.timeline(found.plan).per_iteration == pytest.approx(found.seconds)
+
+
+def test_equal_seeds_give_equal_plans():
+    problem = problem_of(ppo_of(LLAMA_7B, LLAMA_13B), cluster(2, 8, 2e11))
+    first, second = (mcmc(problem, seed=3, budget_s=60, evaluations=2000) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.plan == second.plan
+
+
+def test_searches_keep_constraints():
+    graph, spec = ppo_of(SMALL, LARGE), cluster(1, 4)
+    asked = (Pin("critic", devices=(2, 3)), Apart("actor", "critic"), Together("reference", "reward"), Cap("reward", 1))
+    problem = problem_of(graph, spec, asked)
+    mapped = auto_map(problem)
+    assert mapped is not None
+    best = exact(problem, start=mapped.plan, budget_s=30)
+    sampled = mcmc(problem, seed=0, budget_s=30, evaluations=4000)
+    assert best is not None
+    assert sampled is not None
+    for found in (mapped.plan, best.plan, sampled.plan):
+        assert obeys(problem, found)
+        assert found["critic.update_critic"].mesh.devices == (2, 3)
+        assert max(found["actor.update_actor"].mesh.devices) < 2
+    sizes_only = problem_of(graph, spec, [Pin("actor", parallel=Parallel(2, 1, 1))])
+    found = auto_map(sizes_only)
+    assert found is not None
+    assert found.plan["actor.update_actor"].parallel == Parallel(2, 1, 1)
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_similar_layouts_are_found_as_in_the_full_grid(devices: int):
+    problem, mesh = problem_of(grpo_of(LLAMA_7B, LLAMA_7B), cluster(1, devices, 2e11)), Mesh.of(0, devices)
+    found, grid = best_pair(problem, "actor", mesh), best_pair(problem, "actor", mesh, full=True)
+    assert found is not None
+    assert grid is not None
+    assert (found.train, found.generate, found.seconds) == (grid.train, grid.generate, grid.seconds)
+    assert found.priced < grid.priced == grid.grid
+
+
+def test_similarity_is_the_share_that_a_device_holds():
+    assert similarity(Parallel(2, 4, 1), Parallel(2, 4, 1)) == 1
+    assert similarity(Parallel(1, 4, 2), Parallel(1, 2, 4)) == 0.5
+    assert similarity(Parallel(2, 2, 2), Parallel(1, 2, 4)) == 0.5
+    assert similarity(Parallel(1, 1, 4), Parallel(2, 2, 1)) == 1  # every device has everything
+    assert similarity(Parallel(4, 1, 1), Parallel(1, 4, 1)) == 0.25
+
+
+def test_sets_are_packed_without_overlap():
+    spec = cluster(3, 4)
+    assert pack(spec, [4, 2, 4, 2]) is not None
+    assert pack(spec, [3, 3, 3, 3]) is None
+    assert pack(spec, [8, Mesh((0, 1)), 2]) == [Mesh.of(4, 8), Mesh((0, 1)), Mesh((2, 3))]
+    assert pack(spec, [12, 1]) is None
+    assert sizes(spec) == [1, 2, 3, 4, 8, 12]
+
+
+def test_meshes_are_slices_of_a_node_or_runs_of_nodes():
+    found = {str(mesh) for mesh in meshes(cluster(3, 4))}
+    slices = {"0", "1", "2", "3", "0-1", "2-3", "0-3"}
+    assert slices | {"4-7", "8-11", "0-7", "4-11", "0-11"} <= found
+    assert len(found) == 3 * 7 + 3
+
+
+def test_a_search_by_similarity_finds_what_auto_mapping_finds_with_all_groups_together():
+    graph, work = grpo_of(LLAMA_7B), Workload(rows=512, prompt=512, response=512)
+    alone = [Together("actor", group) for group in graph.groups[1:]]
+    found = plan(graph, "a100:1x8", work, search="similarity")
+    mapped = plan(graph, "a100:1x8", work, alone, search="auto_mapping")
+    assert found.seconds == pytest.approx(mapped.seconds, rel=1e-9)
+    assert found.found_by == "similarity search"
+    assert {call.devices for call in found.calls.values()} == {tuple(range(8))}
+
+
+def test_a_search_by_similarity_is_refused_where_groups_cannot_share_all_devices():
+    work = Workload(rows=64, prompt=64, response=64)
+    for constraint in (Apart("actor", "reference"), Cap("actor", 2), Pin("reference", (0, 1))):
+        with pytest.raises(PlacementError, match="all 4 devices"):
+            plan(grpo_of(SMALL), "a100:1x4", work, [constraint], search="similarity")
+    frozen = replace(grpo_of(SMALL), trained=frozenset())
+    with pytest.raises(PlacementError, match="trains and generates"):
+        plan(frozen, "a100:1x4", work, search="similarity")
+    with pytest.raises(ConfigError, match="Did you mean 'similarity'"):
+        plan(grpo_of(SMALL), "a100:1x4", work, search="similarty")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("search", ["exact", "mcmc"])
+def test_one_search_can_be_asked_for(search):
+    work = Workload(rows=64, prompt=64, response=64)
+    every, one = (plan(grpo_of(SMALL), "a100:1x1", work, search=name, budget_s=2) for name in ("auto", search))
+    assert one.seconds == pytest.approx(every.seconds, rel=1e-6)

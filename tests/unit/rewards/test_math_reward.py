@@ -1,0 +1,405 @@
+"""The math verifier: where solutions put their answers, and which answers are the same, in cases right and wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.answer_extraction import final_answer, reference_answer
+from hybridflow.rewards.function import FunctionReward
+from hybridflow.rewards.match import Exact, Numeric
+from hybridflow.rewards.math import Math, judge
+from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
+from hybridflow.rewards.outcome import RowFailure
+from tests import example_endings as endings
+from tests import example_solutions as cases
+
+GSM8K = Path(__file__).resolve().parents[4] / "shared/data/gsm8k"
+RIGHT = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT, *cases.LAST_RIGHT, *endings.RIGHT]
+WRONG = [*cases.HASHES_WRONG, *cases.BOXED_WRONG, *cases.STATED_WRONG, *cases.LAST_WRONG, *endings.WRONG]
+
+
+@pytest.fixture(scope="module")
+def math() -> Iterator[Math]:
+    verifier = Math()
+    yield verifier
+    verifier.close()
+
+
+@pytest.mark.parametrize(("solution", "reference"), RIGHT, ids=lambda text: repr(text)[-40:])
+def test_right_numbers_are_right_without_a_child(solution: str, reference: str):
+    assert judge(solution, reference_answer(reference)) is True
+
+
+@pytest.mark.parametrize(("solution", "reference"), WRONG, ids=lambda text: repr(text)[-40:])
+def test_wrong_numbers_are_wrong(math: Math, solution: str, reference: str):
+    assert math([""], [solution], answer=[reference]) == [0.0]
+
+
+FORMULAS = [
+    ("\\boxed{1+x^2}", "x^2+1", 1.0),
+    ("\\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+    ("\\boxed{(x-1)^2}", "x^2+2x+1", 0.0),
+    ("\\boxed{\\sqrt{18}}", "3\\sqrt{2}", 1.0),
+    ("\\boxed{3\\sqrt{3}}", "3\\sqrt{2}", 0.0),
+    ("\\boxed{2^{10}}", "1024", 1.0),
+    ("\\boxed{2 \\times 9}", "18", 1.0),
+    ("#### 9*2", "18", 1.0),
+    ("\\boxed{5!}", "120", 1.0),
+    ("The answer is $2^{10}$.", "1024", 1.0),
+    ("The answer is \\(2 \\times 512\\).", "1024", 1.0),
+    ("The answer is $2^{11}$.", "1024", 0.0),
+    ("\\boxed{10\\pi \\text{ cm}}", "10\\pi", 1.0),
+    ("\\boxed{\\frac{\\pi}{2}}", "\\dfrac{\\pi}{2}", 1.0),
+    ("\\boxed{x = 5}", "5", 1.0),
+    ("\\boxed{5}", "x = 5", 1.0),
+    ("\\boxed{\\{2, 1\\}}", "\\{1,2\\}", 1.0),
+    ("\\boxed{1, 2, 3}", "3, 2, 1", 1.0),
+    ("\\boxed{1, 2}", "3, 2, 1", 0.0),
+    ("$x = \\boxed{3}$ or $x = \\boxed{5}$", "3, 5", 1.0),
+    ("\\boxed{x<1 \\text{ or } x>2}", "x<1", 0.0),
+    ("\\boxed{x = 0 \\text{ or } y = 0}", "x = 0", 0.0),
+    ("\\boxed{x<1 \\text{ or } x>2}", "x<1 \\text{ or } x>2", 1.0),
+    ("The final answer is $x<1$ or $x>2$", "x<1", 0.0),
+    ("\\boxed{p \\lor q}", "p", 0.0),
+    ("\\boxed{\\text{true or false}}", "true or false", 1.0),
+    ("The answer is Friday or Saturday.", "\\text{Friday or Saturday}", 1.0),
+    ("\\boxed{(1,2)}", "(1,2)", 1.0),
+    ("\\boxed{(2,1)}", "(1,2)", 0.0),
+    ("\\boxed{[0,1)}", "[0, 1)", 1.0),
+    ("\\boxed{(0,1)}", "[0,1)", 0.0),
+    ("\\boxed{\\left[0, \\frac{1}{2}\\right)}", "[0, 0.5)", 1.0),
+    ("\\boxed{(-\\infty, 3]}", "(-\\infty,3]", 1.0),
+    ("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", 1.0),
+    ("\\boxed{y = 2x + 3}", "y=2x+3", 1.0),
+    ("\\boxed{2x}", "2", 0.0),
+    ("\\boxed{2}", "2x", 0.0),
+    ("\\boxed{3 + 4i}", "4i + 3", 1.0),
+    ("The answer is $x^2+1$.", "x^2 + 1", 1.0),
+    ("Therefore, the answer is \\(\\frac{x}{2}\\).", "x/2", 1.0),
+    ("<answer>$x/2$</answer>", "\\frac{x}{2}", 1.0),
+    ("We find $f(x) = x$. So finally\n$$x^2+1$$", "1+x^2", 1.0),
+    ("\\boxed{\\text{Monday}}", "Monday", 1.0),
+    ("The answer is monday.", "Monday", 1.0),
+    ("\\boxed{\\text{seat}}", "\\text{east}", 0.0),
+    ("\\boxed{\\text{no solution}}", "No Solution.", 1.0),
+    ("\\boxed{\\text{(A)}}", "A", 1.0),
+    ("\\boxed{A}", "(A)", 1.0),
+    ("\\boxed{\\textbf{(B)}\\ 18}", "B", 1.0),
+    ("The answer is (C).", "C", 1.0),
+    ("The correct answer is C) 18", "(C)", 1.0),
+    ("Answer: D", "C", 0.0),
+    ("A train is what it is.", "A", 0.0),
+    ("#### x^2+1", "#### 1 + x^2", 1.0),
+    ("\\boxed{x^2+1}", "We get $\\boxed{1+x^{2}}$.", 1.0),
+    ("\\boxed{\\frac{1}{0}}", "x", 0.0),
+    ("\\boxed{\\frac{}", "x", 0.0),
+]
+
+
+@pytest.mark.parametrize(("solution", "reference", "score"), FORMULAS, ids=lambda text: repr(text)[-40:])
+def test_formulas(math: Math, solution: str, reference: str, score: float):
+    assert math([""], [solution], answer=[reference]) == [score]
+
+
+ALTERNATIVES = [
+    *("\\boxed{%s} or \\boxed{%s}", "$\\boxed{%s}$ or $\\boxed{%s}$.", "\\boxed{%s} \\text{ or } \\boxed{%s}"),
+    *("\\boxed{%s} (or maybe \\boxed{%s})", "\\boxed{%s or %s}", "\\boxed{%s \\text{ or } %s}", "#### %s or %s"),
+    *("#### \\boxed{%s} or \\boxed{%s}", "<answer>%s or %s</answer>", "<answer>\\boxed{%s} or \\boxed{%s}</answer>"),
+    *("The answer is $%s$ or $%s$.", "The answer is %s or %s."),
+]
+EQUATIONS = [
+    *("$x = \\boxed{%s}$ or $x = \\boxed{%s}$", "\\boxed{x = %s or x = %s}", "#### x = %s or x = %s"),
+    *("<answer>x = %s or x = %s</answer>", "The answer is x = %s or x = %s."),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "first", "second"),
+    [(form, "3", "4") for form in ALTERNATIVES + EQUATIONS] + [(form, "t+1", "t-1") for form in ALTERNATIVES],
+)
+def test_of_alternatives_the_first_counts(math: Math, form: str, first: str, second: str):
+    assert math([""] * 2, [form % (first, second)] * 2, answer=[first, second]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        *(
+            "\\boxed{3} and \\boxed{4}",
+            "\\boxed{3}, \\boxed{4}",
+            "$x=\\boxed{3}$ and $x=\\boxed{4}$",
+            "\\boxed{3 and 4}",
+        ),
+        *("\\boxed{x=3, x=4}", "<answer>3 and 4</answer>", "<answer>3, 4</answer>", "#### 3 and 4"),
+    ],
+)
+def test_who_names_several_answers_has_none_of_them_right(math: Math, named: str):
+    assert math([""] * 2, [named] * 2, answer=["3", "4"]) == [0.0, 0.0]
+
+
+def test_lists_are_answers_where_lists_are_asked_for_and_repetitions_are_none(math: Math):
+    lists = ["\\boxed{3} and \\boxed{4}", "\\boxed{4} or \\boxed{3}", "\\boxed{3 or 4}", "\\boxed{3}, \\boxed{4}"]
+    assert math([""] * 4, lists, answer=["3, 4"] * 4) == [1.0] * 4
+    again = ["\\boxed{18}, \\boxed{18}", "\\boxed{17}\n\n\\boxed{18}", "\\boxed{\\boxed{18}}", "\\boxed{18} \\boxed{}"]
+    assert math([""] * 4, again, answer=["18"] * 4) == [1.0] * 4
+    choices = ["\\boxed{A} or \\boxed{B}", "\\boxed{(A), (B)}", "(A) and (B)", "The answer is B or A."]
+    assert math([""] * 4, choices, answer=["A"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("tag", ["think", "THINK", "thinking", "thought", "Reasoning", "think "])
+@pytest.mark.parametrize(
+    ("solution", "score"),
+    [
+        *(
+            ("<T>4. \\boxed{4}", 0.0),
+            ("<T>\n#### 4", 0.0),
+            ("<T>The answer is 4.", 0.0),
+            ("<T><answer>4</answer>", 0.0),
+        ),
+        *(("<T>2+2=4", 0.0), ("<T>5</T> So <T> \\boxed{4}", 0.0), ("\\boxed{4} <T> or \\boxed{5}?", 1.0)),
+        *(("<T>5</T> It is 4. <T> or 5?", 1.0), ("<T>5</T> \\boxed{4}", 1.0), ("\\boxed{5}</T> The answer is 4.", 1.0)),
+        *(("\\boxed{4}</T> The answer is 5.", 0.0), ("<T>a<T>\\boxed{5}</T> 4", 1.0), ("<T>The answer is 4.</T>", 1.0)),
+    ],
+)
+def test_thoughts_are_no_answers(solution: str, score: float, tag: str):
+    text = solution.replace("<T>", f"<{tag}>").replace("</T>", f"</{tag}>")
+    assert judge(text, "4") is bool(score)
+    assert Numeric()([""], [text], answer=[4]) == [score]
+
+
+def test_what_hangs_sympy_is_a_wrong_answer_and_the_rows_beside_it_are_judged():
+    verifier = Math(seconds=1.0)
+    try:
+        solutions = ["\\boxed{x+1}", "\\boxed{9^{9^{9^{9^{9}}}} + x}", "\\boxed{1+x}"]
+        assert verifier([""] * 3, solutions, answer=["1+x"] * 3) == [1.0, 0.0, 1.0]
+    finally:
+        verifier.close()
+
+
+def test_references_may_be_numbers_solutions_or_several(math: Math):
+    references = [18, 18.0, ["17", "18"], ("18",), "16 + 2 = 18\n#### 18", "\\boxed{18}"]
+    references += [np.int64(18), np.array(["17", "18"]), Decimal("18.0"), Fraction(36, 2), torch.tensor(18)]
+    assert math([""] * 11, ["#### 18"] * 11, answer=references) == [1.0] * 11
+
+
+def test_a_row_without_a_reference_fails_and_the_others_do_not(math: Math):
+    answers = math([""] * 4, ["#### 18"] * 4, answer=[None, "", "18", []])
+    assert [type(answer) for answer in answers] == [RowFailure, RowFailure, float, RowFailure]
+    assert answers[0].reason == "the reference in column 'answer' is None"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [float("nan"), float("inf"), Decimal("NaN"), True, b"18", {"a": 18}, ["18", None], [["18"]], {"18"}, 9**999],
+)
+def test_a_reference_that_is_no_text_and_no_number_fails_its_row(math: Math, reference: Any):
+    for verifier in (math, Numeric(), Exact()):
+        answer, right = verifier([""] * 2, ["18", "18"], answer=[reference, "18"])
+        assert isinstance(answer, RowFailure)
+        assert "neither a text nor a finite number" in answer.reason
+        assert right == 1.0
+
+
+def test_chat_completions_are_read(math: Math):
+    said = [{"role": "user", "content": "9*2?"}, {"role": "assistant", "content": "The answer is 18."}]
+    assert math([said[:1]], [said[1:]], answer=["18"]) == [1.0]
+
+
+def test_it_is_called_as_a_verifier():
+    reward = FunctionReward(Math("solution"))
+    assert reward.reads == ("solution",)
+    assert reward(["", ""], ["#### 18", "#### 19"], {"solution": ["18", "18"], "more": [1, 2]}) == [1.0, 0.0]
+
+
+def test_it_survives_pickling():
+    copy = pickle.loads(pickle.dumps(Math("solution", seconds=2.0)))
+    assert copy([""], ["#### 18"], solution=["18"]) == [1.0]
+
+
+@pytest.mark.parametrize("settings", [{"answer": ""}, {"answer": 3}, {"seconds": 0}, {"workers": 0}])
+def test_wrong_settings_are_refused(settings: dict):
+    with pytest.raises(ConfigError):
+        Math(**settings)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K files beside the repository")
+def test_gsm8k_references_are_right_and_changed_ones_wrong(math: Math):
+    records = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
+    rows, asked = [record["answer"] for record in records], [records[at - 1]["question"] for at in range(len(records))]
+    changed = [
+        f"{steps}####{_changed(number, row)}"
+        for row, (steps, _, number) in enumerate(r.partition("####") for r in rows)
+    ]
+    cut_short = [row.partition("\n####")[0] for row in rows if "<<" in row]
+    run_on = [
+        f"{row}\n\n{question}\n{rows[at - 1]}" for at, (row, question) in enumerate(zip(rows, asked, strict=True))
+    ]
+    assert len(rows) == 1319
+    assert math([""] * 1319, rows, answer=rows) == [1.0] * 1319
+    assert math([""] * 1319, rows, answer=[reference_answer(row) for row in rows]) == [1.0] * 1319
+    assert sum(math([""] * 1319, run_on, answer=rows)) >= 1312
+    assert math([""] * 1319, changed, answer=rows) == [0.0] * 1319
+    assert [final_answer(text, numeric=True) for text in cut_short] == [None] * len(cut_short)
+
+
+def _changed(number: str, row: int) -> str:
+    value = int(number.replace(",", ""))
+    return f" {[value + 1, value - 1, value * 10 + 1, -value or 1, value + 0.5][row % 5]}"
+
+
+def _styles(written: str) -> list[str]:
+    styles = [
+        *(
+            "{}",
+            "${}",
+            "{}$",
+            "\\${}",
+            "€{}",
+            "**{}**",
+            "$\\boxed{{{}}}$",
+            "\\({}\\)",
+            "$${}$$",
+            "\\text{{{}}}",
+            "`{}`",
+        ),
+        *(
+            "{} dollars",
+            "{}\\text{{ dollars}}",
+            "{} km/h",
+            "{} cm^2",
+            "{}\\ \\text{{cm}}^2",
+            "{} apples per day",
+            "{}kg",
+        ),
+        *(
+            "about {}",
+            "≈ {}",
+            "{}.",
+            " {} ",
+            "{},",
+            "USD {}",
+            "{}^\\circ",
+            "<b>{}</b>",
+            "({})",
+            "{{{}}}",
+            "{}%",
+            "{}\\%",
+        ),
+    ]
+    return [style.format(written) for style in styles if style[0] not in "({" or "," not in written]
+
+
+@given(
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(range(31)),
+    st.sampled_from(["{}", "{:,}", "{}.00", "{:,}.0"]),
+)
+def test_integers_are_read_in_every_style(value: int, style: int, form: str):
+    styles = _styles(form.format(value))
+    text = styles[style % len(styles)]
+    number = parse_number(text)
+    assert number == Number(Fraction(value), number.places if number else 0, text.rstrip(" .").endswith("%")), text
+    for sentence in (f"#### {text}", f"So\n#### {text}\n", f"\\boxed{{{text}}}", f"The answer is {text}"):
+        answer = final_answer(sentence, numeric=True)
+        assert answer is not None, sentence
+        assert answer.number == number, sentence
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "#### ",
+                "18",
+                "-",
+                "\\boxed{",
+                "}",
+                "{",
+                "The answer is ",
+                "Answer:",
+                "\n",
+                "=",
+                "$",
+                "**",
+                "<<9*2=18>>",
+                " ",
+                "?",
+                "/",
+                "<answer>",
+                "</answer>",
+                "Question:",
+                "wait",
+                "1,000",
+                ".",
+                "%",
+                "\\frac{",
+                "x",
+                "(",
+                ")",
+                "</think>",
+                "so ",
+                "^",
+                "½",
+            ]
+        )
+    ).map("".join)
+    | st.text(max_size=60)
+)
+def test_any_text_has_an_answer_or_none(text: str):
+    for reference in ("18", "x^2", "(A)"):
+        assert judge(text, reference) in (True, False) or isinstance(judge(text, reference), tuple)
+    assert all(0 <= written.start < written.end <= len(plain(text)) for written in find_numbers(plain(text)))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "\n",
+        "1,",
+        "(",
+        "\\boxed{",
+        "\\boxed{1}",
+        "####\n",
+        "#### 1\n",
+        "answer is ",
+        "Answer:\n",
+        "1",
+        "1 ",
+        "= 1 ",
+        "**1** ",
+        "Q:\n",
+        "<<1=1>>",
+        "$",
+        "\\frac{1}{",
+        "one-",
+        "so 1 ",
+        "wait #### 1\n? ",
+        "answer (",
+        "1-",
+        "#### Answer\n",
+        "</think>",
+        "verify\n",
+        "#### a\n",
+        "100 000 ",
+        "to a 1 ",
+        "for 1 and ",
+        "。1",
+    ],
+)
+def test_a_text_that_repeats_itself_without_end_is_judged_all_the_same(piece: str):
+    assert judge(piece * 20_000, "18") is False
+    assert judge(f"x = 1 {piece * 20_000}z", "x^2") is not True

@@ -1,0 +1,483 @@
+"""Traces: the graphs of the shipped recipes and of loops of one's own, without processes, devices or weights."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import hybridflow as hf
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.session import Session
+from hybridflow.errors import CheckpointError, ConfigError, MissingColumnError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.describe.graph import Graph, GraphBuilder, grpo, ppo
+from hybridflow.protocols import THREE_D_PROTO, register
+from hybridflow.tracing.trace import PUBLISHED, Trace, model_spec, trace_driver
+from recipes.arithmetic import Arithmetic
+from recipes.small_model import SmallModel
+
+ACTOR: dict[str, Any] = {"optim": hf.Adam(lr=1e-6), "generate": hf.VLLM(sampling=hf.Sampling(max_tokens=8))}
+TOKENS = "prompt_ids response_ids"
+GENERATE, OLD, REF, UPDATE = (
+    *("actor.generate_sequences", "actor.compute_log_prob", "reference.compute_ref_log_prob"),
+    "actor.update_actor",
+)
+ADVANTAGE, REWARD = "hybridflow.compute_advantage", "reward.compute_reward"
+ROWS_ONLY = {"num_tokens", "temperature"}  # beside the data: how rows are spread, what logits are divided by
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights, with a tokenizer, and prompts for it."""
+    home = tmp_path_factory.mktemp("small")
+    SmallModel(steps=0).write(home / "model", lambda rng: ("1+1=", "2"))
+    (home / "model" / "model.safetensors").unlink()
+    train, _ = Arithmetic().problems()
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in train[:200]]
+    (home / "train.jsonl").write_text("\n".join(lines))
+    return home
+
+
+def traced(recipe: str, small: Path, *arguments: str, **models: Any) -> Trace:
+    main = importlib.import_module(f"recipes.{recipe}").main
+    return trace_driver(main, [f"model={small}/model", f"prompts={small}/train.jsonl", *arguments], models=models)
+
+
+def data(graph: Graph, target: str) -> dict[str, str]:
+    """What a call waits for: source -> columns."""
+    edges = [edge for edge in graph.into(target) if edge.kind == "data"]
+    assert all(edge.distance == 0 for edge in edges)
+    return {edge.source: " ".join(c for c in edge.columns if c not in ROWS_ONLY) for edge in edges}
+
+
+def versions(graph: Graph) -> set[tuple[str, str, int]]:
+    """(who stepped, who uses it, distance)."""
+    return {(edge.source, edge.target, edge.distance) for edge in graph.edges if edge.kind == "parameters"}
+
+
+def kinds(graph: Graph) -> dict[str, str]:
+    return {call.name: call.kind for call in graph.calls}
+
+
+COMMON = {
+    GENERATE: {},
+    OLD: {GENERATE: TOKENS},
+    REF: {GENERATE: TOKENS},
+    REWARD: {GENERATE: "response"},
+}
+TEXTS = "prompt_ids response_ids response_mask"
+GROUP = {k: COMMON[k] for k in (GENERATE, OLD, REF, REWARD)}
+EXPECTED: dict[str, dict[str, dict[str, str]]] = {
+    "ppo": {
+        **COMMON,
+        "critic.compute_values": {GENERATE: TOKENS},
+        ADVANTAGE: {
+            REWARD: "rewards",
+            GENERATE: "response_mask",
+            "critic.compute_values": "values",
+            OLD: "old_log_probs",
+            REF: "ref_log_probs",
+        },
+        "critic.update_critic": {GENERATE: TEXTS, "critic.compute_values": "values", ADVANTAGE: "returns"},
+        UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
+    },
+    "grpo": {
+        **COMMON,
+        ADVANTAGE: {REWARD: "rewards", GENERATE: "response_mask"},
+        UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages", REF: "ref_log_probs"},
+    },
+    "remax": {
+        GENERATE: {},
+        REWARD: {GENERATE: "response"},
+        f"{GENERATE}#2": {},
+        OLD: {f"{GENERATE}#2": TOKENS},
+        REF: {f"{GENERATE}#2": TOKENS},
+        f"{REWARD}#2": {f"{GENERATE}#2": "response"},
+        ADVANTAGE: {
+            f"{REWARD}#2": "rewards",
+            REWARD: "baseline",
+            f"{GENERATE}#2": "response_mask",
+            OLD: "old_log_probs",
+            REF: "ref_log_probs",
+        },
+        UPDATE: {f"{GENERATE}#2": TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
+    },
+    "safe_rlhf": {
+        **COMMON,
+        "critic.compute_values": {GENERATE: TOKENS},
+        "critic_2.compute_values": {GENERATE: TOKENS},
+        "cost.compute_cost": {GENERATE: "response"},
+        ADVANTAGE: {
+            REWARD: "rewards",
+            "cost.compute_cost": "costs",
+            GENERATE: "response_mask",
+            "critic.compute_values": "values",
+            "critic_2.compute_values": "cost_values",
+            OLD: "old_log_probs",
+            REF: "ref_log_probs",
+        },
+        "critic.update_critic": {GENERATE: TEXTS, "critic.compute_values": "values", ADVANTAGE: "returns"},
+        "critic_2.update_critic": {
+            GENERATE: TEXTS,
+            "critic_2.compute_values": "cost_values",
+            ADVANTAGE: "cost_returns",
+        },
+        UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
+        f"{UPDATE}#2": {},  # of texts that the loader brought
+    },
+    "rloo": {
+        **COMMON,
+        ADVANTAGE: {REWARD: "rewards", GENERATE: "response_mask", OLD: "old_log_probs", REF: "ref_log_probs"},
+        UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
+    },
+    "dapo": {
+        GENERATE: {},
+        REWARD: {GENERATE: "response response_ids"},
+        OLD: {GENERATE: TOKENS},
+        ADVANTAGE: {REWARD: "rewards", GENERATE: "response_mask"},
+        UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
+    },
+    "gspo": {
+        GENERATE: {},
+        OLD: {GENERATE: TOKENS},
+        REWARD: {GENERATE: "response"},
+        ADVANTAGE: {REWARD: "rewards", GENERATE: "response_mask"},
+        UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
+    },
+}
+EXPECTED["reinforce_plus_plus"] = EXPECTED["rloo"]
+
+
+@pytest.mark.parametrize("recipe", EXPECTED)
+def test_graph_of_a_recipe(recipe: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    before = Session.existing(), ray.is_initialized()
+    found = traced(recipe, small)
+    graph = found.graph
+    assert {call.name: data(graph, call.name) for call in graph.calls} == EXPECTED[recipe]
+    steps = {"actor": f"{UPDATE}#2" if recipe == "safe_rlhf" else UPDATE}
+    steps |= {name: f"{name}.update_critic" for name in graph.groups if name.startswith("critic")}
+    last = {(steps[call.group], call.name, 1) for call in graph.calls if call.group in steps}
+    if recipe == "safe_rlhf":  # the second update steps what the first has stepped
+        last = last - {(f"{UPDATE}#2", f"{UPDATE}#2", 1)} | {(UPDATE, f"{UPDATE}#2", 0)}
+    assert versions(graph) == last
+    assert graph.trained == frozenset(steps)
+    assert found.rows == 128
+    assert all(call.rows == 1.0 for call in graph.calls)
+    assert {call.minibatches for call in graph.calls if call.kind == "training"} <= {2, 1}
+    assert (Session.existing(), ray.is_initialized()) == before
+    assert list(tmp_path.iterdir()) == [], "a trace leaves files"
+
+
+def test_kinds_and_models(small: Path):
+    found = traced("ppo", small, f"reward={small}/model", "epochs=3", "minibatches=4")
+    graph = found.graph
+    assert kinds(graph)[GENERATE] == "generation"
+    assert kinds(graph)[REWARD] == "inference", "a reward model is a model"
+    assert kinds(graph)[UPDATE] == "training"
+    assert kinds(graph)[ADVANTAGE] == "function"
+    assert (graph.call(UPDATE).minibatches, graph.call(UPDATE).epochs) == (4, 3)
+    heads = {name: spec.head for name, spec in graph.models.items() if spec}
+    assert heads == {"actor": "lm", "reference": "lm", "critic": "value", "reward": "value"}
+    assert graph.groups == ("actor", "reference", "critic", "reward")
+    assert kinds(traced("ppo", small).graph)[REWARD] == "function"
+
+
+def test_models_instead_of_those_of_the_driver(small: Path):
+    graph = traced("ppo", small, actor="llama3-70b", critic=PUBLISHED["llama3-7b"]).graph
+    actor, critic, reference = (graph.models[name] for name in ("actor", "critic", "reference"))
+    assert actor == reference == PUBLISHED["llama3-70b"], "the reference shares the actor's checkpoint"
+    assert critic == replace(PUBLISHED["llama3-7b"], head="value")
+    assert traced("ppo", small, critic=PUBLISHED["llama3-7b"], actor="llama3-70b").graph.models == graph.models
+    with pytest.raises(ConfigError, match="no group 'critik'"):
+        traced("ppo", small, critik="llama3-7b")
+
+
+def test_published_sizes():
+    found = {name: spec.num_parameters for name, spec in PUBLISHED.items()}
+    assert found == {
+        "llama3-7b": 8_030_261_248,
+        "llama3-13b": 14_001_525_760,
+        "llama3-34b": 35_321_028_608,
+        "llama3-70b": 70_553_706_496,
+    }
+
+
+def test_what_is_no_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{]")
+    for source, message in ((tmp_path, "no configuration"), ("./nowhere", "no directory"), ("llama9", "llama3-7b")):
+        with pytest.raises(CheckpointError, match=message):
+            model_spec(source)
+
+
+# Loops of one's own
+
+
+class Teacher(hf.Worker):
+    """A user's worker: scores texts with a model of its own, and learns from them."""
+
+    role = "teacher"
+
+    def __init__(self, model: str | None = None) -> None:
+        self.model = model
+
+    @classmethod
+    def model_spec(cls, settings: Any) -> ModelSpec:
+        return model_spec(settings["model"])
+
+    @register(THREE_D_PROTO, reads=("response_ids", "hint?"), writes=("marks",))
+    def mark(self, batch: Batch) -> Batch:
+        raise AssertionError("a trace calls nothing")
+
+    @register(THREE_D_PROTO, reads=("marks",), kind="training")
+    def learn(self, batch: Batch) -> dict[str, float]:
+        raise AssertionError("a trace calls nothing")
+
+
+def groups(small: Path) -> dict[str, Any]:
+    model = small / "model"
+    train = {"model": model, "optim": hf.Adam(lr=1e-5)}
+    return {
+        "actor": hf.trace_spec(hf.ActorWorker, generate=hf.VLLM(sampling=hf.Sampling(max_tokens=7)), **train),
+        "rollout": hf.trace_spec(hf.RolloutWorker, model=model, generate=hf.VLLM(sampling=hf.Sampling(max_tokens=7))),
+        "teacher": hf.trace_spec(Teacher, model="llama3-7b"),
+        "reward": hf.trace_spec(hf.RewardWorker, function=lambda completions: [1.0] * len(completions)),
+    }
+
+
+def test_a_loop_of_ones_own(small: Path):
+    """Generation elsewhere, a step behind, with a teacher, a filter on figures, and groups of four."""
+    kl, before = hf.algorithms.AdaptiveKL(0.1, target=0.1, horizon=100), []
+
+    def step(prompts, actor, rollout, teacher, reward):
+        batch = rollout.generate_sequences(prompts, n=4)
+        batch |= reward.compute_reward(batch)
+        marks = teacher.mark(batch)
+        batch |= marks.rename(marks="ref_log_probs")
+        before.append(batch)
+        if len(before) < 2:
+            return
+        late = before.pop(0)
+        late |= actor.compute_log_prob(late)
+        late |= hf.compute_advantage(late, "rloo", kl_coef=kl)
+        parts = late.split(2)
+        figures = [actor.update_actor(part, minibatches=2) for part in parts]
+        if figures[0].get()["actor/kl"] > 0.5:
+            raise AssertionError("figures of a trace are 0")
+        teacher.learn(marks)
+        hf.sync_weights(actor, rollout)
+        assert late.metrics().get() == {}
+
+    graph = hf.trace(step, groups(small))
+    draw, first, second = "rollout.generate_sequences", UPDATE, f"{UPDATE}#2"
+    assert [call.name for call in graph.calls] == [
+        *(draw, REWARD, "teacher.mark", OLD, ADVANTAGE, first, second, "teacher.learn"),
+    ]
+    by = {(e.source, e.target, e.kind, e.distance): set(e.columns) - ROWS_ONLY for e in graph.edges}
+    texts = set(TEXTS.split())
+    assert by == {
+        (draw, REWARD, "data", 0): {"response"},
+        (draw, "teacher.mark", "data", 0): {"response_ids"},
+        (draw, OLD, "data", 1): set(TOKENS.split()),
+        (REWARD, ADVANTAGE, "data", 1): {"rewards"},
+        (draw, ADVANTAGE, "data", 1): {"response_mask"},
+        (OLD, ADVANTAGE, "data", 0): {"old_log_probs"},
+        ("teacher.mark", ADVANTAGE, "data", 1): {"ref_log_probs"},
+        (draw, first, "data", 1): texts,
+        (OLD, first, "data", 0): {"old_log_probs"},
+        (ADVANTAGE, first, "data", 0): {"advantages"},
+        (draw, second, "data", 1): texts,
+        (OLD, second, "data", 0): {"old_log_probs"},
+        (ADVANTAGE, second, "data", 0): {"advantages"},
+        ("teacher.mark", "teacher.learn", "data", 0): {"marks"},
+        (second, draw, "parameters", 1): set(),  # by way of sync_weights
+        (second, OLD, "parameters", 1): set(),
+        (second, first, "parameters", 1): set(),
+        (first, second, "parameters", 0): set(),
+        ("teacher.learn", "teacher.mark", "parameters", 1): set(),
+        ("teacher.learn", "teacher.learn", "parameters", 1): set(),
+    }
+    assert {call.name: call.rows for call in graph.calls}[first] == 0.5
+    assert graph.trained == {"actor", "teacher"}
+    assert graph.models["teacher"] == PUBLISHED["llama3-7b"]
+
+
+def test_a_column_that_nobody_has_written(small: Path):
+    def step(prompts, actor):
+        batch = actor.generate_sequences(prompts)
+        actor.update_actor(batch)
+
+    before = Session.existing()
+    with pytest.raises(MissingColumnError, match=r"actor.update_actor reads 'old_log_probs'|reads 'advantages'"):
+        hf.trace(step, {"actor": groups(small)["actor"]})
+    assert Session.existing() is before
+
+
+def test_groups_of_responses_that_were_not_drawn(small: Path):
+    def step(prompts, actor, reward):
+        batch = actor.generate_sequences(prompts)
+        hf.compute_advantage(batch | reward.compute_reward(batch), "grpo")
+
+    with pytest.raises(MissingColumnError, match=r"reads 'group_id'.*call generate_sequences\(batch, n=\.\.\.\)"):
+        hf.trace(step, groups(small))
+
+
+def test_models_that_are_names_are_taken_to_have_a_tokenizer(small: Path):
+    def step(prompts, actor):
+        batch = actor.generate_sequences(prompts, n=2)
+        batch |= {"rewards": torch.tensor([float(len(text)) for text in batch["response"].get()])}
+        batch |= actor.compute_log_prob(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        actor.update_actor(batch)
+
+    graph = hf.trace(step, {"actor": hf.trace_spec(hf.ActorWorker, **ACTOR, model="llama3-7b")})
+    assert data(graph, ADVANTAGE) == {GENERATE: "response_mask"}, "the rewards are the driver's own"
+    bare = small / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((small / "model" / "config.json").read_text())
+    with pytest.raises(MissingColumnError, match="response"):
+        hf.trace(step, {"actor": hf.trace_spec(hf.ActorWorker, **ACTOR, model=bare)})
+
+
+@pytest.mark.parametrize("trained", [lambda i: i > 10, lambda i: i % 2, lambda i: i % 5 == 4])
+def test_what_is_not_trained_at_first_or_every_time_is_seen(small: Path, trained: Any):
+    """A critic is warmed up; an actor that is trained every other time."""
+    steps = []
+
+    def step(prompts, actor, critic):
+        batch = actor.generate_sequences(prompts, n=2)
+        batch |= actor.compute_log_prob(batch) | critic.compute_values(batch)
+        batch |= {"rewards": torch.zeros(len(batch))}
+        batch |= hf.compute_advantage(batch, "gae")
+        critic.update_critic(batch)
+        steps.append(None)
+        if trained(len(steps)):
+            actor.update_actor(batch)
+
+    critic = hf.trace_spec(hf.CriticWorker, model="llama3-7b", optim=hf.Adam(lr=1e-6))
+    graph = hf.trace(step, {"actor": hf.trace_spec(hf.ActorWorker, **ACTOR, model="llama3-7b"), "critic": critic})
+    assert graph.trained == {"actor", "critic"}
+    assert len(steps) < 20
+
+
+def test_groups_that_are_trained_in_turns(small: Path):
+    turns = itertools.cycle("ab")
+
+    def step(prompts, a, b):
+        mine = {"a": a, "b": b}[next(turns)]
+        batch = mine.generate_sequences(prompts, n=2)
+        batch |= mine.compute_log_prob(batch) | {"rewards": torch.zeros(len(batch))}
+        mine.update_actor(batch | hf.compute_advantage(batch, "grpo"))
+
+    graph = hf.trace(step, {name: hf.trace_spec(hf.ActorWorker, **ACTOR, model="llama3-7b") for name in "ab"})
+    assert len(graph.trained) == 1
+
+
+def test_a_recipe_with_a_bad_setting_is_refused_as_ever(small: Path):
+    with pytest.raises(ConfigError, match="minibatches"):
+        traced("ppo", small, "minibatches=500")
+
+
+def test_groups_as_one_parameter_and_prompts_of_ones_own(small: Path):
+    def step(groups, records):
+        batch = groups.actor.generate_sequences(records)
+        assert batch.get("answer")["answer"] == ["4"] * 3
+        groups.reward.compute_reward(batch)
+
+    graph = hf.trace(step, groups(small), prompts={"prompt": ["2+2="] * 3, "answer": ["4"] * 3})
+    assert list(kinds(graph).values()) == ["generation", "function"]
+    assert graph.trained == frozenset()
+
+
+def test_parameters_that_are_no_group(small: Path):
+    with pytest.raises(ConfigError, match=r"'aktor'.*Did you mean 'actor'"):
+        hf.trace(lambda prompts, aktor: None, groups(small))
+    with pytest.raises(ConfigError, match=r"hf\.trace_spec"):
+        hf.trace(lambda prompts, actor: None, {"actor": "llama"})
+    with pytest.raises(ConfigError, match="calls no group"):
+        hf.trace(lambda prompts: None, groups(small))
+
+
+def test_a_driver_without_a_loader(small: Path):
+    """Its iterations are those that its tracker logs."""
+    done = []
+
+    def driver():
+        actor = hf.ActorWorker.on(hf.ResourcePool([2]), model=small / "model", generate=hf.VLLM(), optim=hf.SGD(lr=1.0))
+        tracker = hf.Tracker("figures")
+        while True:
+            batch = actor.generate_sequences(hf.Batch({"prompt": ["1+1="] * 4}))
+            batch |= actor.compute_log_prob(batch)
+            batch |= {"advantages": batch["old_log_probs"].get()}
+            tracker.log(actor.update_actor(batch), batch.metrics())
+            done.append(actor.save("here"))
+
+    found = trace_driver(driver)
+    assert done[0].endswith("/here")
+    assert list(kinds(found.graph)) == [GENERATE, OLD, UPDATE]
+    assert data(found.graph, UPDATE) == {GENERATE: TEXTS, OLD: "old_log_probs"}
+    assert found.sampled is not None
+    assert (found.sampled.rows, found.sampled.factor, found.sampled.prompt_tokens) == (4, 1, (1,) * 4)
+    assert not Path("figures").exists()
+
+
+def test_a_driver_without_a_loop():
+    with pytest.raises(ConfigError, match="without a loop"):
+        trace_driver(lambda: None)
+
+
+def test_a_loader_that_ends_and_what_comes_after(small: Path):
+    def driver():
+        actor = hf.ActorWorker.on(hf.ResourcePool(1), model=small / "model", generate=hf.VLLM(), optim=hf.SGD(lr=1.0))
+        for prompts in hf.PromptLoader([{"prompt": "1+1="}] * 8, batch_size=8, steps=1):
+            batch = actor.generate_sequences(prompts)
+            batch |= actor.compute_log_prob(batch) | {"advantages": torch.zeros(8)}
+            actor.update_actor(batch, loss=lambda outputs, rows, totals: (outputs["log_probs"].sum(), {}))
+        actor.generate_sequences(hf.Batch({"prompt": ["1+1="]}))
+        actor.close()
+        hf.shutdown()
+
+    graph = trace_driver(driver).graph
+    assert list(kinds(graph)) == [GENERATE, OLD, UPDATE]
+    assert versions(graph) == {(UPDATE, name, 1) for name in kinds(graph)}
+
+
+def test_a_process_that_a_trace_does_not_have():
+    def driver():
+        hf.ResourcePool(2).events()
+
+    with pytest.raises(ConfigError, match=r"no processes.*'events'"):
+        trace_driver(driver)
+
+
+# The papers' programs
+
+
+def test_the_papers_programs():
+    big, little = PUBLISHED["llama3-70b"], PUBLISHED["llama3-7b"]
+    six = ppo(big, little, reward=little, log_probs=False, minibatches=8)
+    assert kinds(six) == {
+        GENERATE: "generation",
+        REF: "inference",
+        "critic.compute_values": "inference",
+        REWARD: "inference",
+        ADVANTAGE: "function",
+        "critic.update_critic": "training",
+        UPDATE: "training",
+    }
+    assert six.models["reference"] == big
+    assert six.call(UPDATE).minibatches == 8
+    assert data(six, UPDATE) == {GENERATE: "prompt_ids response_ids response_mask log_probs", ADVANTAGE: "advantages"}
+    assert data(grpo(little), UPDATE)[REF] == "ref_log_probs"
+    with pytest.raises(ConfigError, match=r"no call.*Did you mean 'actor.update_actor'"):
+        six.call("actor.update")
+    with pytest.raises(ConfigError, match="nothing to plan"):
+        GraphBuilder().graph()

@@ -1,0 +1,223 @@
+"""Calls with layouts of their own: what searches keep to, what a placement says, and which ranks it asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_plans import SMALL, PlainCosts, cluster, grpo_of, obeys
+
+import hybridflow as hf
+from hybridflow.errors import PlacementError
+from hybridflow.placement import CallPlacement, GroupPlacement, Placement
+from hybridflow.planner.describe.graph import Graph, GraphBuilder
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.search.evaluation import Evaluator, options_of
+from hybridflow.planner.search.exact import exact
+from hybridflow.planner.search.mcmc import mcmc
+from hybridflow.planner.search.planning import placement_of
+from hybridflow.planner.search.problem import Problem
+from hybridflow.workers.call_placement import ReplicaPlacement, can_replicate, divided
+
+NODES = (8,)
+
+
+def twice() -> Graph:
+    """A policy that draws twice and is trained twice, and a reward function that is called twice."""
+    program = GraphBuilder({"actor": SMALL, "reward": None})
+    for _ in range(2):
+        program.begin()
+        first = program.call("actor", "generate_sequences", "generation", writes=("response_ids",))
+        second = program.call("actor", "generate_sequences", "generation", writes=("greedy",))
+        for source, column in ((first, "response_ids"), (second, "greedy")):
+            program.call("reward", "compute_reward", "inference", {column: (source,)}, (f"{column}_rewards",))
+        program.call("actor", "compute_log_prob", "inference", {"response_ids": (first,)}, ("old_log_probs",))
+        program.call("actor", "update_actor", "training", {"response_ids": (first,)})
+        program.call("actor", "update_actor", "training", {"greedy": (second,)})
+    return program.graph()
+
+
+def problem_of(graph: Graph, devices: int = 2, *constraints: Any) -> Problem:
+    spec = cluster(1, devices)
+    return Problem(graph, spec, PlainCosts(graph, spec, 1e5), constraints)
+
+
+def at(*devices: int, sizes: tuple[int, int, int]) -> CallPlan:
+    return CallPlan(Mesh(devices), Parallel(*sizes))
+
+
+def test_updates_share_a_layout_and_so_do_generations_and_functions():
+    problem = problem_of(twice())
+    assert {tuple(sorted(names)) for names in problem.alike} == {
+        ("actor.update_actor", "actor.update_actor#2"),
+        ("actor.generate_sequences", "actor.generate_sequences#2"),
+        ("reward.compute_reward", "reward.compute_reward#2"),
+    }
+    whole = {call.name: at(0, 1, sizes=(1, 1, 2)) for call in problem.calls}
+    evaluator = Evaluator(problem, options_of(problem, prune=False))
+    for name, fine in (("actor.update_actor#2", False), ("actor.compute_log_prob", True)):
+        plan = {**whole, name: at(0, sizes=(1, 1, 1))}
+        assert obeys(problem, plan) == fine
+        state = evaluator.state(plan)
+        assert state is not None
+        score = evaluator.score(state)
+        assert score is not None
+        assert score.good == fine
+
+
+@pytest.mark.parametrize("search", [exact, mcmc])
+def test_what_is_found_can_run(search):
+    problem = problem_of(twice())
+    found = search(problem, budget_s=2)
+    assert found is not None
+    assert obeys(problem, found.plan)
+
+
+def test_a_group_with_one_layout():
+    problem = problem_of(grpo_of(SMALL), 4, hf.planner.OneLayout("actor"))
+    home, calls = at(0, 1, 2, 3, sizes=(2, 2, 1)), [call.name for call in problem.calls]
+    plan = dict.fromkeys(calls, home)
+    generates = "actor.generate_sequences"
+    assert obeys(problem, plan)
+    assert obeys(problem, {**plan, generates: at(0, 1, 2, 3, sizes=(1, 2, 2))})
+    assert not obeys(problem, {**plan, generates: at(0, 1, 2, 3, sizes=(1, 4, 1))})
+    assert not obeys(problem, {**plan, generates: at(0, 1, sizes=(1, 2, 1))})
+    assert not obeys(problem, {**plan, "actor.compute_log_prob": at(0, 1, sizes=(1, 2, 1))})
+    assert obeys(problem, {**plan, "reference.compute_ref_log_prob": at(0, 1, sizes=(1, 2, 1))})
+    with pytest.raises(PlacementError, match="no group 'critic'"):
+        problem_of(grpo_of(SMALL), 4, hf.planner.OneLayout("critic"))
+
+
+def test_a_placement_says_which_calls_are_elsewhere(tmp_path: Path):
+    problem = problem_of(grpo_of(SMALL), 4)
+    home = at(0, 1, sizes=(2, 1, 1))
+    plan = {call.name: home for call in problem.calls}
+    plan["actor.generate_sequences"] = at(0, 1, sizes=(1, 1, 2))
+    assert all(not group.elsewhere for group in placement_of(problem, plan, "hand").groups.values())
+    plan["actor.generate_sequences"] = at(2, 3, sizes=(1, 2, 1))
+    plan["actor.compute_log_prob"] = at(0, 1, sizes=(1, 1, 2))
+    placement = placement_of(problem, plan, "hand")
+    assert placement["actor"].elsewhere == (
+        CallPlacement("generate_sequences", (2, 3), (1, 2, 1)),
+        CallPlacement("compute_log_prob", (0, 1), (1, 1, 2)),
+    )
+    placement.save(tmp_path / "plan.yaml")
+    assert Placement.load(tmp_path / "plan.yaml") == placement
+
+
+# Ranks
+
+ACTOR = {
+    "model": "m",
+    "train": hf.Megatron(tp=8, micro_tokens=512),
+    "optim": hf.SGD(lr=1.0),
+    "generate": hf.VLLM(sampling=hf.Sampling(max_tokens=7)),
+    "bucket_mb": None,
+    "offload": ("optimizer",),
+    "overlap": False,
+}
+
+
+def where(*elsewhere: CallPlacement) -> GroupPlacement:
+    train = hf.Megatron(pp=2, tp=2, dp=1, sequence_parallel=True, recompute=True)
+    return GroupPlacement((0, 1, 2, 3), NODES, train, (1, 2), elsewhere, memory_fraction=0.8)
+
+
+def test_replicas_have_what_their_calls_need():
+    parts = divided(
+        hf.ActorWorker,
+        where(
+            CallPlacement("generate_sequences", (4, 5), (1, 2, 1)),
+            CallPlacement("compute_log_prob", (6, 7), (1, 1, 2)),
+            CallPlacement("compute_loss", (6, 7), (1, 1, 2)),
+            CallPlacement("compute_ref_log_prob", (0, 1, 2, 3), (2, 2, 1)),
+        ),
+        ACTOR,
+        "actor",
+    )
+    train = hf.Megatron(tp=1, pp=1, dp=2, micro_tokens=512, recompute=True)
+    inference = {**ACTOR, "train": train, "optim": None, "generate": None, "offload": True}
+    rollout = {
+        "model": "m",
+        "generate": hf.VLLM(tp=2, memory_fraction=0.8, sampling=hf.Sampling(max_tokens=7)),
+        "offload": True,
+    }
+    assert parts.replicas == (
+        ReplicaPlacement(hf.RolloutWorker, (4, 5), rollout),
+        ReplicaPlacement(hf.ActorWorker, (6, 7), inference),
+    )
+    assert parts.schedule == {
+        "generate_sequences": (0,),
+        "compute_log_prob": (1,),
+        "compute_loss": (1,),
+        "compute_ref_log_prob": (None,),
+    }
+    assert parts.settings["generate"] is None, "who does not generate starts no engine"
+    assert parts.settings["offload"] == ()
+    assert parts.settings["optim"] == ACTOR["optim"]
+    assert (parts.settings["train"].pp, parts.settings["train"].tp) == (2, 2)
+
+
+def test_calls_of_one_method_in_their_order():
+    here, there = (
+        CallPlacement("compute_log_prob", (0, 1, 2, 3), (2, 2, 1)),
+        CallPlacement("compute_log_prob", (4,), (1, 1, 1)),
+    )
+    parts = divided(hf.ActorWorker, where(here, there, here), ACTOR, "actor")
+    assert parts.schedule == {"compute_log_prob": (None, 0, None)}
+    assert parts.settings["generate"] == hf.VLLM(tp=2, memory_fraction=0.8, sampling=hf.Sampling(max_tokens=7))
+
+
+def test_generation_within_the_groups_processes_is_the_primarys():
+    parts = divided(hf.ActorWorker, where(CallPlacement("generate_sequences", (0, 1, 2, 3), (1, 2, 2))), ACTOR, "actor")
+    assert not parts.replicas
+    assert parts.schedule == {"generate_sequences": (None,)}
+    assert parts.settings["generate"].tp == 2
+
+
+@pytest.mark.parametrize(
+    ("train", "generate", "followed"),
+    [
+        (hf.FSDP(tp=2, dp=4), (1, 8), False),
+        (hf.ZeRO(stage=3, dp=8), (1, 4), False),
+        (hf.ZeRO(stage=1, dp=8), (1, 8), True),
+        (hf.Megatron(tp=2, dp=4), (1, 4), True),
+        (hf.Megatron(tp=4, dp=2), (1, 2), False),
+    ],
+)
+def test_sharded_weights_are_gathered_to_any_generation_sizes(train, generate, followed):
+    """As `CallPlan.within` prices it."""
+    p, t = generate
+    away = CallPlacement("generate_sequences", tuple(range(8)), (p, t, 8 // t))
+    where = GroupPlacement(away.devices, NODES, train, generate, (away,))
+    settings = {"model": "m", "train": train, "generate": hf.VLLM(), "optim": None}
+    parts = divided(hf.ActorWorker, where, settings, "actor")
+    assert [part.worker_class for part in parts.replicas] == [hf.RolloutWorker] * followed
+    assert (parts.settings["generate"] is None) == followed
+
+
+def test_sharded_replicas_have_sizes_of_their_own():
+    away = CallPlacement("compute_values", (4, 5), (1, 2, 1))
+    where = GroupPlacement((0, 1, 2, 3), NODES, hf.FSDP(dp=4), None, (away,))
+    (part,) = divided(hf.CriticWorker, where, {"model": "m", "train": hf.FSDP(), "optim": None}, "critic").replicas
+    assert part.settings["train"] == hf.FSDP(tp=2)
+
+
+def test_who_can_have_replicas():
+    class Own(hf.ActorWorker):
+        @hf.register(hf.THREE_D_PROTO, repeat=lambda settings, call: 1, carries=True)
+        def generate_sequences(self, batch: Any) -> Any: ...
+
+    adapters = {**ACTOR, "train": hf.FSDP(lora=hf.LoRA())}
+    assert can_replicate(hf.ActorWorker, ACTOR)
+    assert not can_replicate(hf.ActorWorker, adapters)
+    assert not can_replicate(Own, ACTOR)
+    assert can_replicate(Own, {**ACTOR, "generate": None})
+    assert can_replicate(hf.CriticWorker, {"model": "m", "train": hf.Megatron(), "optim": None})
+    assert not can_replicate(hf.RewardWorker, {"model": None, "function": len})
+    assert not can_replicate(hf.RolloutWorker, {"model": "m", "generate": hf.VLLM()})
+    for worker_class, settings in ((hf.ActorWorker, adapters), (Own, ACTOR)):
+        one = CallPlacement("generate_sequences", (4,), (1, 1, 1))
+        with pytest.raises(PlacementError, match=r"on devices 4, and this group .*OneLayout\('actor'\)"):
+            divided(worker_class, where(one), settings, "actor")
