@@ -1,6 +1,8 @@
 """Defaults of every test process and of the processes that tests start; a value set outside wins."""
 
+import multiprocessing
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -26,3 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def left_behind() -> Callable[[], list[str]]:
+    """Processes of multiprocessing that this test started and that still run."""
+    earlier = {child.pid for child in multiprocessing.active_children()}
+    return lambda: [child.name for child in multiprocessing.active_children() if child.pid not in earlier]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import datasets
@@ -19,7 +18,7 @@ def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("models") / "policy")
 
 
-def test_prompts_of_a_dataset_come_with_workers_and_continue(pool, policy, settle):
+def test_prompts_of_a_dataset_come_with_workers_and_continue(pool, policy, settle, left_behind):
     settle()
 
     def loader(workers: int) -> hf.PromptLoader:
@@ -36,7 +35,7 @@ def test_prompts_of_a_dataset_come_with_workers_and_continue(pool, policy, settl
     first = loader(1)
     assert (first.filtered, len(first)) == (2, 4)
     seen = [prompts.get() for prompts in first]
-    assert not [child for child in multiprocessing.active_children() if not child.name.startswith("Spawn")]
+    assert not left_behind()
     assert [row for batch in seen for row in batch["row_id"].tolist()] == list(range(12))
     assert {(row["prompt"], row["answer"]) for batch in seen for row in batch.to_dicts()} == {
         (f"{word} is", word) for word in ("red", "blue", "grey")

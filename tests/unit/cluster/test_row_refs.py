@@ -19,6 +19,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.row_refs import CallOrigin, ColumnRef, Concat, Gather, RankOutput, SplitSpec, locate, sliced
+from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
 from hybridflow.cluster.weight_channels import node_numbers
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError
@@ -237,12 +238,17 @@ def test_columns():
         (lambda ref: BatchRef.concat([]), BatchError, "at least one"),
         (lambda ref: ref.without("tokns"), MissingColumnError, "Did you mean 'tokens'"),
         (lambda ref: list(ref), TypeError, r"iterate over .get\(\)"),
-        (lambda ref: ref.metrics(), BatchError, "no session"),
     ],
 )
 def test_what_a_reference_refuses(wrong, kind, message):
     with pytest.raises(kind, match=message):
         wrong(BatchRef.from_batch(batch_of(4)))
+
+
+def test_metrics_need_a_session(monkeypatch):
+    monkeypatch.setattr(Session, "_current", None)
+    with pytest.raises(BatchError, match="no session"):
+        BatchRef.from_batch(batch_of(4)).metrics()
 
 
 def test_a_part_that_lacks_a_declared_column_names_its_writer():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from typing import Any
@@ -56,7 +55,7 @@ def test_every_state_continues_exactly(rows, batch_size, seed, shuffle, steps, d
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_give_the_same_batches_from_any_point(tokenizer, workers):
+def test_workers_give_the_same_batches_from_any_point(tokenizer, workers, left_behind):
     def source(workers: int) -> PromptSource:
         kind: dict[str, Any] = {"batch_size": 4, "steps": 9, "seed": 5, "tokenizer": tokenizer, "workers": workers}
         return PromptSource(prompts(10), map=lambda record: record | {"length": len(record["prompt"])}, **kind)
@@ -74,7 +73,7 @@ def test_workers_give_the_same_batches_from_any_point(tokenizer, workers):
         resumed.load_state(json.loads(json.dumps(first.state())))
         for rest in (resumed, first):
             assert all(a.equal(b) for a, b in zip(whole[drawn:], rest, strict=True))
-    assert not [child for child in multiprocessing.active_children() if not child.name.startswith("Spawn")]
+    assert not left_behind()
 
 
 def test_a_state_takes_effect_while_batches_are_drawn():
@@ -95,7 +94,7 @@ def test_workers_leave_the_driver_as_it_was():
     assert dict(os.environ) == environment
 
 
-def test_errors_of_workers_are_those_of_the_driver():
+def test_errors_of_workers_are_those_of_the_driver(left_behind):
     calls = {"left": 3}
 
     def runs_out(record: dict) -> dict:
@@ -108,10 +107,10 @@ def test_errors_of_workers_are_those_of_the_driver():
     with pytest.raises(PromptError, match=r"^record \d: map=runs_out raised KeyError: 'gone'\.$"):
         next(iter(source))
     assert source.state()["drawn"] == 0
-    assert not [child for child in multiprocessing.active_children() if not child.name.startswith("Spawn")]
+    assert not left_behind()
 
 
-def test_a_worker_that_dies_is_reported():
+def test_a_worker_that_dies_is_reported(left_behind):
     here = os.getpid()
 
     def dies(record: dict) -> dict:
@@ -121,7 +120,7 @@ def test_a_worker_that_dies_is_reported():
 
     with pytest.raises(WorkerError, match=r"a process of the loader \(workers=2\) failed.*(exited|killed)"):
         next(iter(PromptSource(prompts(3), batch_size=2, workers=2, map=dies)))
-    assert not [child for child in multiprocessing.active_children() if not child.name.startswith("Spawn")]
+    assert not left_behind()
 
 
 def test_a_state_of_another_run_is_refused(tokenizer):
