@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_tasks import boxes, build, share
-from example_models import VOCABULARY, load_model, loss_of, make_batch, totals_of
-from rank_processes import World
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
@@ -19,6 +16,9 @@ from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engines.checkpoint.reader import Checkpoint, read_boxes
 from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.models.hf_spec import read_spec
+from tests.contracts.engine_tasks import boxes, build, share
+from tests.contracts.example_models import VOCABULARY, load_model, loss_of, make_batch, totals_of
+from tests.contracts.rank_processes import World
 
 LR, UPDATES = 0.05, 2
 _OLD: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None}

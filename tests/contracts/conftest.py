@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from example_models import (
+
+from tests.contracts.example_models import (
     FAMILIES,
     Oracle,
     load_model,
@@ -20,8 +21,8 @@ from example_models import (
     reference_scores,
     reference_token_scores,
 )
-from rank_processes import RankProcesses, World
-from train_contract import FEW_KV, OPTIMIZERS, UPDATED, UPDATES
+from tests.contracts.rank_processes import RankProcesses, World
+from tests.contracts.train_contract import FEW_KV, OPTIMIZERS, UPDATED, UPDATES
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from example_models import loss_of, make_batch, spec_of
-from rank_processes import World
 from torch import Tensor
 
 from hybridflow import config
@@ -22,6 +20,8 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.errors import CheckpointError
 from hybridflow.topology import RankGrid
+from tests.contracts.example_models import loss_of, make_batch, spec_of
+from tests.contracts.rank_processes import World
 
 
 def build(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import engine_tasks as tasks
 import torch
-from example_models import loss_of, make_batch
-from rank_processes import World
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.models.hf_spec import read_spec
+from tests.contracts import engine_tasks as tasks
+from tests.contracts.example_models import loss_of, make_batch
+from tests.contracts.rank_processes import World
 
 
 def boxes(engine: Any, layout: Layout, tensors: Any) -> list[tuple[str, tuple, tuple, Tensor]]:

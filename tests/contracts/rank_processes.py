@@ -27,7 +27,7 @@ TIMEOUT = 120.0
 THREADS = 40
 PRELOADED = [
     *[f"hybridflow.engines.{backend}.engine" for backend in ("megatron", "fsdp", "zero")],
-    *("hybridflow.engines.train_backends", "peft", "engine_tasks", "state_tasks"),
+    *("hybridflow.engines.train_backends", "peft", "tests.contracts.engine_tasks", "tests.contracts.state_tasks"),
 ]
 
 

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_tasks import boxes, build, share
-from example_models import load_model, make_batch, reference, relative, totals_of
-from rank_processes import World
-from state_tasks import state_boxes
 from torch import Tensor
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD
 from hybridflow.models.spec import ModelSpec
+from tests.contracts.engine_tasks import boxes, build, share
+from tests.contracts.example_models import load_model, make_batch, reference, relative, totals_of
+from tests.contracts.rank_processes import World
+from tests.contracts.state_tasks import state_boxes
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 # all updates together are a few roundings of the parameters: those of bfloat16 would be off by a tenth of them

@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_tasks import broken_gradients, build, share
-from example_models import loss_of, make_batch
-from rank_processes import World, threads
-from state_tasks import move, update
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from tests.contracts.engine_tasks import broken_gradients, build, share
+from tests.contracts.example_models import loss_of, make_batch
+from tests.contracts.rank_processes import World, threads
+from tests.contracts.state_tasks import move, update
 
 
 def bytes_held(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> dict[str, int]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_tasks import boxes, build
-from rank_processes import World
 from torch import Tensor
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD
+from tests.contracts.engine_tasks import boxes, build
+from tests.contracts.rank_processes import World
 from tests.example_losses import make_loss
 
 Cases = Sequence[tuple[str, str]]

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_tasks import boxes, broken_gradients, build, share
-from example_models import loss_of, make_batch
-from rank_processes import World
 from torch import Tensor
 
 from hybridflow.algorithms.registry import policy_loss, value_loss
@@ -23,6 +20,9 @@ from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.engines.contract import UNSET
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import read_spec
+from tests.contracts.engine_tasks import boxes, broken_gradients, build, share
+from tests.contracts.example_models import loss_of, make_batch
+from tests.contracts.rank_processes import World
 
 Boxes = list[tuple[str, tuple, tuple, Tensor]]
 

@@ -9,13 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import any_model_tasks as tasks
 import pytest
 import torch
-from any_model_tasks import FAMILIES, expected, make
-from example_models import relative
 from safetensors.torch import load_file, save_file
-from train_contract import whole
 
 from hybridflow.config import FSDP, Megatron, ZeRO
 from hybridflow.engines.checkpoint.reader import Checkpoint
@@ -23,6 +19,10 @@ from hybridflow.engines.fsdp.layout import weights_layout
 from hybridflow.errors import CheckpointError, ModelError
 from hybridflow.models.hf_spec import TransformersSpec, read_spec
 from hybridflow.models.packing_support import is_packable
+from tests.contracts import any_model_tasks as tasks
+from tests.contracts.any_model_tasks import FAMILIES, expected, make
+from tests.contracts.example_models import relative
+from tests.contracts.train_contract import whole
 
 STRATEGIES = {"fsdp-2": FSDP(micro_tokens=40), "zero-2": ZeRO(stage=2, micro_tokens=40)}
 PACKED = {"gemma2", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "granite", "mixtral"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rounding
-from example_models import spec_of
-from rounding import Errors, Exact, Tolerance
-from train_contract import count, joined, whole
 
 from hybridflow.config import FSDP, Megatron, ZeRO
+from tests.contracts import rounding
+from tests.contracts.example_models import spec_of
+from tests.contracts.rounding import Errors, Exact, Tolerance
+from tests.contracts.train_contract import count, joined, whole
 
 SMALL: dict[str, Any] = {"micro_tokens": 48}  # several micro-batches
 CASES: dict[str, tuple[Any, tuple[int, int, int]]] = {

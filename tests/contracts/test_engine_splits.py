@@ -6,12 +6,12 @@ import itertools
 from pathlib import Path
 
 import pytest
-import split_tasks as tasks
 import torch
-from rank_processes import RankProcesses
 
 from hybridflow.batch.row_split import balance
 from hybridflow.config import Megatron
+from tests.contracts import split_tasks as tasks
+from tests.contracts.rank_processes import RankProcesses
 from tests.example_losses import AGGREGATIONS, LOSSES
 from tests.tiny_models import make_classifier, make_policy
 

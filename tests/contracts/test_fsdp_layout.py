@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_models import wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import World
 from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Layout
@@ -23,6 +21,8 @@ from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.errors import LayoutError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
+from tests.contracts.rank_processes import World
+from tests.fsdp_models import wrap
 
 # nothing divides by 4; 61 rows of the vocabulary leave 21, 21, 19 on three ranks and 31, 30 on two
 SIZES: dict[str, Any] = {
@@ -78,7 +78,7 @@ def holds_its_boxes(layout: Layout, rank: int, storage: dict[str, Tensor], truth
 
 def on_a_mesh(world: World, name: str, label: str) -> dict[str, Any] | None:
     """Wrap the model, compare every box with the whole model, train a step, and compare again."""
-    from dtensor_layouts import dtensor_layout, dtensor_storage
+    from tests.dtensor_layouts import dtensor_layout, dtensor_storage
 
     family, tied, replicate, shard, tp, trains = MESHES[name]
     first = WORLD - replicate * shard * tp
@@ -110,9 +110,10 @@ def on_a_mesh(world: World, name: str, label: str) -> dict[str, Any] | None:
 
 def refused(world: World, name: str) -> dict[str, str]:
     """What cannot be a layout, each with its error."""
-    from dtensor_layouts import dtensor_layout
     from torch.distributed.tensor import DTensor, Partial, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
+
+    from tests.dtensor_layouts import dtensor_layout
 
     model: Any = make_model("llama", True)
     whole = make_mesh(world.context(name, RankGrid(d=WORLD)), (1, 3, 2))

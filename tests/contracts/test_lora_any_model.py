@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lora_tasks as tasks
 import pytest
 import torch
-from any_model_tasks import reference, tensors
-from example_models import VOCABULARY, load_model, loss_of, make_batch, relative, totals_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from train_contract import whole
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config import FSDP, SGD, LoRA
 from hybridflow.engines.lora.targets import adapter_tensors, module_names, modules
 from hybridflow.models.hf_spec import TransformersSpec, read_spec
 from hybridflow.models.spec import Decoder
+from tests.contracts import lora_tasks as tasks
+from tests.contracts.any_model_tasks import reference, tensors
+from tests.contracts.example_models import VOCABULARY, load_model, loss_of, make_batch, relative, totals_of
+from tests.contracts.train_contract import whole
 
 RANK, ALPHA, LR, STEPS = 2, 3, 0.05, 2
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": None}

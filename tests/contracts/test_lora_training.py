@@ -7,17 +7,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-import lora_tasks as tasks
 import pytest
 import torch
-from example_models import load_model, loss_of, make_batch, reference, relative, spec_of, totals_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from train_contract import OPTIMIZERS, joined, values_of, whole
 
 from hybridflow.config import FSDP, SGD, Adam, LoRA
 from hybridflow.engines.lora.saved import read_config
 from hybridflow.engines.lora.targets import trained_tensors
+from tests.contracts import lora_tasks as tasks
+from tests.contracts.example_models import load_model, loss_of, make_batch, reference, relative, spec_of, totals_of
+from tests.contracts.train_contract import OPTIMIZERS, joined, values_of, whole
 
 SMALL: dict[str, Any] = {"micro_tokens": 48}
 CASES: dict[str, tuple[dict[str, Any], int]] = {

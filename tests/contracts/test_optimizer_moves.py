@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import state_tasks as tasks
 import torch
-from example_models import make_model, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_train_engine import Sizes, count, megatron, whole
 
 from hybridflow.config import SGD, Adam, Megatron
 from hybridflow.engines.megatron.layout import megatron_layout, state_layout
@@ -22,6 +19,9 @@ from hybridflow.engines.megatron.units import stages, units
 from hybridflow.engines.step_partition import step_groups
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
+from tests.contracts import state_tasks as tasks
+from tests.contracts.example_models import make_model, spec_of
+from tests.contracts.test_train_engine import Sizes, count, megatron, whole
 
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
 MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)

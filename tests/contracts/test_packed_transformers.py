@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_models import FAMILIES, load_model, make_batch, make_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.micro_batches import Split, in_order
 from hybridflow.errors import ModelError
+from tests.contracts.example_models import FAMILIES, load_model, make_batch, make_model
 
 SIZES = {
     "vocab_size": 61,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import engine_tasks as tasks
 import pytest
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.config import FSDP, Megatron, ZeRO
+from tests.contracts import engine_tasks as tasks
 
 MODELS = [("llama", "lm"), ("qwen3-tied", "lm"), ("mistral", "lm"), ("qwen2-two-kv", "lm"), ("llama", "value")]
 FEW = [("mistral", "lm"), ("llama", "value")]  # windows of attention, and another head

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import engine_tasks as tasks
 import pytest
-import state_tasks
 import torch
-from example_models import make_batch, relative, spec_of
-from train_contract import (
+
+from hybridflow.config import FSDP, SGD, Adam, LoRA, ZeRO
+from tests.contracts import engine_tasks as tasks
+from tests.contracts import state_tasks
+from tests.contracts.example_models import make_batch, relative, spec_of
+from tests.contracts.train_contract import (
     OPTIMIZERS,
     UPDATED,
     Sizes,
@@ -24,8 +26,6 @@ from train_contract import (
     values_of,
     whole,
 )
-
-from hybridflow.config import FSDP, SGD, Adam, LoRA, ZeRO
 
 Case = tuple[FSDP | ZeRO, Sizes]
 SMALL: dict[str, Any] = {"micro_tokens": 48}  # several micro-batches

@@ -10,20 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import engine_tasks
 import pytest
-import sharded_tasks as tasks
-import state_tasks
 import torch
-from example_models import make_model, spec_of
 from safetensors.torch import save_file
-from train_contract import whole
 
 from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, fsdp_layout
 from hybridflow.engines.weights import initialise
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
+from tests.contracts import engine_tasks, state_tasks
+from tests.contracts import sharded_tasks as tasks
+from tests.contracts.example_models import make_model, spec_of
+from tests.contracts.train_contract import whole
 
 ADAM = Adam(lr=0.02, eps=1e-3, betas=(0.9, 0.95), clip_grad=0.7, weight_decay=0.01)
 MOMENTUM = SGD(lr=0.05, momentum=0.5, clip_grad=0.7)

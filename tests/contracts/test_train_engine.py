@@ -10,17 +10,19 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import engine_tasks as tasks
 import pytest
 import torch
-from example_models import (
+
+from hybridflow.config import SGD, Adam, Megatron
+from tests.contracts import engine_tasks as tasks
+from tests.contracts.example_models import (
     VOCABULARY,
     make_batch,
     relative,
     spec_of,
 )
-from rank_processes import RankProcesses
-from train_contract import (
+from tests.contracts.rank_processes import RankProcesses
+from tests.contracts.train_contract import (
     FEW_KV,
     OPTIMIZERS,
     UPDATED,
@@ -34,8 +36,6 @@ from train_contract import (
     values_of,
     whole,
 )
-
-from hybridflow.config import SGD, Adam, Megatron
 
 SMALL = sorted(s for s in itertools.product(range(1, 5), repeat=3) if s[0] * s[1] * s[2] <= 4)
 UPDATE = [

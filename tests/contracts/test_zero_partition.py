@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-import zero_tasks as tasks
-from example_models import Oracle, load_model, make_batch, make_model, relative, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from train_contract import whole
 
 from hybridflow.config import SGD, Adam
 from hybridflow.engines.step_partition import step_groups
 from hybridflow.engines.zero.layout import ALIGNMENT, optimizer_layout, parameter_layout, units
 from hybridflow.models.spec import ModelSpec
+from tests.contracts import zero_tasks as tasks
+from tests.contracts.example_models import Oracle, load_model, make_batch, make_model, relative, spec_of
+from tests.contracts.train_contract import whole
 
 STAGES = [1, 2]
 MODELS = [("llama", "lm"), ("qwen3-tied", "lm"), ("qwen2", "value")]

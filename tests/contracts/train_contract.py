@@ -8,16 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import engine_tasks as tasks
 import pytest
-import state_tasks
 import torch
-from example_models import relative, spec_of
-from rank_processes import RankProcesses
 from torch import Tensor
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.config import SGD, Adam, TrainStrategy
+from tests.contracts import engine_tasks as tasks
+from tests.contracts import state_tasks
+from tests.contracts.example_models import relative, spec_of
+from tests.contracts.rank_processes import RankProcesses
 
 Sizes = tuple[int, int, int]
 Key = tuple[str, str]

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_tasks import share
-from example_models import load_model, loss_of, make_batch, reference, spec_of, totals_of
-from rank_processes import World
 from torch import Tensor, nn
 
 from hybridflow import config
@@ -27,6 +24,9 @@ from hybridflow.engines.zero.layout import optimizer_layout
 from hybridflow.engines.zero.shards import ZeroShards
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.topology import RankGrid
+from tests.contracts.engine_tasks import share
+from tests.contracts.example_models import load_model, loss_of, make_batch, reference, spec_of, totals_of
+from tests.contracts.rank_processes import World
 
 Boxes = list[tuple[str, tuple, tuple, Tensor]]
 MICRO_BATCHES = 2

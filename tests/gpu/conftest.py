@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contracts"))
-
-from rank_processes import TIMEOUT, World
-
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.topology import RankGrid
+from tests.contracts.rank_processes import TIMEOUT, World
 
 DEVICE, BACKEND = torch.device("cuda", 0), "nccl"
 

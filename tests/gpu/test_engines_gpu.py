@@ -9,16 +9,15 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import engine_tasks as tasks
 import pytest
-import rounding
-import state_tasks
 import torch
-from example_models import make_model, spec_of
-from rounding import Exact, Tolerance
-from train_contract import whole
 
 from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
+from tests.contracts import engine_tasks as tasks
+from tests.contracts import rounding, state_tasks
+from tests.contracts.example_models import make_model, spec_of
+from tests.contracts.rounding import Exact, Tolerance
+from tests.contracts.train_contract import whole
 
 pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {"micro_tokens": 48, "dtype": "bfloat16"}  # several micro-batches

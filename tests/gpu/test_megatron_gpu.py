@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from example_models import load_model, loss_of, make_batch, make_model, reference, spec_of, totals_of
 
 from hybridflow.config import SGD, Adam, Megatron
 from hybridflow.topology import RankGrid
+from tests.contracts.example_models import load_model, loss_of, make_batch, make_model, reference, spec_of, totals_of
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.gpu

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contracts"))
-
-from plain_holders import PlainGenerator, PlainTrainer
 
 from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
+from tests.contracts.plain_holders import PlainGenerator, PlainTrainer
 
 pytestmark = pytest.mark.gpu
 SPEC = ModelSpec(

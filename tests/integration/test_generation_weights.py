@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import make_policy, make_rows
 
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.config import VLLM, Adam, Megatron, Sampling
@@ -35,6 +34,7 @@ from hybridflow.engines.process_groups import RankContext
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts.rank_processes import RankProcesses, World
+from tests.tiny_models import make_policy, make_rows
 
 PROMPTS = [[5, 9, 33, 49], [12, 7], [3, 3, 40, 41, 42, 8], [30]]
 TOKENS = 8
@@ -87,10 +87,10 @@ def with_megatron(context: RankContext, sizes: tuple[int, int, int], source: Pat
 
 def with_torch(context: RankContext, sizes: tuple[int, int, int], source: Path, target: Path) -> Any:
     """A transformers model under FSDP2, exported by torch's own gathering."""
-    from fsdp_models import wrap
     from transformers import AutoModelForCausalLM
 
     from hybridflow.engines.fsdp.sharded import make_mesh
+    from tests.fsdp_models import wrap
 
     model: Any = wrap(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), make_mesh(context, sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, foreach=False)
@@ -133,7 +133,7 @@ def generate(world: World, group: str, case: str, fresh: str, moved: str, root: 
 
 
 def move_from_torch(model: Any, engine: Any, spec: ModelSpec, context: RankContext) -> None:
-    from dtensor_layouts import dtensor_layout, dtensor_storage
+    from tests.dtensor_layouts import dtensor_layout, dtensor_storage
 
     weights = plan(dtensor_layout(model, spec=spec), engine.layout(), rank=context.rank)
     execute(weights, dtensor_storage(model), engine.storage(), context.groups.everyone(), context.rank)

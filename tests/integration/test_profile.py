@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
 
 from hybridflow import cli
 from hybridflow.cluster.session import Session
@@ -18,6 +17,7 @@ from hybridflow.planner.describe.graph import ppo
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
 from hybridflow.profiling import profile
+from tests import tiny_models
 
 
 @pytest.mark.timeout(280)

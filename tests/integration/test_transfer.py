@@ -16,9 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from example_layouts import SPEC, placed, whole
-from transfer_pairs import RANKS, empty, values_of
-from transfer_tasks import Watch, member
 
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engine3d.plan.chunks import DIRECT_BYTES
@@ -26,6 +23,9 @@ from hybridflow.engine3d.plan.plan import plan
 from hybridflow.engine3d.transfer.transfer import Transfer, execute
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.errors import LayoutError
+from tests.example_layouts import SPEC, placed, whole
+from tests.integration.transfer_pairs import RANKS, empty, values_of
+from tests.integration.transfer_tasks import Watch, member
 
 
 @pytest.fixture(scope="module")

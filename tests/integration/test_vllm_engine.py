@@ -16,13 +16,23 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
-from vllm_scenarios import CONTEXT, EOS, FAMILIES, GREEDY, PROMPTS, RANDOM, SCENARIOS, process, save_model
 
 from hybridflow.config import VLLM
 from hybridflow.engines.vllm.layout import stage_layers
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import ModelSpec
+from tests.integration.vllm_scenarios import (
+    CONTEXT,
+    EOS,
+    FAMILIES,
+    GREEDY,
+    PROMPTS,
+    RANDOM,
+    SCENARIOS,
+    process,
+    save_model,
+)
 
 
 @pytest.fixture(scope="module")

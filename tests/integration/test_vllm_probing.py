@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from probing_tasks import PROMPTS, generated, packed, same_regions
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config import VLLM
@@ -16,6 +15,7 @@ from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ModelError
 from hybridflow.models.hf_spec import TransformersSpec
 from tests.contracts.rank_processes import RankProcesses
+from tests.integration.probing_tasks import PROMPTS, generated, packed, same_regions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 70,  # vLLM pads them to 128

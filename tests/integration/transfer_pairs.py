@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from example_layouts import SPEC, TIED, fused, some_layout, storage_shapes
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.models.spec import ModelSpec
+from tests.example_layouts import SPEC, TIED, fused, some_layout, storage_shapes
 
 RANKS = 8
 _SIXES = {"family": "llama", "hidden": 6, "intermediate": 12, "layers": 3, "heads": 6, "head_dim": 2, "vocab": 11}

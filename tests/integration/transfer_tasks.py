@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from example_layouts import SPEC, fused, placed, whole
-from transfer_pairs import MHA, RANKS, Pair, empty, fill, filled, flat, missing, some_pair, values_of
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.offloadable import Residency
@@ -22,6 +20,8 @@ from hybridflow.engine3d.transfer.transfer import Transfer, execute
 from hybridflow.engines.checkpoint.writer import save_checkpoint
 from hybridflow.engines.process_groups import ProcessGroups
 from hybridflow.errors import CheckpointError, LayoutError, WaitTimeoutError
+from tests.example_layouts import SPEC, fused, placed, whole
+from tests.integration.transfer_pairs import MHA, RANKS, Pair, empty, fill, filled, flat, missing, some_pair, values_of
 
 PAIRS, CYCLES = 510, 24
 CPU = torch.device("cpu")

@@ -41,7 +41,7 @@ def test_a_wrong_name_gets_the_nearest_setting():
         (lambda: Megatron(pp=True), "pp=True"),
         (lambda: Megatron(micro_tokens=0), "micro_tokens=0"),
         (lambda: Megatron(pp=2, stage_layers=(3,)), r"stage_layers=\(3,\).* each of the pp=2 stages"),
-        (lambda: Megatron(pp=2, stage_layers=[3, 0]), r"stage_layers=\[3, 0\].* at least 1"),
+        (lambda: Megatron(pp=2, stage_layers=[3, 0]), r"stage_layers=\(3, 0\).* at least 1"),
         (lambda: Megatron(stage_layers=4), "stage_layers=4"),
         (lambda: Megatron(dtype="bfloat"), "'bfloat'.* Did you mean 'bfloat16'"),
         (lambda: Sampling(max_tokens=0), "max_tokens=0"),

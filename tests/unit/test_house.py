@@ -186,12 +186,6 @@ def test_late_imports_are_of_heavy_packages_only():
     report([f"{i} inside a function: move it to the top" for i in imports() if i.late and not allowed(i)])
 
 
-def test_files_of_tests_have_names_of_their_own():
-    """Test files are modules without a package: two of one name cannot be collected together."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
-    assert [name for name, count in names.items() if count > 1] == []
-
-
 def test_files_and_functions_stay_small():
     over = []
     for path in [*sources(), *sorted(RECIPES.rglob("*.py"))]:

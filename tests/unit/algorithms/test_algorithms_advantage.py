@@ -182,7 +182,7 @@ def test_losses_say_what_they_need_and_travel():
         (lambda: policy_loss("pppo"), "Did you mean 'ppo'"),
         (lambda: policy_loss("ppo", clipp=0.1), "Did you mean 'clip'"),
         (lambda: policy_loss("ppo", aggregation="token"), "Did you mean 'token-mean'"),
-        (lambda: policy_loss("ppo", kl="k4"), "KL estimator"),
+        (lambda: policy_loss("ppo", kl="k4"), "Did you mean 'k3'"),
         (lambda: policy_loss(mine, wight=1.0), "Did you mean 'weight'"),
         (lambda: value_loss("ppo"), "value loss 'ppo' is unknown"),
     ):

@@ -366,7 +366,7 @@ def test_sums_are_divided_by_a_norm():
         ("cispo", {"entropy_cof": 0.2}, "Did you mean 'entropy_coef'"),
         ("geo_mean", {"entropy_coef": math.inf}, r"entropy_coef=inf\): must be a finite number"),
         ("reinforce", {"clip": 0.2}, "has no setting 'clip'"),
-        ("reinforce", {"kl": "k4"}, "KL estimator 'k4'"),
+        ("reinforce", {"kl": "k4"}, "kl='k4'.*'k3'"),
         ("reinforce", {"aggregation": "token"}, "Did you mean 'token-mean'"),
         ("ppo", {"rollout_correction": "tokens"}, "level='tokens'.*Did you mean 'token'"),
         ("ppo", {"rollout_correction": 2.0}, "give 'token', 'sequence', 'geometric'"),

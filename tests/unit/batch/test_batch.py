@@ -7,13 +7,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from example_batches import batches, make, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, MissingColumnError
+from tests.example_batches import batches, make, quick
 
 
 def test_columns_of_every_kind():

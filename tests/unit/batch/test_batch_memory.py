@@ -8,12 +8,12 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from example_batches import batches, make, quick
 from hypothesis import given
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import decode, encode, from_array, is_read_only, same
 from hybridflow.batch.ragged import Ragged
+from tests.example_batches import batches, make, quick
 
 
 @quick

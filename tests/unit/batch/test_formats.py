@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from example_batches import batches, make, quick
 from hypothesis import given
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects, same
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
+from tests.example_batches import batches, make, quick
 
 
 def test_from_dicts_chooses_types_by_value_not_by_chance():

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from example_batches import make
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import BatchError, MissingColumnError
+from tests.example_batches import make
 
 KINDS = {"Batch": lambda batch: batch, "BatchRef": BatchRef.from_batch}
 batch_only = pytest.mark.parametrize("of", [KINDS["Batch"]], ids=["Batch"])

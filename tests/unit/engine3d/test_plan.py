@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from example_layouts import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.plan.plan import Move, WeightPlan, plan
+from hybridflow.errors import LayoutError
+from tests.example_layouts import (
     SIX,
     SPEC,
     TIED,
@@ -21,12 +27,6 @@ from example_layouts import (
     storage_shapes,
     whole,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan.plan import Move, WeightPlan, plan
-from hybridflow.errors import LayoutError
 
 RANKS = 6
 specs, seeds = st.sampled_from([SPEC, TIED, SIX]), st.integers(0, 10**6)

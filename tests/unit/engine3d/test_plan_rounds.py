@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from example_layouts import SIX, SPEC, TIED, any_layout, fused, placed, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.plan.chunks import cut
 from hybridflow.engine3d.plan.plan import Move, WeightPlan, plan
+from tests.example_layouts import SIX, SPEC, TIED, any_layout, fused, placed, whole
 
 RANKS = 6
 specs, seeds = st.sampled_from([SPEC, TIED, SIX]), st.integers(0, 10**6)

@@ -8,7 +8,6 @@ from itertools import combinations
 from math import prod
 
 import pytest
-from example_layouts import SIX, SPEC, TIED, any_layout, elements, fused, placed, side_by_side, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from hybridflow.engine3d.plan.routing import LONG, WIDE, Routes, Send
 from hybridflow.errors import LayoutError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
+from tests.example_layouts import SIX, SPEC, TIED, any_layout, elements, fused, placed, side_by_side, whole
 
 RANKS = 6
 specs, seeds = st.sampled_from([SPEC, TIED, SIX]), st.integers(0, 10**6)

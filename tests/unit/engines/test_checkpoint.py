@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from example_layouts import fused, row_shards, storage_shapes, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -25,6 +24,7 @@ from hybridflow.engines.checkpoint.reader import INDEX, SINGLE, Checkpoint, read
 from hybridflow.engines.checkpoint.writer import file_contents, read_beside, save_checkpoint
 from hybridflow.errors import CheckpointError
 from hybridflow.models.spec import ModelSpec
+from tests.example_layouts import fused, row_shards, storage_shapes, whole
 
 SIZES = {
     "hidden_size": 64,

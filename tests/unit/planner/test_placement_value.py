@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, grpo_of, ppo_of
 
 from hybridflow.config import FSDP, Megatron
 from hybridflow.errors import ConfigError, PlacementError
@@ -25,6 +24,7 @@ from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.problem import Problem
+from tests.example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, grpo_of, ppo_of
 
 WORK = Workload(rows=512, prompt=512, response=512)
 GROUPS = ("actor", "critic", "reference", "reward")

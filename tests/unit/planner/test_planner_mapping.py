@@ -8,7 +8,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from hybridflow.planner.search.mcmc import mcmc
 from hybridflow.planner.search.meshes import generation_sizes, strategies
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.problem import Problem
+from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
 
 GRAPH = grpo_of(SMALL, LARGE)
 WORK = Workload(rows=64, prompt=128, response=128)

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -20,6 +19,7 @@ from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
 from hybridflow.planner.search.meshes import sizes
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import undominated
+from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from itertools import combinations_with_replacement, permutations, product
 
 import numpy as np
 import pytest
-from example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.similarity import best_pair, similarity
 from hybridflow.planner.search.stages import undominated
+from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
 
 TOKENS = 2e5
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from example_plans import LARGE, SMALL, ppo_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from hybridflow.planner.describe.graph import ppo
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
+from tests.example_plans import LARGE, SMALL, ppo_of
 
 GRAPH = ppo_of(SMALL, LARGE)
 HALVES = ((2.0, 1.0), (4.0, 2.0))  # four devices on two cores

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from example_plans import LLAMA_7B, SMALL, grpo_of, ppo_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.planner.cost.timeline import busiest, moves, simulate
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
+from tests.example_plans import LLAMA_7B, SMALL, grpo_of, ppo_of
 
 SIX = ppo_of(LLAMA_7B, LLAMA_7B, log_probs=False)
 NAMES = (

@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from example_plans import LLAMA_7B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from hybridflow.planner.cost.reallocation_cost import Grid, LayoutChange, Volume
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import CallPlan
 from hybridflow.planner.search.meshes import meshes, strategies
+from tests.example_plans import LLAMA_7B
 
 SPEC, SIZE = ClusterSpec.of("a100:3x4"), Sizes.of(LLAMA_7B)
 PLANS = [CallPlan(mesh, p) for mesh in meshes(SPEC) for p in strategies(LLAMA_7B, mesh.size, min(4, mesh.size))]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_plans import SMALL, PlainCosts, cluster, grpo_of, obeys
 
 import hybridflow as hf
 from hybridflow.errors import PlacementError
@@ -19,6 +18,7 @@ from hybridflow.planner.search.mcmc import mcmc
 from hybridflow.planner.search.planning import placement_of
 from hybridflow.planner.search.problem import Problem
 from hybridflow.workers.call_placement import ReplicaPlacement, can_replicate, divided
+from tests.example_plans import SMALL, PlainCosts, cluster, grpo_of, obeys
 
 NODES = (8,)
 
