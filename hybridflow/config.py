@@ -10,10 +10,21 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.settings import as_tuple, at_least, one_of, require, settings, true_or_false, whole
+from hybridflow.settings import (
+    Check,
+    Count,
+    NonNegative,
+    Positive,
+    PositiveFraction,
+    Size,
+    is_number,
+    is_whole,
+    require,
+    settings,
+)
 from hybridflow.topology import RankGrid
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -52,19 +63,15 @@ class Optimizer:
     over `total_steps` (needed unless the schedule is constant).
     """
 
-    lr: float
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
+    lr: NonNegative
+    weight_decay: NonNegative = 0.0
+    clip_grad: NonNegative = 1.0
     schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    min_lr: float = 0.0
+    warmup_steps: Count = 0
+    total_steps: Size | None = None
+    min_lr: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "lr", "weight_decay", "clip_grad", "min_lr")
-        whole(self, 0, "warmup_steps")
-        whole(self, 1, "total_steps")
-        one_of(self, "schedule", Schedule)
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{type(self).__name__}(schedule={self.schedule!r}) needs total_steps=.")
 
@@ -79,31 +86,24 @@ class Optimizer:
         return self.min_lr + (self.lr - self.min_lr) * shape
 
 
+def _are_betas(value: Any) -> bool:
+    betas = value if isinstance(value, list | tuple) else ()
+    return len(betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
+
+
 @settings
 class Adam(Optimizer):
     """AdamW (decoupled weight decay)."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "eps")
-        as_tuple(self, "betas")
-        require(
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"Adam(betas={self.betas}): two in [0, 1)."
-        )
+    betas: Annotated[tuple[float, float], Check("two numbers in [0, 1)", _are_betas)] = (0.9, 0.95)
+    eps: NonNegative = 1e-8
 
 
 @settings
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum."""
 
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "momentum")
+    momentum: NonNegative = 0.0
 
 
 @runtime_checkable
@@ -131,30 +131,22 @@ class Megatron:
     default as even as can be, larger stages first.
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int | None = None
+    tp: Size = 1
+    pp: Size = 1
+    dp: Size | None = None
     sequence_parallel: bool = False
     dtype: DType | None = None
-    micro_tokens: int = 16384
+    micro_tokens: Size = 16384
     packed: bool = True
     recompute: bool = False
     stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        whole(self, 1, "tp", "pp", "dp", "micro_tokens")
-        true_or_false(self, "sequence_parallel", "packed", "recompute")
-        if (given := self.stage_layers) is not None:
-            require(
-                isinstance(given, list | tuple)
-                and len(given) == self.pp
-                and all(type(n) is int and n >= 1 for n in given),
-                f"Megatron(stage_layers={self.stage_layers}): give one whole number of at least 1 for each of the "
-                f"pp={self.pp} stages.",
-            )
-            as_tuple(self, "stage_layers")
-        if self.dtype is not None:
-            one_of(self, "dtype", DType)
+        given = self.stage_layers
+        require(
+            given is None or (len(given) == self.pp and all(type(n) is int and n >= 1 for n in given)),
+            f"Megatron(stage_layers={given}): give one whole number of at least 1 for each of the pp={self.pp} stages.",
+        )
 
     def grid(self, devices: int) -> RankGrid:
         dp = _data_parallel(self, {"tp": self.tp, "pp": self.pp}, self.dp, devices)
@@ -171,22 +163,17 @@ class LoRA:
     training. `start` is a directory in peft's format whose adapters are trained on; without it B begins as zero.
     """
 
-    rank: int = 16
-    alpha: float = 32
+    rank: Size = 16
+    alpha: Positive = 32
     targets: tuple[str, ...] = ("all-linear",)
-    dropout: float = 0.0
+    dropout: Annotated[float, Check("a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1)] = 0.0
     start: str | None = None
 
     def __post_init__(self) -> None:
-        whole(self, 1, "rank")
-        at_least(self, 0, "alpha", "dropout")
-        require(self.alpha > 0, f"LoRA(alpha={self.alpha}): must be above 0, adapters would add nothing.")
-        require(self.dropout < 1, f"LoRA(dropout={self.dropout}): must be in [0, 1).")
         if self.start is not None:
             good = isinstance(self.start, str | os.PathLike) and str(self.start)
             require(bool(good), f"LoRA(start={self.start!r}): give a directory of saved adapters, or None.")
             object.__setattr__(self, "start", os.fspath(self.start))
-        as_tuple(self, "targets")
         require(
             bool(self.targets) and all(isinstance(target, str) and target for target in self.targets),
             f"LoRA(targets={self.targets!r}): name linear layers such as 'q_proj', or give 'all-linear'.",
@@ -226,11 +213,11 @@ class FSDP:
         "sequence_parallel": "hf.Megatron(sequence_parallel=True) has it.",
         "stage": "FSDP() is stage 3; hf.ZeRO(stage=...) has the others.",
     }
-    dp: int | None = None
-    replicate: int = 1
-    tp: int = 1
+    dp: Size | None = None
+    replicate: Size = 1
+    tp: Size = 1
     dtype: DType | None = None
-    micro_tokens: int = 16384
+    micro_tokens: Size = 16384
     packed: bool = True
     recompute: bool = False
     reduce_often: bool = False
@@ -238,12 +225,8 @@ class FSDP:
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
-        whole(self, 1, "tp", "replicate", "dp", "micro_tokens")
-        true_or_false(self, "packed", "recompute", "reduce_often", "offload")
         if self.dp is not None:
             self._check_replicate(self.dp)
-        if self.dtype is not None:
-            one_of(self, "dtype", DType)
         require(
             self.lora is None or isinstance(self.lora, LoRA), f"FSDP(lora={self.lora!r}): give hf.LoRA(...) or None."
         )
@@ -266,6 +249,10 @@ class FSDP:
             )
 
 
+def _is_stage(value: Any) -> bool:
+    return is_whole(value) and 1 <= value <= 3
+
+
 @settings
 class ZeRO:
     """Data parallelism without redundancy (Rajbhandari et al. 2020) of transformers' own model.
@@ -283,23 +270,13 @@ class ZeRO:
         "reduce_often": "Stages 2 and 3 always do; hf.FSDP(reduce_often=...) has the choice.",
         "lora": "hf.FSDP(lora=...) trains adapters.",
     }
-    stage: int
-    dp: int | None = None
+    stage: Annotated[int, Check("1 (optimizer state), 2 (and gradients) or 3 (and parameters)", _is_stage)]
+    dp: Size | None = None
     dtype: DType | None = None
-    micro_tokens: int = 16384
+    micro_tokens: Size = 16384
     packed: bool = True
     recompute: bool = False
     offload: bool = False
-
-    def __post_init__(self) -> None:
-        require(
-            type(self.stage) is int and self.stage in (1, 2, 3),
-            f"ZeRO(stage={self.stage!r}): must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
-        )
-        whole(self, 1, "dp", "micro_tokens")
-        true_or_false(self, "packed", "recompute", "offload")
-        if self.dtype is not None:
-            one_of(self, "dtype", DType)
 
     def grid(self, devices: int) -> RankGrid:
         return RankGrid(d=_data_parallel(self, {}, self.dp, devices, stage=self.stage))
@@ -315,25 +292,20 @@ class Sampling:
     the untruncated policies). `ignore_eos=True` always samples `max_tokens` tokens.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    n: int = 1
+    max_tokens: Size | None = None
+    temperature: NonNegative = 1.0
+    top_p: PositiveFraction = 1.0
+    top_k: Count = 0
+    n: Size = 1
     greedy: bool = False
-    seed: int | None = None
+    seed: Count | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        whole(self, 1, "max_tokens", "n")
-        whole(self, 0, "top_k", "seed")
-        at_least(self, 0, "top_p", "temperature")
-        require(0 < self.top_p <= 1, f"Sampling(top_p={self.top_p}): must be in (0, 1].")
         require(
             self.greedy or self.temperature > 0, "Sampling(temperature=0) has no log-probabilities: use greedy=True."
         )
-        as_tuple(self, "stop")
 
     @property
     def longest(self) -> int:
@@ -358,22 +330,17 @@ class VLLM:
     _instead: ClassVar[Mapping[str, str]] = {
         field.name: f"Write VLLM(sampling=hf.Sampling({field.name}=...))." for field in fields(Sampling)
     }
-    tp: int = 1
-    pp: int = 1
+    tp: Size = 1
+    pp: Size = 1
     dtype: DType | None = None
-    max_length: int | None = None
-    max_sequences: int = 256
-    memory_fraction: float = 0.5
-    kv_cache_gb: float = 0.25
+    max_length: Size | None = None
+    max_sequences: Size = 256
+    memory_fraction: Annotated[float, Check("in (0, 1)", lambda value: is_number(value) and 0 < value < 1)] = 0.5
+    kv_cache_gb: NonNegative = 0.25
     eager: bool = False
     sampling: Sampling = Sampling()
 
     def __post_init__(self) -> None:
-        whole(self, 1, "tp", "pp", "max_length", "max_sequences")
-        at_least(self, 0, "kv_cache_gb", "memory_fraction")
-        require(0 < self.memory_fraction < 1, f"VLLM(memory_fraction={self.memory_fraction}): must be in (0, 1).")
-        if self.dtype is not None:
-            one_of(self, "dtype", DType)
         if isinstance(given := cast("object", self.sampling), Mapping):  # a section of a YAML file
             object.__setattr__(self, "sampling", Sampling(**given))
         require(

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -31,7 +30,7 @@ from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, Pass, architecture
 from hybridflow.planner.describe.cluster_spec import DEVICES, slowed
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
-from hybridflow.settings import require, settings, whole
+from hybridflow.settings import Size, require, settings
 from hybridflow.topology import RankGrid
 from hybridflow.tracing.trace import configuration
 from hybridflow.workers.worker import Worker, place
@@ -78,18 +77,17 @@ class Amounts:
     `steps` steps each time. Errors: ConfigError for sizes that are not positive, and without two numbers of layers.
     """
 
-    devices: int
-    length: int = 128
-    tokens: int = 4096
-    rows: int = 128
-    least: int = 64
-    few: int = 1
-    many: int = 4
-    steps: int = 8
-    repeats: int = 5
+    devices: Size
+    length: Size = 128
+    tokens: Size = 4096
+    rows: Size = 128
+    least: Size = 64
+    few: Size = 1
+    many: Size = 4
+    steps: Size = 8
+    repeats: Size = 5
 
     def __post_init__(self) -> None:
-        whole(self, 1, *(field.name for field in fields(self)))  # type: ignore[arg-type]
         require(self.few < self.many, f"Amounts(few={self.few}, many={self.many}): give two numbers of layers.")
         require(self.least <= self.tokens, f"Amounts(tokens={self.tokens}): the least are {self.least}.")
 

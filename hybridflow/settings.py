@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import wraps
+from functools import cache, wraps
+from inspect import get_annotations
+from itertools import chain
 from numbers import Integral, Real
-from typing import Any, TypeGuard, TypeVar, dataclass_transform, get_args
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeGuard,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 from hybridflow.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
 
+class Check(NamedTuple):
+    """What a setting must be, in words and as a test: `Annotated[float, Check("above 1", lambda value: value > 1)]`.
+
+    None is let through where the annotation says `| None`. Settings annotated `bool` or `Literal[...]` are checked
+    without one, and lists given for a `tuple[...]` (YAML has no tuples) become one.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number, of Python or numpy; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number, of Python or numpy; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+Finite = Annotated[float, Check("a finite number", is_number)]
+NonNegative = Annotated[float, Check("at least 0", lambda value: is_number(value) and value >= 0)]
+Positive = Annotated[float, Check("a finite number above 0", lambda value: is_number(value) and value > 0)]
+Fraction = Annotated[float, Check("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)]
+PositiveFraction = Annotated[float, Check("in (0, 1]", lambda value: is_number(value) and 0 < value <= 1)]
+Count = Annotated[int, Check("a whole number of at least 0", lambda value: type(value) is int and value >= 0)]
+Size = Annotated[int, Check("a whole number of at least 1", lambda value: type(value) is int and value >= 1)]
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass whose constructor answers a wrong name with the nearest one (ConfigError)."""
+    """A frozen, keyword-only dataclass whose values are checked when it is written (`Check`).
+
+    Errors: ConfigError for a value out of range, and for a wrong name, with the nearest one.
+    """
     made = dataclass(frozen=True, kw_only=True)(cls)
     generated: Any = made.__init__
 
@@ -25,7 +72,7 @@ def settings(cls: type[T]) -> type[T]:
         if unnamed:
             raise ConfigError(f"{cls.__name__} takes its settings by name, got {unnamed[0]!r}.")
         _check_names(made, values)
-        generated(self, **values)
+        generated(self, **{name: checked(made, name, value) for name, value in values.items()})
 
     made.__init__ = init  # type: ignore[method-assign]
     return made
@@ -43,74 +90,48 @@ def _check_names(cls: type, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{cls.__name__} needs {name}=, which has no default.")
 
 
+def check_fields(owner: Any) -> None:
+    """Check every field of a dataclass as `settings` does. Errors: ConfigError."""
+    for field in fields(owner):
+        if field.init:
+            checked(type(owner), field.name, getattr(owner, field.name))
+
+
+def checked(cls: type, name: str, value: Any) -> Any:
+    """The value of a setting as its annotation has it. Errors: ConfigError when it is of another type or range."""
+    kind, optional = _annotations(cls)[name]
+    if value is None and optional:
+        return None
+    shown = f"{cls.__name__}({name}={value!r})"
+    if get_origin(kind) is Annotated:
+        for check in kind.__metadata__:
+            require(check.holds(value), f"{shown}: must be {check.words}{' or None' if optional else ''}.")
+        kind = kind.__origin__
+    if kind is bool:
+        require(type(value) is bool, f"{shown}: give True or False.")
+    elif get_origin(kind) is Literal:
+        if value not in (known := get_args(kind)):
+            raise ConfigError(f"{shown} is unknown.{nearest(str(value), known)}")
+    elif get_origin(kind) is tuple:
+        if not isinstance(value, Iterable):
+            raise ConfigError(f"{shown}: give a list.")
+        return (value,) if isinstance(value, str) else tuple(value)
+    return value
+
+
+@cache
+def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
+    """For each field its type, without `| None`, and whether it has that."""
+    found = {}
+    hints = (get_annotations(base, eval_str=True) for base in reversed(cls.__mro__))
+    for name, kind in chain.from_iterable(each.items() for each in hints):
+        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        others = [option for option in options if option is not type(None)]
+        found[name] = (others[0] if len(others) == 1 else Any, len(others) < len(options))
+    return found
+
+
 def require(condition: bool, message: str) -> None:
     """Errors: ConfigError with `message` unless `condition`."""
     if not condition:
         raise ConfigError(message)
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number, of Python or numpy; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether it is a whole number, of Python or numpy; True and False are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def at_least(owner: Any, minimum: float, *names: str) -> None:
-    """The settings `names` are finite numbers of at least `minimum`, or None where that is their default."""
-    for name, value in _given(owner, names):
-        good = is_number(value) and value >= minimum
-        require(good, f"{type(owner).__name__}({name}={value!r}): must be at least {minimum}.")
-
-
-def above(owner: Any, limit: float, *names: str) -> None:
-    """The settings `names` are finite numbers above `limit` (-inf: any), or None where that is their default."""
-    for name, value in _given(owner, names):
-        bound = "" if limit == -math.inf else f" above {limit:g}"
-        none = " or None" if getattr(type(owner), name, 0) is None else ""
-        good = is_number(value) and value > limit
-        require(good, f"{type(owner).__name__}({name}={value!r}): must be a finite number{bound}{none}.")
-
-
-def share(owner: Any, *names: str) -> None:
-    """The settings `names` are numbers from 0 to 1."""
-    for name, value in _given(owner, names):
-        good = is_number(value) and 0 <= value <= 1
-        require(good, f"{type(owner).__name__}({name}={value!r}): must be a number from 0 to 1.")
-
-
-def _given(owner: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
-    """The named settings with their values, without those that are None by default."""
-    values = [(name, getattr(owner, name)) for name in names]
-    return [(name, value) for name, value in values if value is not None or getattr(type(owner), name, 0) is not None]
-
-
-def whole(owner: Any, minimum: int, *names: str) -> None:
-    """The settings `names` are whole numbers of at least `minimum`, or None where that is their default."""
-    for name, value in _given(owner, names):
-        good = type(value) is int and value >= minimum
-        require(good, f"{type(owner).__name__}({name}={value!r}): must be a whole number of at least {minimum}.")
-
-
-def as_tuple(owner: object, name: str) -> None:
-    """A list (as YAML gives it) becomes a tuple, so that the value can be hashed; a single text becomes one entry."""
-    value = getattr(owner, name)
-    require(isinstance(value, Iterable), f"{type(owner).__name__}({name}={value!r}): give a list.")
-    object.__setattr__(owner, name, (value,) if isinstance(value, str) else tuple(value))
-
-
-def one_of(owner: object, name: str, literal: Any) -> None:
-    """The setting `name` is one of the values of a Literal."""
-    value, known = getattr(owner, name), get_args(literal)
-    if value not in known:
-        raise ConfigError(f"{type(owner).__name__}({name}={value!r}) is unknown.{nearest(str(value), known)}")
-
-
-def true_or_false(owner: object, *names: str) -> None:
-    """The settings `names` are of type bool."""
-    for name in names:
-        value = getattr(owner, name)
-        require(type(value) is bool, f"{type(owner).__name__}({name}={value!r}): give True or False.")

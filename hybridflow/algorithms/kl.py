@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.settings import above
+from hybridflow.settings import Positive, check_fields
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
 MAX_LOG_RATIO = 20.0  # where log-ratios are exponentiated: exp stays finite in float32, and no inf - inf comes of it
@@ -66,12 +66,12 @@ class AdaptiveKL(Controller):
     Ziegler et al. (2019), section 2.2. Errors: ConfigError when a number is not positive and finite.
     """
 
-    init: float
-    target: float
-    horizon: float
+    init: Positive
+    target: Positive
+    horizon: Positive
 
     def __post_init__(self) -> None:
-        above(self, 0, "init", "target", "horizon")
+        check_fields(self)
         self.state = float(self.init)
 
     def update(self, measured: float, rows: int) -> float:

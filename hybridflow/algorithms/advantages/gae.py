@@ -10,7 +10,7 @@ from hybridflow.algorithms.advantages.token_rewards import discounted_sum, valid
 from hybridflow.algorithms.masked import finite_column, mask_column, valid_lengths, whiten
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import settings, share, true_or_false
+from hybridflow.settings import Fraction, settings
 
 
 @settings
@@ -28,14 +28,10 @@ class GAE(Estimator):
     Schulman et al., "High-dimensional continuous control using generalized advantage estimation" (2016), eq. 16.
     """
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
     whiten: bool = True
     reads = ("values",)
-
-    def __post_init__(self) -> None:
-        share(self, "gamma", "lam")
-        true_or_false(self, "whiten")
 
     def __call__(self, rewards: Ragged, batch: Batch, /) -> tuple[Ragged, Ragged]:
         mask = mask_column(batch)

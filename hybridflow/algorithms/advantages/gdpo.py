@@ -14,7 +14,7 @@ from hybridflow.algorithms.advantages.token_rewards import every_token, row_scor
 from hybridflow.algorithms.masked import check_finite, mask_column, valid_lengths, whiten
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import above, is_number, require, settings
+from hybridflow.settings import Positive, is_number, require, settings
 
 
 @settings
@@ -31,7 +31,7 @@ class GDPO(Estimator):
 
     components: Sequence[str]
     weights: Sequence[float] | None = None
-    eps: float = 1e-6
+    eps: Positive = 1e-6
     kl = "unused"
 
     def __post_init__(self) -> None:
@@ -46,7 +46,6 @@ class GDPO(Estimator):
             weights is None or (good and len(weights) == len(names)),
             f"GDPO(weights={weights!r}): must be None (1 each) or one number for each of {len(names)} components.",
         )
-        above(self, 0, "eps")
         object.__setattr__(self, "components", tuple(names))
         object.__setattr__(self, "weights", weights if weights is None else tuple(map(float, weights)))
         object.__setattr__(self, "reads", ("group_id", *(f"rewards/{name}" for name in names)))

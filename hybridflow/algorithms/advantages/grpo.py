@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupEstimator, PromptGroups
-from hybridflow.settings import above, settings, true_or_false
+from hybridflow.settings import Positive, settings
 
 
 @settings
@@ -19,11 +19,7 @@ class GRPO(GroupEstimator):
     """
 
     normalize: bool = True
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        true_or_false(self, "normalize")
-        above(self, 0, "eps")
+    eps: Positive = 1e-6
 
     def row_advantages(self, scores: Tensor, groups: PromptGroups) -> Tensor:
         centred = groups.centred(scores)

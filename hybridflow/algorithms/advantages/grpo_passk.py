@@ -5,12 +5,14 @@ Shapes: B rows, G groups, V rows that count, sorted by group and, within it, fro
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupEstimator, PromptGroups
 from hybridflow.algorithms.advantages.token_rewards import discounted_sum
-from hybridflow.settings import above, is_whole, require, settings, true_or_false
+from hybridflow.settings import Check, Positive, is_whole, settings
 
 
 @settings
@@ -29,15 +31,9 @@ class GRPOPassK(GroupEstimator):
     arXiv 2503.19595), section 3: the leave-one-out control variate.
     """
 
-    k: int | None = None
+    k: Annotated[int, Check("a whole number of at least 2", lambda k: is_whole(k) and k >= 2)] | None = None
     normalize: bool = True
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        good = self.k is None or (is_whole(self.k) and self.k >= 2)
-        require(good, f"GRPOPassK(k={self.k!r}): must be None (the whole group) or a whole number of at least 2.")
-        true_or_false(self, "normalize")
-        above(self, 0, "eps")
+    eps: Positive = 1e-6
 
     def row_advantages(self, scores: Tensor, groups: PromptGroups) -> Tensor:
         rows_V = groups.counts.nonzero()[:, 0]

@@ -7,7 +7,7 @@ from hybridflow.algorithms.advantages.token_rewards import rewards_to_go
 from hybridflow.algorithms.masked import mask_column, masked_moments, whiten
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import settings, share, true_or_false
+from hybridflow.settings import Fraction, settings
 
 
 @settings
@@ -18,12 +18,8 @@ class Reinforce(Estimator):
     Williams, "Simple statistical gradient-following algorithms" (1992).
     """
 
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     normalize: bool = False
-
-    def __post_init__(self) -> None:
-        share(self, "gamma")
-        true_or_false(self, "normalize")
 
     def __call__(self, rewards: Ragged, batch: Batch, /) -> tuple[Ragged, Ragged]:
         mask = mask_column(batch)

@@ -13,7 +13,7 @@ from hybridflow.algorithms.advantages.token_rewards import rewards_to_go
 from hybridflow.algorithms.masked import mask_column, whiten
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import settings, share
+from hybridflow.settings import Fraction, settings
 
 
 @settings
@@ -26,10 +26,7 @@ class ReinforcePlusPlus(Estimator):
     Hu et al., "REINFORCE++" (2025, arXiv 2501.03262), section 3.
     """
 
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        share(self, "gamma")
+    gamma: Fraction = 1.0
 
     def __call__(self, rewards: Ragged, batch: Batch, /) -> tuple[Ragged, Ragged]:
         mask = mask_column(batch)

@@ -9,7 +9,7 @@ from hybridflow.algorithms.advantages.token_rewards import rewards_to_go
 from hybridflow.algorithms.masked import check_finite, mask_column, row_column, valid_lengths
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import settings, share
+from hybridflow.settings import Fraction, settings
 
 
 @settings
@@ -20,11 +20,8 @@ class ReMax(Estimator):
     Li et al., "ReMax" (2023), algorithm 1.
     """
 
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     reads = ("baseline",)
-
-    def __post_init__(self) -> None:
-        share(self, "gamma")
 
     def __call__(self, rewards: Ragged, batch: Batch, /) -> tuple[Ragged, Ragged]:
         mask, baseline = mask_column(batch), row_column(batch, "baseline")

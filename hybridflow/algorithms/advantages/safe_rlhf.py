@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from hybridflow.algorithms.masked import finite_column, mask_column, valid_lengt
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError
-from hybridflow.settings import above, is_number, require, settings, share, true_or_false
+from hybridflow.settings import Check, Finite, Fraction, NonNegative, Positive, check_fields, is_number, settings
 
 _LOG_STEP = 1.0
 """The most that one batch moves log lambda. Steps grow with lambda: unbounded, three of them can lead from 1 to 1e19,
@@ -46,15 +47,13 @@ class Lagrange(Controller):
     Errors: ConfigError for a number that is not finite, or an init or maximum that is not above 0.
     """
 
-    limit: float
-    init: float = 1.0
-    lr: float = 0.1
-    maximum: float | None = None
+    limit: Finite
+    init: Positive = 1.0
+    lr: NonNegative = 0.1
+    maximum: Finite | None = None
 
     def __post_init__(self) -> None:
-        above(self, -math.inf, "limit", "init", "lr", "maximum")
-        if self.init <= 0 or self.lr < 0:
-            raise ConfigError(f"Lagrange(init={self.init}, lr={self.lr}): init must be above 0, and lr at least 0.")
+        check_fields(self)
         if self.maximum is not None and self.maximum < self.init:
             raise ConfigError(f"Lagrange(maximum={self.maximum}): must be at least init={self.init}.")
         self.state = math.log(self.init)  # log lambda
@@ -85,22 +84,19 @@ class SafeRLHF(Estimator):
     Dai et al., "Safe RLHF" (2023), section 3.3 and equation 30.
     """
 
-    lagrange: float | Lagrange
-    gamma: float = 1.0
-    lam: float = 0.95
+    lagrange: Annotated[
+        float | Lagrange,
+        Check(
+            "a number of at least 0 (a multiplier that stays), or Lagrange(limit=...), which learns",
+            lambda value: isinstance(value, Lagrange) or (is_number(value) and value >= 0),
+        ),
+    ]
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
     whiten: bool = False
     reads = ("values", "costs", "cost_values")
     writes = ("cost_advantages", "cost_returns", "lagrange")
     kl = "split"
-
-    def __post_init__(self) -> None:
-        require(
-            isinstance(self.lagrange, Lagrange) or (is_number(self.lagrange) and self.lagrange >= 0),
-            f"SafeRLHF(lagrange={self.lagrange!r}): must be a number of at least 0 (a multiplier that stays), or "
-            f"Lagrange(limit=...), which learns.",
-        )
-        share(self, "gamma", "lam")
-        true_or_false(self, "whiten")
 
     def __call__(
         self, rewards: Ragged, batch: Batch, kl_rewards: Ragged | None = None, /

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenLoss, log_ratio, policy_kl
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import above, settings
+from hybridflow.settings import Positive, settings
 
 
 @settings
@@ -20,12 +20,8 @@ class CISPO(PolicyLoss):
     MiniMax, "MiniMax-M1: scaling test-time compute efficiently with lightning attention" (2025), eq. 4 and 5.
     """
 
-    clip: float = 0.2
-    clip_high: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(self, 0, "clip", "clip_high")
+    clip: Positive = 0.2
+    clip_high: Positive | None = None
 
     def token_loss(self, log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged) -> TokenLoss:
         high = self.clip if self.clip_high is None else self.clip_high

@@ -7,7 +7,7 @@ import torch
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenLoss, log_ratio, policy_kl
 from hybridflow.algorithms.masked import sequence_mean
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import above, settings
+from hybridflow.settings import Positive, settings
 
 
 @settings
@@ -27,13 +27,9 @@ class GMPO(PolicyLoss):
     Zhao et al., "Geometric-mean policy optimization" (2025), arXiv 2507.20673.
     """
 
-    clip: float = 0.4
-    clip_high: float | None = None
+    clip: Positive = 0.4
+    clip_high: Positive | None = None
     default_aggregation = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(self, 0, "clip", "clip_high")
 
     def token_loss(self, log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged, mask: Ragged) -> TokenLoss:
         high = self.clip if self.clip_high is None else self.clip_high

@@ -7,7 +7,7 @@ import torch
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenLoss, log_ratio, policy_kl
 from hybridflow.algorithms.masked import sequence_mean
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import above, settings
+from hybridflow.settings import Positive, settings
 
 
 @settings
@@ -24,13 +24,9 @@ class GSPO(PolicyLoss):
     Zheng et al., "Group sequence policy optimization" (2025), eq. 13 and 14; clip ranges of section 5.1.
     """
 
-    clip: float = 3e-4
-    clip_high: float = 4e-4
+    clip: Positive = 3e-4
+    clip_high: Positive = 4e-4
     default_aggregation = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(self, 0, "clip", "clip_high")
 
     def token_loss(self, log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged, mask: Ragged) -> TokenLoss:
         change, new, a = log_ratio(log_probs, old_log_probs), log_probs.values, advantages.values

@@ -25,7 +25,7 @@ from hybridflow.algorithms.masked import token_column, with_bool_mask
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
-from hybridflow.settings import above, settings
+from hybridflow.settings import Positive, settings
 
 
 class Loss:
@@ -98,11 +98,10 @@ class AggregatedLoss(Loss):
     """A loss per token and its `aggregation` (None: the loss's own, `default_aggregation`), with its `norm`."""
 
     aggregation: Aggregation | None = None
-    norm: float | None = None
+    norm: Positive | None = None
     default_aggregation = "token-mean"
 
     def __post_init__(self) -> None:
-        above(self, 0, "norm")
         check_aggregation(self.aggregation or self.default_aggregation, self.norm)
 
     def reduce(self, token_loss: Tensor, weights: TokenWeights) -> Tensor:

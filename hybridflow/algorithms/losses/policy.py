@@ -6,7 +6,6 @@ Shapes: B rows, R response tokens, N response tokens of all rows.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.kl import MAX_LOG_RATIO, KLKind, check_kl_kind, kl_estimate
+from hybridflow.algorithms.kl import MAX_LOG_RATIO, KLKind, kl_estimate
 from hybridflow.algorithms.losses.aggregation import Outputs, Share, TokenWeights, Totals
 from hybridflow.algorithms.losses.loss import AggregatedLoss, masked
 from hybridflow.algorithms.losses.rollout_correction import Level, RolloutCorrection
@@ -22,7 +21,7 @@ from hybridflow.algorithms.masked import mask_column, token_column
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ConfigError
-from hybridflow.settings import above, at_least, settings
+from hybridflow.settings import Finite, NonNegative, settings
 
 PER_TOKEN = ("old_log_probs", "advantages", "response_mask", "ref_log_probs", "log_probs")
 _FROM_ENGINE = ("log_probs", "entropy")
@@ -54,22 +53,17 @@ class PolicyLoss(AggregatedLoss):
     as they are.
     """
 
-    entropy_coef: float = 0.0
-    kl_coef: float | None = None
+    entropy_coef: Finite = 0.0
+    kl_coef: NonNegative | None = None
     kl: KLKind | None = None
     rollout_correction: RolloutCorrection | Level | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above(self, -math.inf, "entropy_coef")
-        at_least(self, 0, "kl_coef")
-        if self.kl is not None:
-            check_kl_kind(self.kl)
-            if self.kl_coef is None:
-                raise ConfigError(
-                    f"{type(self).__name__}(kl={self.kl!r}) without kl_coef adds no KL: give kl_coef=..., or leave "
-                    f"out kl."
-                )
+        if self.kl is not None and self.kl_coef is None:
+            raise ConfigError(
+                f"{type(self).__name__}(kl={self.kl!r}) without kl_coef adds no KL: give kl_coef=..., or leave out kl."
+            )
         _ = RolloutCorrection.of(self.rollout_correction)
 
     @classmethod

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenLoss, log_ratio, policy_kl
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import above, settings
+from hybridflow.settings import Check, Positive, is_number, settings
 
 
 @settings
@@ -23,14 +25,9 @@ class PPO(PolicyLoss):
     dual clip: Ye et al. (2020), eq. 5.
     """
 
-    clip: float = 0.2
-    clip_high: float | None = None
-    dual_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(self, 0, "clip", "clip_high")
-        above(self, 1, "dual_clip")
+    clip: Positive = 0.2
+    clip_high: Positive | None = None
+    dual_clip: Annotated[float, Check("a finite number above 1", lambda c: is_number(c) and c > 1)] | None = None
 
     def token_loss(self, log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged) -> TokenLoss:
         high = self.clip if self.clip_high is None else self.clip_high

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from hybridflow.algorithms.losses.aggregation import Outputs, Share, TokenWeight
 from hybridflow.algorithms.losses.loss import AggregatedLoss
 from hybridflow.algorithms.masked import response_mask
 from hybridflow.batch.batch import Batch
-from hybridflow.settings import above, settings
+from hybridflow.settings import Finite, settings
 
 
 def negative_log_likelihood(log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -26,11 +24,7 @@ class PretrainLoss(AggregatedLoss):
     The pretraining loss of PPO-ptx (InstructGPT, 2022, eq. 2) and of Safe-RLHF.
     """
 
-    coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(self, -math.inf, "coef")
+    coef: Finite = 1.0
 
     @property
     def reads(self) -> tuple[str, ...]:

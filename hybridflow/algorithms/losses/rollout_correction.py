@@ -16,7 +16,7 @@ from hybridflow.algorithms.kl import MAX_LOG_RATIO
 from hybridflow.algorithms.masked import sequence_mean
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError
-from hybridflow.settings import above, one_of
+from hybridflow.settings import Positive, check_fields
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "reject"]
@@ -49,13 +49,11 @@ class RolloutCorrection:
 
     level: Level = field(default="token", kw_only=False)
     mode: Mode = "truncate"
-    high: float = 2.0
-    low: float | None = None
+    high: Positive = 2.0
+    low: Positive | None = None
 
     def __post_init__(self) -> None:
-        one_of(self, "level", Level)
-        one_of(self, "mode", Mode)
-        above(self, 0, "high", "low")
+        check_fields(self)
         if self.floor >= self.high:
             raise ConfigError(
                 f"RolloutCorrection(mode={self.mode!r}, low={self.low!r}, high={self.high!r}) keeps weights from "

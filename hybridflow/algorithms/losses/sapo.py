@@ -6,7 +6,7 @@ import torch
 
 from hybridflow.algorithms.losses.policy import PolicyLoss, TokenLoss, log_ratio, policy_kl
 from hybridflow.batch.ragged import Ragged
-from hybridflow.settings import above, settings
+from hybridflow.settings import Positive, settings
 
 
 @settings
@@ -20,13 +20,9 @@ class SAPO(PolicyLoss):
     Gao et al., "Soft adaptive policy optimization" (2025), arXiv 2511.20347.
     """
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: Positive = 1.0
+    tau_neg: Positive = 1.05
     default_aggregation = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(self, 0, "tau_pos", "tau_neg")
 
     def token_loss(self, log_probs: Ragged, old_log_probs: Ragged, advantages: Ragged) -> TokenLoss:
         change, a = log_ratio(log_probs, old_log_probs), advantages.values

@@ -8,7 +8,7 @@ from hybridflow.algorithms.losses.aggregation import Outputs, Share, TokenWeight
 from hybridflow.algorithms.losses.loss import AggregatedLoss, masked
 from hybridflow.algorithms.masked import mask_column, token_column
 from hybridflow.batch.batch import Batch
-from hybridflow.settings import above, settings
+from hybridflow.settings import Positive, settings
 
 
 @settings
@@ -22,12 +22,7 @@ class ValueLoss(AggregatedLoss):
     (2023), detail 3.8.
     """
 
-    clip: float | None = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip is not None:
-            above(self, 0, "clip")
+    clip: Positive | None = 0.2
 
     @property
     def reads(self) -> tuple[str, ...]:

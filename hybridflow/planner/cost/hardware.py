@@ -8,7 +8,7 @@ those of tensor parallel ranks and between nodes wait for as many messages as tr
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hybridflow.config import DType
 from hybridflow.errors import ConfigError
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
 from hybridflow.planner.describe.mesh import CallPlan
-from hybridflow.settings import at_least, require, settings
+from hybridflow.settings import NonNegative, PositiveFraction, require, settings
 
 
 @settings
@@ -31,25 +31,19 @@ class Coefficients:
     """
 
     device: str = ""
-    compute: float = 0.7  # of the peak, in matrix products
-    half_columns: float = 128.0  # columns of a device's shard at which a product reaches half of that
-    attention: float = 0.4  # of the peak, in attention scores and values
-    memory: float = 0.75  # of the memory bandwidth
-    link: float = 0.75  # of the bandwidth inside a node
-    network: float = 0.75  # of the bandwidth between nodes
-    layer_seconds: float = 200e-6  # launches of a layer, each time that it runs forward in training or inference
-    decode_layer_seconds: float = 12e-6  # launches of a layer in a decode step (CUDA graphs)
-    step_seconds: float = 3e-3  # what the host does for a decode step
-    row_seconds: float = 30e-6  # what the host does for a row in a decode step: scheduling, sampling, text
-    call_seconds: float = 20e-3  # dispatch of a call, and of every optimizer step
-    function_seconds: float = 100e-6  # what a host does for a row in a function (a reward by rules)
-    usable_memory: float = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
-
-    def __post_init__(self) -> None:
-        names = tuple(field.name for field in fields(type(self)) if field.name != "device")  # type: ignore[arg-type]
-        at_least(self, 0, *names)
-        for name in ("compute", "attention", "memory", "link", "network", "usable_memory"):
-            require(0 < getattr(self, name) <= 1, f"Coefficients({name}={getattr(self, name)}): must be in (0, 1].")
+    compute: PositiveFraction = 0.7  # of the peak, in matrix products
+    half_columns: NonNegative = 128.0  # columns of a device's shard at which a product reaches half of that
+    attention: PositiveFraction = 0.4  # of the peak, in attention scores and values
+    memory: PositiveFraction = 0.75  # of the memory bandwidth
+    link: PositiveFraction = 0.75  # of the bandwidth inside a node
+    network: PositiveFraction = 0.75  # of the bandwidth between nodes
+    layer_seconds: NonNegative = 200e-6  # launches of a layer, each time that it runs forward in training or inference
+    decode_layer_seconds: NonNegative = 12e-6  # launches of a layer in a decode step (CUDA graphs)
+    step_seconds: NonNegative = 3e-3  # what the host does for a decode step
+    row_seconds: NonNegative = 30e-6  # what the host does for a row in a decode step: scheduling, sampling, text
+    call_seconds: NonNegative = 20e-3  # dispatch of a call, and of every optimizer step
+    function_seconds: NonNegative = 100e-6  # what a host does for a row in a function (a reward by rules)
+    usable_memory: PositiveFraction = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""

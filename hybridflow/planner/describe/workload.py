@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.config import DType
 from hybridflow.errors import ConfigError
-from hybridflow.settings import one_of, settings, true_or_false, whole
+from hybridflow.settings import Size, settings
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,18 @@ class Workload:
     Errors: ConfigError for sizes that are not positive, and for more responses per prompt than rows.
     """
 
-    rows: int
+    rows: Size
     prompt: Any  # given as what Lengths.of takes, a Lengths from then on
     response: Any
-    minibatches: int = 1
-    epochs: int = 1
+    minibatches: Size = 1
+    epochs: Size = 1
     recompute: bool = False
     dtype: DType = "bfloat16"
-    responses_per_prompt: int = 1
-    micro_tokens: int = 4096
+    responses_per_prompt: Size = 1
+    micro_tokens: Size = 4096
     sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
-        whole(self, 1, "rows", "minibatches", "epochs", "responses_per_prompt", "micro_tokens")
-        true_or_false(self, "recompute", "sequence_parallel")
-        one_of(self, "dtype", DType)
         for name in ("prompt", "response"):
             object.__setattr__(self, name, Lengths.of(getattr(self, name)))
         if self.rows % self.responses_per_prompt:
