@@ -1,1 +1,1 @@
-"""Benchmark programs: each prints one JSON line; figures are compared within one run only."""
+"""Benchmark programs: each prints one JSON line. Compare results of the same run only."""

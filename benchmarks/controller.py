@@ -1,8 +1,8 @@
-"""What a hop from group A to group B costs the controller, by reference and through the driver.
+"""Time and driver memory of a hop from group A to group B, by reference and through the driver.
 
-A has n data parallel ranks, B on the same devices (t, d) = (2, n/2). One hop: A writes a batch of the given size, B
-reads all of it, the driver waits for B. `driver` is the hop as a controller without references does it: the tensors
-come home, are joined and split there, and are sent on. Prints one JSON line; milliseconds, mebibytes.
+A has n data parallel ranks; B has (t, d) = (2, n/2) on the same devices. In one hop A writes a batch of the given size,
+B reads all of it, and the driver waits for B. `driver` is a hop without references: the driver receives the tensors,
+joins and splits them, and sends them to B. Prints one JSON line; milliseconds, mebibytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Sender:
-    """Writes batches that it made before."""
+    """Returns batches that were created beforehand."""
 
     def __init__(self) -> None:
         self.made: dict[tuple, hf.Batch] = {}
@@ -35,7 +35,7 @@ class Sender:
 
     @hf.register(hf.DP_PROTO, reads=("row",), writes=tuple(f"c{i}" for i in range(10)))
     def send(self, batch: hf.Batch, megabytes: float) -> hf.Batch:
-        """Ten float32 columns, `megabytes` over all rows of all ranks."""
+        """Ten float32 columns, `megabytes` in total over all ranks."""
         key = (batch.rows, megabytes)
         if key not in self.made:
             width = max(1, int(megabytes * MIB / 10 / 4 / batch.rows / self.context.grid.size))
@@ -49,7 +49,7 @@ class Sender:
 
 
 class Receiver:
-    """Reads what it is sent."""
+    """Reads its input batch."""
 
     @hf.register(hf.ALL_TO_ALL)
     def receive_values(self, columns: dict[str, torch.Tensor]) -> int:
@@ -69,14 +69,14 @@ class Receiver:
 
 
 def rss() -> float:
-    """Memory of this process that is its own, MiB."""
+    """Private memory of this process, MiB."""
     with open("/proc/self/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     return int(fields["RssAnon"].split()[0]) / 1024
 
 
 def measure(hop: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Up to `repeats` hops in ten seconds, and five in any case."""
+    """Up to `repeats` hops in ten seconds, but at least five."""
     for _ in range(5):  # processes grow to the memory that a hop takes
         hop()
     gc.collect()
@@ -124,7 +124,7 @@ def measure_ranks(ranks: int, sizes: list[float], repeats: int) -> dict[str, Any
 
 
 def many_calls(ranks: int, calls: int) -> float:
-    """Growth of the driver (MiB) over `calls` calls whose ten columns have 20 to 200 kB."""
+    """Growth of the driver's memory (MiB) over `calls` calls with ten columns of 20 to 200 kB."""
     with hf.ResourcePool([ranks]) as pool:
         a = hf.place(Sender, pool, name="a")
         b = hf.place(Receiver, pool, name="b", grid=RankGrid(t=2, d=ranks // 2))

@@ -1,11 +1,11 @@
-"""Controls of the main job: what PPO's rise in reward is made of. Prints one JSON line.
+"""Control experiments for the PPO recipe: what causes its rise in reward. Prints one JSON line.
 
     python -m benchmarks.controls [steps=12 ...]
 
-The recipe's own loop on large batches, for three seeds each: as it is, with learning rates of 0, and with the rewards
-shuffled between rows. Only the first may rise: a rise of the others would come from prompts, sampling or bookkeeping.
-A single shuffled run drifts by about 0.03 either way, since Adam's steps are as long in a random direction as in the
-right one and the task has one direction that matters; so it is the mean over seeds that has to stay where it was.
+The recipe's loop runs on large batches with three seeds: unchanged, with learning rates of 0, and with the rewards
+shuffled between rows. Only the unchanged run may rise; a rise of the others would come from prompts, sampling or
+bookkeeping. A single shuffled run drifts by about 0.03 in either direction, because Adam's steps have the same size in
+a random direction as in the right one, so the mean over seeds has to stay constant.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WINDOW = 5
 
 
 def settings_of(*arguments: str) -> Any:
-    """The recipe's settings with a few large mini-batches: little sampling noise, and few steps to drift."""
+    """The recipe's settings with a few large mini-batches, for little sampling noise and few steps of drift."""
     return settings.read(ppo.DEFAULTS, ["batch_size=1024", "minibatches=2", "steps=12", *arguments])
 
 
 def rewards(pool: hf.ResourcePool, files: arithmetic.ArithmeticFiles, cfg: Any, control: str) -> list[float]:
-    """Mean reward of every iteration of the recipe's loop under one of `CONTROLS`."""
+    """Mean reward of each iteration of the recipe's loop under one of `CONTROLS`."""
     rate = 0.0 if control == "lr=0" else 1.0
     actor = hf.ActorWorker.on(
         pool,
@@ -69,7 +69,7 @@ def rewards(pool: hf.ResourcePool, files: arithmetic.ArithmeticFiles, cfg: Any, 
 
 
 def rise(means: list[float]) -> float:
-    """Mean of the last iterations minus that of the first ones."""
+    """Mean of the last iterations minus mean of the first iterations."""
     return (sum(means[-WINDOW:]) - sum(means[:WINDOW])) / WINDOW
 
 

@@ -1,11 +1,11 @@
-"""The two weaker designs of a transition from training to generation, for measurement (paper, section 5.4 and table 2).
+"""The two baseline designs of the transition from training to generation (paper, section 5.4 and table 2).
 
     design      bytes received per device      peak parameters   training copy during generation
-    hybridflow  (d_g - 1) / (t p) * M          M / (t_g p_g)     none: it is part of the generation shard
+    hybridflow  (d_g - 1) / (t p) * M          M / (t_g p_g)     no copy: part of the generation shard
     vanilla     (t p - 1) / (t p) * M          M                 M / (t p)
     gather_all  (t p d - 1) / (t p d) * M      M                 M / (t p) here (the paper's system keeps M / (t p d))
 
-`hybridflow` is `HybridEngine`. The other two gather the whole model on every rank and cut the generation shard out.
+`hybridflow` is `HybridEngine`. The others gather the whole model on every rank and slice out the generation shard.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ WEAKER: tuple[WeakerDesign, ...] = get_args(WeakerDesign)
 
 
 class WeakerTransition:
-    """One rank's transition by `design`, with the calls of a `HybridEngine`; training weights stay in memory.
+    """One rank's transition by `design`, with the interface of `HybridEngine`; training weights stay in memory.
 
-    The generation groups of these designs take ranks in training order (`RankGrid.generation(rule="vanilla")`). Both
-    holders have memory when it is built, which is collective over `group`.
+    The generation groups of these designs take ranks in training order (`RankGrid.generation(rule="vanilla")`). The
+    weights of both engines must have memory at construction, which is collective over `group`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WeakerTransition:
         self.report = TransitionReport()
 
     def trained(self) -> None:
-        """As of a HybridEngine: weights always move again."""
+        """As in HybridEngine; weights always move."""
 
     def to_generation(self) -> None:
         before = received_by_tensor(self._transfers)
@@ -93,17 +93,17 @@ class WeakerTransition:
 
 
 def plans(design: WeakerDesign, train: Layout, generate: Layout, grid: RankGrid) -> tuple[WeightPlan, WeightPlan]:
-    """From the training layout to the whole model on every rank, and from there to the generation layout."""
+    """Plans from the training layout to the whole model on every rank, and from there to the generation layout."""
     source = zero_layout(train, grid) if design == "gather_all" else train
     whole = whole_layout(train.tensors, train.ranks)
     return plan(source, whole, exact=True), plan(whole, generate, exact=True)
 
 
 def zero_layout(layout: Layout, grid: RankGrid) -> Layout:
-    """Each rank's own 1/(t*p*d) part: its training boxes cut over the d replicas along their first dimension.
+    """Each rank's 1/(t*p*d) part: its training boxes, sharded over the d replicas along their first dimension.
 
-    Rows that do not divide by d are spread as evenly as possible; what several tensor parallel ranks hold (norms)
-    stays with all of them.
+    Rows that do not divide by d are spread as evenly as possible; tensors that several tensor parallel ranks hold
+    (norms) stay on all of them.
     """
 
     def regions(rank: int) -> list[Region]:
@@ -128,6 +128,6 @@ def _cut(region: Region, index: int, parts: int) -> Region | None:
 
 
 def whole_layout(tensors: Mapping[str, tuple[int, ...]], ranks: int) -> Layout:
-    """Every rank holds every tensor, in a storage of its canonical name and shape."""
+    """Every rank holds every tensor, in a storage with its canonical name and shape."""
     regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in tensors.items()]
     return Layout(tensors, ranks, lambda rank: regions, lambda rank: 0)

@@ -1,11 +1,11 @@
-"""Seconds per iteration of PPO and GRPO on a Llama of 0.6 M parameters, and where they go.
+"""Seconds per iteration and per stage of PPO and GRPO on a Llama of 0.6 M parameters.
 
 PPO: actor, critic, reference and reward model, 128 prompts of 16 tokens, exactly 64 response tokens, one epoch. GRPO:
 16 prompts x 8 responses, no critic. Float32, real Ray, Megatron-core and vLLM. Prints one JSON line.
 
-Stages are the slowest rank's seconds, as every call reports them, of the calls that wait for one another; figures of
-the batch are computed beside them. `controller` is the rest of an iteration: the time in which nobody computed, so that
-all stages add up to `mean_seconds`.
+A stage is the sum of the slowest rank's seconds of its calls, which wait for one another; metrics of the batch are
+computed concurrently. `controller` is the rest of an iteration, in which no rank computes, so all stages add up to
+`mean_seconds`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_models(directory: Path) -> tuple[str, str]:
 
 
 class Job:
-    """The groups of one run, on one pool, and the two algorithms on them."""
+    """The groups of one run on one pool, and the loops of both algorithms."""
 
     def __init__(self, devices: int, policy: str, reward: str) -> None:
         self.pool = hf.ResourcePool([devices])
@@ -129,7 +129,7 @@ def finish(futures: Sequence[Future]) -> None:
 
 
 def stage_seconds(calls: Sequence[Mapping[str, float]], mean: float) -> dict[str, float]:
-    """Seconds per iteration in each stage, from `role.method` -> seconds of each iteration and their mean time."""
+    """Seconds per iteration in each stage, from the seconds of each `role.method` and the mean iteration time."""
     totals = dict.fromkeys(("generation", "transition", "preparation", "update"), 0.0)
     for of_one in calls:
         for name, seconds in of_one.items():

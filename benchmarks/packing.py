@@ -1,13 +1,13 @@
-"""Tokens/s of training and of log-probabilities with packed micro-batches and with padded ones of the same budget.
+"""Tokens/s of training and of log-probabilities, with packed and with padded micro-batches of the same budget.
 
-Rows have the lengths of GSM8K: of a file of questions and answers (`--prompts`; in words, digits and punctuation
-marks), by default drawn log-normally with the means and deviations that its first 2,000 training rows have. On one rank
-of each backend, on the CPU or a CUDA device, with random weights.
+Row lengths are those of a file of questions and answers (`--prompts`; counted in words, digits and punctuation marks).
+By default they are sampled log-normally with the means and deviations of GSM8K's first 2,000 training rows. Each
+backend runs on one rank, on the CPU or a CUDA device, with random weights.
 
-`packed` lays rows end to end; `padded` takes rows as they come, as many as fit the budget when all are padded to the
-longest of them; `sorted` pads too, but puts rows of similar length together (`packed=False`). All take turns in one
-run; tokens are those of the rows, without padding, per median second: of wall time, or with `--clock cpu` of this one
-process's time on a core, which other programs disturb less. Prints one JSON line.
+`packed` concatenates rows; `padded` takes rows in order, as many as fit the budget when padded to the longest of them;
+`sorted` also pads, but groups rows of similar length (`packed=False`). The methods are interleaved in one run. Tokens
+exclude padding and are per median second of wall time, or with `--clock cpu` of this process's CPU time, which other
+programs disturb less. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class InOrder(Split):
-    """Padded micro-batches of rows as they come."""
+    """Padded micro-batches of rows in order."""
 
     def rows(self, lengths: Tensor) -> list[Tensor]:
         out: list[list[int]] = []
@@ -69,7 +69,7 @@ class InOrder(Split):
 
 
 def read_lengths(path: Path, rows: int) -> tuple[list[int], list[int]]:
-    """Tokens of questions and of answers of the first `rows` lines."""
+    """Token counts of the questions and answers in the first `rows` lines."""
     lines = [json.loads(line) for line in path.read_text().splitlines()[:rows]]
     counts = [[len(WORD.findall(line[name])) for line in lines] for name in ("question", "answer")]
     return counts[0], counts[1]
@@ -116,7 +116,7 @@ def splits(split: Split) -> dict[str, Split]:
 
 
 def measure(engine: Any, batch: hf.Batch, repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """Tokens/s of each way, and the positions that it computes for each token."""
+    """Tokens/s of each method, and the positions that it computes per token."""
     device, ways = engine.device, splits(engine._tokens.split)
     work: dict[str, Callable[[], Any]] = {
         "train": lambda: engine.forward_backward(batch, loss, ("log_probs",)),

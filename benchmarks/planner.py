@@ -1,11 +1,11 @@
-"""How long the planner's searches take, and how good what they find is after how long.
+"""Run time of the planner's searches, and quality of their plans over time.
 
 `mapping`: HybridFlow's algorithm 1 for PPO with four models (13B actor and reference, 34B critic and reward) on nodes
-of eight A100s, seconds of one core by devices, with the number of allocations bounded and looked at; `growth` is the
-exponent of the seconds over the devices between the last two. `search`: MCMC over execution plans of four 70B models
-on eight nodes of eight H100s, microseconds of a core and of wall time per plan, and the seconds per iteration of the
-best plan after each of `--budgets` wall seconds of one run, relative to the last; it starts from what algorithm 1 finds
-by its stages (`mapped_s`) and by timelines (`overlapped_s`). Prints one JSON line.
+of eight A100s: seconds of one core by number of devices, and the numbers of allocations bounded and evaluated; `growth`
+is the exponent of the time over the last two numbers of devices. `search`: MCMC over execution plans of four 70B models
+on eight nodes of eight H100s: microseconds of CPU and wall time per plan, and the seconds per iteration of the best
+plan after each of `--budgets` wall seconds of one run, relative to the last. It starts from algorithm 1's placements by
+stages (`mapped_s`) and by timeline (`overlapped_s`). Prints one JSON line.
 """
 
 from __future__ import annotations

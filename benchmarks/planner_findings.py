@@ -1,15 +1,15 @@
-"""HybridFlow's findings about placements (section 8.3, figures 12, 13 and 15), asked of the planner: each holds or does
-not, with the numbers behind it.
+"""Checks whether the planner's predictions confirm HybridFlow's findings about placements (section 8.3, figures 12, 13
+and 15).
 
 A100-80GB with NVLink, 200 Gbit/s between nodes of 8; prompts and responses of 1,024 tokens, 1,024 rows, 8 updates; the
 models have LLaMA-3's sizes, and the loop is that of figure 6, whose old log-probabilities are those of generation.
 
-Placements are of one kind: all models together (colocate), actor and reference beside critic and reward model (split),
-each on its own (standalone), the critic alone beside the others (critic apart). Of each kind two are looked at: what
-algorithm 1 finds by its stage-wise cost (`by stages`), whose seconds per iteration are then those of its timeline, and
-what is best by the timeline (`by timeline`), in which stages overlap on devices that are apart. A finding of the paper
-was measured, so it holds if the timelines of what algorithm 1 finds say so; figure 12 compares the first three kinds.
-Prints one JSON line.
+Kinds of placement: all models together (colocate); actor and reference apart from critic and reward model (split); each
+model on its own devices (standalone); the critic apart from the others (critic apart). Two placements of each kind are
+evaluated: algorithm 1's result for its stage-wise cost (`by stages`), timed by its timeline, and the best one by
+timeline (`by timeline`), in which stages on separate devices overlap. The paper's findings are measurements, so a
+finding holds if the timelines of algorithm 1's results confirm it; figure 12 compares the first three kinds. Prints one
+JSON line.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def problem_of(case: Case, constraints: tuple[Constraint, ...] = ()) -> Problem:
 
 
 def placements(case: Case, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Seconds of an iteration by kind of placement, of those that fit: by its stages, by its timeline, and the least
-    by a timeline of any placement of the kind; with the devices of their sets."""
+    """Seconds per iteration by kind of placement that fits: by stages, by timeline, and the least timeline of the kind,
+    with the devices of each colocated set."""
     found = {}
     for kind in kinds:
         problem = problem_of(case, KINDS[kind])
@@ -97,8 +97,8 @@ def devices(mapped: Mapped) -> dict[str, int]:
 
 
 def finding(cases: Sequence[Case], wanted: str, among: Sequence[str], beside: Sequence[str] = ()) -> dict[str, Any]:
-    """Whether placements of the `wanted` kind are the fastest of those `among` in all cases, with the numbers of these
-    and of the kinds `beside`."""
+    """Whether the `wanted` kind is the fastest of the kinds `among` in all cases, with the seconds of these and of the
+    kinds `beside`."""
     numbers = {
         f"{actor}+{critic} on {n}": placements((actor, critic, n), (*among, *beside)) for actor, critic, n in cases
     }
@@ -114,7 +114,7 @@ def finding(cases: Sequence[Case], wanted: str, among: Sequence[str], beside: Se
 
 
 def generation_sizes(size: str) -> dict[int, float]:
-    """Seconds of transition and generation of an actor trained at 1-8-2 on 16 devices of its own, by t_g."""
+    """Seconds of transition and generation by t_g, for an actor trained at 1-8-2 on 16 separate devices."""
     simulator = Simulator(ClusterSpec.of("a100:2x8@200Gbps"), program(size, size), WORKLOAD)
     mesh, call = Mesh.of(0, 16), "actor.generate_sequences"
     home = CallPlan(mesh, Parallel(1, 8, 2))
@@ -132,8 +132,8 @@ def best_size(size: str, wanted: int) -> dict[str, Any]:
 
 
 def strong_scaling() -> dict[str, Any]:
-    """Section 8.2: throughput at 128 devices over that at the fewest, relative to the devices, by size and on average
-    (published, over all algorithms: 66.8 %)."""
+    """Section 8.2: scaling efficiency from the fewest devices to 128, by model size and on average (published average
+    over all algorithms: 66.8 %)."""
     found = {}
     for size, fewest in STRONG.items():
         mapped = [auto_map(problem_of((size, size, count))) for count in (fewest, 128)]

@@ -1,10 +1,10 @@
-"""What the planner predicts of placements of PPO on this machine, and what they take.
+"""Predicted and measured iteration times of PPO placements on this machine.
 
 Actor, critic, reference and reward model of benchmarks.iteration (0.6 M parameters, float32) on 4 host processes that
-share the machine's cores: 128 prompts of 16 tokens, exactly 64 response tokens, 2 mini-batches. The layers are profiled
-first, or a profile is read. Then the planner chooses a placement, predicts it and nine others, and all of them are run
-in turn, three times over: seconds per iteration while iterations follow each other, medians of the repeats. Prints a
-table, and one JSON line.
+share the machine's cores: 128 prompts of 16 tokens, exactly 64 response tokens, 2 mini-batches. First the layers are
+profiled, or a profile is read. Then the planner chooses a placement and predicts its time and that of nine others. All
+ten run in turn, three times: seconds per iteration in a pipelined loop, medians of the repeats. Prints a table and one
+JSON line.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def call_plan(call: Call, where: Where, generate: tuple[int, int]) -> CallPlan:
 
 
 def placements(graph: Graph, measured: LayerProfile, count: int, budget_s: float) -> dict[str, Placement]:
-    """The planner's choice first, then others; each with what the planner predicts of it."""
+    """The planner's choice first, then the others, each with its predictions."""
     cluster, k = measured.measured(ClusterSpec.this_machine(DEVICES)), measured.coefficients(DEFAULT)
     problem = Problem(graph, cluster, Simulator(cluster, graph, WORKLOAD, k, measured))
     chosen = plan(
@@ -109,7 +109,7 @@ def placements(graph: Graph, measured: LayerProfile, count: int, budget_s: float
 
 
 class Job:
-    """PPO's groups where a placement has them."""
+    """PPO's groups, placed by a placement."""
 
     def __init__(self, placement: Placement, policy: str, reward: str) -> None:
         optim = hf.Adam(lr=1e-5)
@@ -155,7 +155,7 @@ def placed(placement: Placement, policy: str, reward: str) -> Iterator[Job]:
 
 
 def measure(job: Job, warm: int, counted: int) -> tuple[float, dict[str, float]]:
-    """Seconds from iteration to iteration with two in flight, as a loader allows, and those of every call."""
+    """Seconds per iteration with two in flight, as with a loader, and the seconds of every call."""
     iterations, begun, calls = job.actor.session.iterations, [], []
     for _ in range(warm + counted + 1):
         iterations.begin(in_flight=2)
@@ -170,7 +170,7 @@ def measure(job: Job, warm: int, counted: int) -> tuple[float, dict[str, float]]
 
 
 def compare(found: Mapping[str, Placement], times: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Predicted and measured seconds, their relative errors, and how fast the chosen one is among those measured."""
+    """Predicted and measured seconds, relative errors, and the rank of the planner's choice by measured time."""
     rows: dict[str, Any] = {}
     for name, placement in found.items():
         took = statistics.median(times[name])
@@ -195,7 +195,7 @@ def table(found: Mapping[str, Placement], result: Mapping[str, Any]) -> str:
 
 
 def details(found: Mapping[str, Placement], calls: Mapping[str, Mapping[str, float]]) -> str:
-    """Predicted and measured seconds of each call; the measured ones of calls that run beside others contain those."""
+    """Predicted and measured seconds of each call; measured seconds include the slowdown by concurrent calls."""
     lines = []
     for name, placement in found.items():
         lines.append(name)

@@ -1,10 +1,10 @@
-"""What moving a whole model between 3D layouts costs, for the five plans on 8 ranks that move most.
+"""Time to move a whole model between 3D layouts, for the five plans on 8 ranks that move the most bytes.
 
-A Llama of 100 M parameters in bfloat16 on eight Ray hosts. Of all pairs of (p, t, d) layouts on 8 ranks those five are
-taken in which the ranks receive most bytes together. `full_tensors` moves the same weights as one broadcast per tensor
-to all ranks, each of which keeps its part. `memcpy` copies, at the same time on all ranks, as many bytes as they
-receive. All take turns in one run; seconds are those of the slowest rank, the median over `--repeats`; `plan_seconds`
-is making one rank's plan and binding it, once. Prints one JSON line.
+A Llama of 100 M parameters in bfloat16 on eight Ray hosts. Of all pairs of (p, t, d) layouts on 8 ranks, the benchmark
+uses the five with the most received bytes. `full_tensors` moves the same weights by one broadcast per tensor to all
+ranks, each of which keeps its part. `memcpy` copies the received number of bytes, concurrently on all ranks. The
+methods are interleaved in one run; seconds are the slowest rank's, medians over `--repeats`. `plan_seconds` is the time
+to compute and bind one rank's plan, once. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def layout_of(sizes: Sizes) -> Layout:
 
 
 def storage_of(layout: Layout, rank: int) -> dict[str, Tensor]:
-    """Tensors just large enough for the regions of `rank`, bfloat16."""
+    """Tensors of the minimal size for the regions of `rank`, bfloat16."""
     out = {}
     for name, regions in layout.storages(rank).items():
         ends = [[part.stop for part in region.index()] for region in regions]
@@ -52,7 +52,7 @@ def storage_of(layout: Layout, rank: int) -> dict[str, Tensor]:
 
 
 def largest(count: int) -> list[tuple[int, Sizes, Sizes]]:
-    """(bytes received by all ranks together, source, destination) of the plans that move most."""
+    """(total bytes received, source, destination) of the plans that move the most bytes."""
     model = spec()
     sizes = [
         (p, t, RANKS // (p * t))
@@ -75,7 +75,7 @@ class Reallocations:
 
     @hf.register(hf.ONE_TO_ALL)
     def prepare(self, source: Sizes, destination: Sizes) -> float:
-        """Make and bind the plan; seconds."""
+        """Compute and bind the plan; returns seconds."""
         self.layouts = layout_of(source), layout_of(destination)
         self.source, self.destination = (storage_of(layout, self.rank) for layout in self.layouts)
         dist.barrier(self.group)
@@ -98,7 +98,7 @@ class Reallocations:
 
     @hf.register(hf.ONE_TO_ALL)
     def full_tensors(self) -> dict[str, float]:
-        """One broadcast per tensor from a rank that was given all of it beforehand (its gathering is not counted)."""
+        """One broadcast per tensor, from a rank that has the full tensor (gathering it is not timed)."""
         shapes = self.layouts[0].tensors
         whole = whole_layout(shapes, RANKS)
         wanted = self.layouts[1].regions(self.rank)

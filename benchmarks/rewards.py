@@ -1,9 +1,9 @@
-"""How many rows per second rewards judge on this machine, in one process that calls them as a RewardWorker does.
+"""Rows per second of the verifiers on this machine, called in one process as by a RewardWorker.
 
-`exact` and `math` judge solutions in GSM8K's style; `math_verify` is the library itself on the same rows, one by one
-in this process; `formulas` are LaTeX answers, which go through a worker process. `code` runs a small program against
-three asserts, in each mechanism that this machine offers; `subprocess` runs the same source in a bare Python process,
-one after the other, which contains nothing. Prints one JSON line.
+`exact` and `math` score solutions in GSM8K's style; `math_verify` is the library alone on the same rows, one by one in
+this process; `formulas` are LaTeX answers, which a worker process compares. `code` runs a small program against three
+asserts in each kind of sandbox available; `subprocess` runs the same source in plain Python processes without a
+sandbox, one after the other. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def formula(i: int) -> tuple[str, str]:
 
 
 def rate(rows: int, judge: Callable[[], object]) -> float:
-    """Rows per second, once warm."""
+    """Rows per second after a warm-up."""
     judge()
     began = time.perf_counter()
     judge()

@@ -1,12 +1,12 @@
 """Tokens/s, model FLOP/s utilisation and peak memory of one update on one rank, with random weights.
 
-An update is `forward_backward` over all rows (a prompt and a response each, all of one length) and an optimizer step.
-Tokens are those of the rows; FLOP are those that the model needs: three times a forward pass, with causal attention
-counted by half and the output layer at response tokens only, which is where it is read. What recomputing activations
-costs is not among them. Utilisation is of the device's dense 16-bit peak, and null where that is not known.
+An update is `forward_backward` over all rows (a prompt and a response each, all of the same length) and an optimizer
+step. Tokens are those of the rows. FLOP are those of the model: three times a forward pass, with half of the attention
+matrix (causal) and the output layer at response tokens only. Recomputation of activations is not counted. Utilisation
+is relative to the device's dense 16-bit peak, and null if the peak is unknown.
 
-`--model` is Qwen2.5's 0.5B or 7B, or a tiny one for CPUs; `--backend` the strategy. Neither ray nor vLLM is needed, nor
-Megatron-core for the others. Prints one JSON line.
+`--model` is Qwen2.5's 0.5B or 7B, or a tiny model for CPUs; `--backend` is the strategy. The program needs neither Ray
+nor vLLM, and Megatron-core only for `megatron`. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PEAKS = {
 
 
 def qwen(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocab: int, tied: bool) -> ModelSpec:
-    """Sizes of a Qwen2 model; `heads` are those of queries and of keys."""
+    """Sizes of a Qwen2 model; `heads` are the numbers of query heads and of key heads."""
     config = {"model_type": "qwen2", "hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab}
     config |= {"num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     return ModelSpec.from_hf_config({**config, "max_position_embeddings": 32768, "tie_word_embeddings": tied})
@@ -71,20 +71,20 @@ OPTIMIZERS = {"adam": hf.Adam(lr=1e-6), "sgd": hf.SGD(lr=1e-6)}
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """FLOP/s that a device of this name can do on operands of `dtype`; None when that is not known."""
+    """Peak FLOP/s of a device of this name for operands of `dtype`; None if unknown."""
     found = (peak for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", name) and dtype != "float32")
     return next((peak * 1e12 for peak in found), None)
 
 
 def update_flops(spec: ModelSpec, prompt: int, response: int, rows: int) -> float:
-    """FLOP of forward and backward passes over `rows` rows."""
+    """FLOP of the forward and backward passes over `rows` rows."""
     unread = 2.0 * spec.hidden * spec.vocab * prompt
     forward = float(spec.cost(torch.tensor(prompt + response))) - unread
     return 3.0 * rows * forward
 
 
 def make_engine(backend: str, context: RankContext, spec: ModelSpec, optimizer: Any, **settings: Any) -> Any:
-    """An engine whose weights are drawn on its device."""
+    """An engine with random weights, initialized on its device."""
     kinds = {"fsdp": hf.FSDP, "megatron": hf.Megatron}
     strategy: Any = kinds[backend](**settings) if backend in kinds else hf.ZeRO(stage=int(backend[-1]), **settings)
     engine = build_engine(context, strategy, spec, UNSET, optimizer)
@@ -96,7 +96,7 @@ def make_engine(backend: str, context: RankContext, spec: ModelSpec, optimizer: 
 
 
 def measure(engine: Any, batch: hf.Batch, repeats: int) -> list[float]:
-    """Seconds of each update; the first two, which are not among them, warm up."""
+    """Seconds of each update after two warm-up updates."""
     seconds = []
     for _ in range(repeats + 2):
         synchronise(engine.device)
@@ -109,7 +109,7 @@ def measure(engine: Any, batch: hf.Batch, repeats: int) -> list[float]:
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """GiB, and what they are of."""
+    """Peak memory in GiB, and the kind of memory."""
     if device.type == "cuda":
         return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(device) / (1 << 30), 2), "memory_of": "device"}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
@@ -124,7 +124,7 @@ def utilisation(achieved: float, device: str, dtype: str) -> dict[str, Any]:
 
 
 def report(args: argparse.Namespace, context: RankContext, name: str) -> dict[str, Any]:
-    """Everything that is measured."""
+    """All measurements."""
     spec = MODELS[args.model]
     settings = {"micro_tokens": args.micro_tokens, "recompute": args.recompute, "dtype": args.dtype}
     if args.backend == "fsdp" and args.model == "7b":

@@ -1,11 +1,11 @@
-"""What a transition from training to generation costs: the three designs of the paper's table 2, and full tensors.
+"""Cost of a transition from training to generation: the three designs of the paper's table 2, and full tensors.
 
-A Llama of 100 M parameters in bfloat16, trained at 1-4-1 and generating at 1-2-2-1: real Megatron-core and vLLM on four
-Ray hosts. `full_tensors` is what other systems do: every parameter is gathered in full on every rank, turned into
-Hugging Face tensors and handed to vLLM's `load_weights`; `messages` is hybridflow where ranks cannot read each other's
-memory. All ways take turns in one run; seconds are those of the slowest rank, the median over `--repeats`. `memcpy`
-copies the bytes that the hybridflow design receives, into fresh pages and into touched ones. `overlap` is an Adam step
-with the move of all weights, one after the other and as asynchronous weight transformation. Prints one JSON line.
+A Llama of 100 M parameters in bfloat16, trained at 1-4-1 and generating at 1-2-2-1, with Megatron-core and vLLM on four
+Ray hosts. `full_tensors` is the method of other systems: every rank gathers each full parameter, converts it to Hugging
+Face tensors and passes them to vLLM's `load_weights`. `messages` is hybridflow without reads from other ranks' memory.
+The methods are interleaved in one run; seconds are the slowest rank's, medians over `--repeats`. `memcpy` copies the
+bytes received by the hybridflow design into fresh and into touched pages. `overlap` is an Adam step and the move of all
+weights, one after the other and as asynchronous weight transformation. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WAYS = ("hybridflow", "messages", *WEAKER, "full_tensors")
 
 
 class Regrouped:
-    """A generation engine whose ranks are grouped by another rule: equal storages, other boxes in them."""
+    """A generation engine whose ranks are grouped by another rule: the same storages with other boxes."""
 
     def __init__(self, engine: Any, layout: Layout) -> None:
         self._engine, self._layout = engine, layout
@@ -64,7 +64,7 @@ class Regrouped:
 
 
 class Transitions:
-    """One rank with all ways from the same training weights into the same generation storage."""
+    """One rank with all methods, from the same training weights into the same generation storage."""
 
     def __init__(self, *, model: str, optimizer: hf.Adam | None) -> None:
         from hybridflow.engines.train_backends import build_engine
@@ -101,7 +101,7 @@ class Transitions:
 
     @hf.register(hf.ONE_TO_ALL)
     def transit(self, way: str) -> dict[str, float]:
-        """Seconds and bytes of one transition; afterwards the weights are back in training."""
+        """Seconds and bytes of one transition; afterwards the weights are in the training layout again."""
         dist.barrier(self.group)
         if way == "full_tensors":
             return self._load_full_tensors()
@@ -129,7 +129,7 @@ class Transitions:
         return {"seconds": seconds, "received_mb": received[0] / 1e6}
 
     def _full_tensors(self, received: list[int]) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face tensors, one Megatron parameter at a time gathered over the tensor parallel ranks."""
+        """Hugging Face tensors, one Megatron parameter at a time, gathered over the tensor parallel ranks."""
         layout, storage = self.train.layout(), self.train.storage()
         peers = [layout.storages(rank) for rank in range(self.grid.size)]
         for name, own in storage.items():
@@ -146,7 +146,7 @@ class Transitions:
 
     @hf.register(hf.ONE_TO_ALL)
     def memcpy(self, megabytes: float) -> dict[str, float]:
-        """Seconds to copy that many bytes within this process's memory, into pages that are new and into the same."""
+        """Seconds to copy this number of bytes within this process, into fresh and into touched pages."""
         source = torch.ones(int(megabytes * 1e6), dtype=torch.uint8)
         into = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(source.nbytes)).view_as(source)
         seconds = {}
@@ -159,7 +159,7 @@ class Transitions:
 
     @hf.register(hf.ONE_TO_ALL)
     def step(self, overlapped: bool) -> dict[str, float]:
-        """Seconds from the beginning of an Adam step until generation has its result."""
+        """Seconds from the start of an Adam step until generation has the updated weights."""
         engine = self.engines["hybridflow"]
         self._add_gradients()
         dist.barrier(self.group)
@@ -189,7 +189,7 @@ class Transitions:
 
 
 def slowest(ranks: list[Mapping[str, float]]) -> dict[str, float]:
-    """The largest figure of any rank."""
+    """The maximum over ranks."""
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 

@@ -11,18 +11,18 @@ _SHOWN = 8
 
 
 class Accuracy:
-    """Mean reward of greedy answers to held-out prompts; samples of them go to the tracker."""
+    """Mean reward of greedy answers to held-out prompts; the tracker gets some of them."""
 
     def __init__(self, actor: hf.WorkerGroup, reward: hf.WorkerGroup, task: Task, tracker: hf.Tracker) -> None:
         self.actor, self.reward, self.tracker = actor, reward, tracker
         self.prompts: hf.Batch | None = None
         if task.held_out is not None:
             records = read_prompts(task.held_out, **task.held_out_columns)
-            # objects as they are in the file, as a PromptLoader gives them
+            # columns keep the objects of the file, as in a PromptLoader
             self.prompts = hf.Batch({name: Objects(record[name] for record in records) for name in records[0]})
 
     def measure(self, when: str) -> float | None:
-        """`when` is "before" or "after". None without held-out prompts."""
+        """Mean reward; None without held-out prompts. `when`: "before" or "after"."""
         if self.prompts is None:
             return None
         batch = self.actor.generate_sequences(self.prompts, greedy=True, n=1)

@@ -1,7 +1,7 @@
-"""The small task: sums as text, and a tiny model that knows them and still prefers wrong answers.
+"""The small task: sums as text, and a tiny model that can add but prefers wrong answers.
 
-The model learns from worksheets on which most answers are one too large and some miss by more. So it can add, and
-answers badly, sampled or greedy: what reinforcement learning has to change.
+The model is trained on worksheets in which most answers are one too large and some have larger errors. Its sampled and
+greedy answers are therefore mostly wrong, and reinforcement learning has to correct them.
 
     python recipes/arithmetic.py DIRECTORY
 """
@@ -24,14 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes.small_model import SmallModel
 
-_VERSION = 2  # part of the cache key: raise it when something else is written
+_VERSION = 2  # part of the cache key: increase it when the written files change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Sums of two whole numbers below `numbers`; `held_out` of them are kept out of all training.
+    """Sums of two whole numbers below `numbers`; `held_out` of the sums are excluded from training.
 
-    A share `right` of the worksheets' answers is right and a share `slip` one too large; the others miss by more.
+    On worksheets a share `right` of the answers is correct, a share `slip` is one too large; the rest is further off.
     """
 
     numbers: int = 30
@@ -42,13 +42,13 @@ class Arithmetic:
     model: SmallModel = SmallModel()  # noqa: RUF009  a frozen value
 
     def problems(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The sums to train on, and those held out, in an order that the seed decides."""
+        """The training sums and the held-out sums, in an order given by the seed."""
         pairs = [(a, b) for a in range(self.numbers) for b in range(self.numbers)]
         random.Random(self.seed).shuffle(pairs)
         return pairs[self.held_out :], pairs[: self.held_out]
 
     def worksheet(self, pairs: Sequence[tuple[int, int]], rng: random.Random) -> tuple[str, str]:
-        """One exercise: the prompt, and what is written on the worksheet as its answer."""
+        """One exercise: the prompt, and the answer on the worksheet."""
         (a, b), dice = rng.choice(pairs), rng.random()
         miss = 0 if dice < self.right else 1 if dice < self.right + self.slip else rng.choice((-10, -2, -1, 2, 10))
         return f"{a}+{b}=", str(abs(a + b + miss))
@@ -56,7 +56,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """Where everything is: a Hugging Face `model` directory, and JSONL files with `prompt` and `answer`."""
+    """Paths of the task: a Hugging Face `model` directory, and JSONL files with `prompt` and `answer`."""
 
     model: Path
     train: Path
@@ -69,19 +69,19 @@ def exact_match(completions: list[str], answer: list[str]) -> list[float]:
 
 
 def make(directory: str | os.PathLike[str], task: Arithmetic | None = None) -> ArithmeticFiles:
-    """The files of `task` under `directory`: written by the first call (about 15 s), found by later ones."""
+    """The files of `task` under `directory`: the first call writes them (about 15 s), later calls reuse them."""
     task = task or Arithmetic()
     settings = json.dumps([_VERSION, dataclasses.asdict(task)], sort_keys=True)
     home = Path(directory) / f"arithmetic-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)
-        # written aside and moved in one step: a run that is stopped half-way leaves nothing that looks complete
+        # write to a temporary directory and rename it: an interrupted run leaves no incomplete directory
         aside = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}-"))
         try:
             _write(aside, task)
             os.rename(aside, home)
         except OSError:
-            if not home.exists():  # else another process was faster; its files are the same
+            if not home.exists():  # otherwise another process wrote the same files first
                 raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)

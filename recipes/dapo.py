@@ -1,9 +1,9 @@
-"""DAPO (Yu et al. 2025): clip-higher, dynamic sampling, token-level loss, a penalty on overlong responses, no KL.
+"""DAPO (Yu et al. 2025): clip-higher, dynamic sampling, token-level loss, a length penalty, no KL.
 
-    python recipes/dapo.py                                              a small model that makes itself, on arithmetic
+    python recipes/dapo.py                                              arithmetic with a generated small model
     python recipes/dapo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from recipes import scorers, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: dapo            # figures, samples and the trained model go to runs/<name>
+name: dapo            # metrics, samples and the trained model go to runs/<name>
 steps: 40
-batch_size: 16        # prompts of one draw
-n: 8                  # responses to each
-rows: 128             # responses in a batch: of groups whose rewards differ, from up to max_rounds draws
+batch_size: 16        # prompts per sampling round
+n: 8                  # responses per prompt
+rows: 128             # responses in a batch, from groups whose rewards differ, in up to max_rounds rounds
 max_rounds: 4
-overlong: 2           # tokens before max_tokens at which the penalty on length begins
+overlong: 2           # the length penalty begins this number of tokens before max_tokens
 minibatches: 2
-devices: [2]          # devices of each node
+devices: [2]          # devices per node
 clip: 0.2
 clip_high: 0.28
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
         batch = actor.generate_sequences(prompts, n=cfg.n)
         return batch | reward.compute_reward(batch)
 
-    # groups are chosen by the task's own reward: lengths, and with them penalties, nearly always differ
+    # groups are filtered by the task's reward alone, because length penalties differ in nearly every group
     batches = hf.dynamic_sampling(
         loader, sample, rows=cfg.rows, steps=cfg.steps, max_rounds=cfg.max_rounds, by="rewards/task"
     )

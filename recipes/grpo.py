@@ -1,9 +1,9 @@
 """GRPO (Shao et al., "DeepSeekMath", 2024): advantages relative to other responses, KL in the loss, no critic.
 
-    python recipes/grpo.py                                              a small model that makes itself, on arithmetic
+    python recipes/grpo.py                                              arithmetic with a generated small model
     python recipes/grpo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: grpo            # figures, samples and the trained model go to runs/<name>
+name: grpo            # metrics, samples and the trained model go to runs/<name>
 steps: 40
 batch_size: 16        # prompts
-n: 8                  # responses to each
+n: 8                  # responses per prompt
 minibatches: 2
-devices: [2]          # devices of each node
+devices: [2]          # devices per node
 kl_coef: 0.02
 clip: 0.2
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},

@@ -1,9 +1,9 @@
-"""GSPO (Zheng et al., "Group sequence policy optimization", 2025): the ratio, and its clip, of whole responses.
+"""GSPO (Zheng et al., "Group sequence policy optimization", 2025): ratio and clip per response, not per token.
 
-    python recipes/gspo.py                                              a small model that makes itself, on arithmetic
+    python recipes/gspo.py                                              arithmetic with a generated small model
     python recipes/gspo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: gspo            # figures, samples and the trained model go to runs/<name>
+name: gspo            # metrics, samples and the trained model go to runs/<name>
 steps: 40
 batch_size: 16        # prompts
-n: 8                  # responses to each
+n: 8                  # responses per prompt
 minibatches: 2
-devices: [2]          # devices of each node
+devices: [2]          # devices per node
 clip: 3.0e-4
 clip_high: 4.0e-4
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},

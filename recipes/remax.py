@@ -1,9 +1,9 @@
 """ReMax (Li et al. 2023; paper, figure 6): the reward of the greedy response is the baseline, no critic.
 
-    python recipes/remax.py                                             a small model that makes itself, on arithmetic
+    python recipes/remax.py                                             arithmetic with a generated small model
     python recipes/remax.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: remax           # figures, samples and the trained model go to runs/<name>
+name: remax           # metrics, samples and the trained model go to runs/<name>
 steps: 40
 batch_size: 128        # prompts
 minibatches: 2
-devices: [2]          # devices of each node
+devices: [2]          # devices per node
 kl_coef: 0.02
 clip: 0.2
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},

@@ -1,9 +1,9 @@
 """RLOO (Ahmadian et al., "Back to basics", 2024): the other responses are the baseline, KL in the reward.
 
-    python recipes/rloo.py                                              a small model that makes itself, on arithmetic
+    python recipes/rloo.py                                              arithmetic with a generated small model
     python recipes/rloo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: rloo            # figures, samples and the trained model go to runs/<name>
+name: rloo            # metrics, samples and the trained model go to runs/<name>
 steps: 40
 batch_size: 32        # prompts
-n: 4                  # responses to each
+n: 4                  # responses per prompt
 minibatches: 2
-devices: [2]          # devices of each node
+devices: [2]          # devices per node
 kl_coef: 0.02
 clip: 0.2
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},

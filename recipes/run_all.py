@@ -1,9 +1,9 @@
-"""Runs every recipe on the small arithmetic model, and prints what its objective did.
+"""Runs every recipe on the small arithmetic model and prints a table of results.
 
     python recipes/run_all.py [SEEDS] [RECIPE ...]      make recipes SEEDS="1 2 3"
 
-The reward is that of sampled answers, the mean of the first three and of the last five iterations. A recipe improves
-where it rises by 0.3; Safe-RLHF's cost has to end below its limit, too.
+The table has the mean reward of sampled answers in the first three and the last five iterations. A recipe has
+improved if it rises by 0.3; Safe-RLHF's cost must also end below its limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIMEOUT = 1200.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run left behind. `cost` is None where there are no costs."""
+    """Results of one run; `cost` is None for recipes without costs."""
 
     recipe: str
     seed: int
@@ -51,7 +51,7 @@ HEADER = "| recipe | seed | reward at the start | at the end | cost | seconds | 
 
 
 def outcome(recipe: str, seed: int, lines: Sequence[dict[str, float]], seconds: float) -> Outcome:
-    """From the lines of a run's `metrics.jsonl`. With dynamic sampling the reward is that of all answers drawn."""
+    """Outcome from the lines of `metrics.jsonl`. With dynamic sampling the reward is that of all sampled answers."""
 
     def ends(name: str) -> tuple[float, float]:
         figures = [line[name] for line in lines]
@@ -63,7 +63,7 @@ def outcome(recipe: str, seed: int, lines: Sequence[dict[str, float]], seconds: 
 
 
 def run(recipe: str, seed: int) -> Outcome:
-    """Errors: CalledProcessError, TimeoutExpired; what the recipe shows is in `runs/<recipe>-<seed>.log`."""
+    """Run a recipe; its output goes to `runs/<recipe>-<seed>.log`. Errors: CalledProcessError, TimeoutExpired."""
     name, began = f"{recipe}-{seed}", time.perf_counter()
     home = ROOT / "runs"
     home.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
-"""Safe RLHF (Dai et al. 2023; paper, figure 6): rewards rise while costs stay below a limit; with PPO-ptx.
+"""Safe-RLHF (Dai et al. 2023; paper, figure 6): maximises rewards with costs below a limit; with PPO-ptx.
 
-    python recipes/safe_rlhf.py                             a small model that makes itself, on arithmetic
+    python recipes/safe_rlhf.py                             arithmetic with a generated small model
     python recipes/safe_rlhf.py model=DIR prompts=FILE.jsonl reward=REWARD_MODEL cost=COST_MODEL devices=[8]
 
-All settings: DEFAULTS below, and those that all recipes share in recipes/settings.py.
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from recipes import scorers, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: safe_rlhf       # figures, samples and the trained model go to runs/<name>
+name: safe_rlhf       # metrics, samples and the trained model go to runs/<name>
 steps: 40
 batch_size: 128
 minibatches: 2
-devices: [2]          # devices of each node
+devices: [2]          # devices per node
 kl_coef: 0.02
 clip: 0.2
-cost: too_large       # as reward=: what to keep below the limit; this one is for arithmetic
-limit: 0.25           # of the mean cost of a response
+cost: too_large       # a scorer as in reward=; this one is for arithmetic
+limit: 0.25           # for the mean cost of a response
 lagrange_lr: 0.1
-texts: null           # the language-model loss (PPO-ptx) is on these, or on prompts with their answers
-text_tokens: 64       # longest
+texts: null           # texts for the language-model loss (PPO-ptx); null: prompts with their answers
+text_tokens: 64       # maximum length
 pretrain_coef: 0.05
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}

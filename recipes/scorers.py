@@ -1,4 +1,4 @@
-"""What scores the answers of a recipe: a verifier by name, a function in a file, or a model."""
+"""Scorers of a recipe's answers: a verifier by name, a function in a file, or a model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NAMED: dict[str, Callable[[Any], Scorer]] = {
     "code": lambda data: hf.rewards.Code(data.answer),
     "too_large": lambda data: too_large,
 }
-"""Gives a function that reads the column `data.answer`."""
+"""Constructors of scorers that read the column `data.answer`."""
 
 
 def scorer(cfg: Any, which: str) -> dict[str, Any]:
-    """Settings of the worker for `reward=...` or `cost=...`. Errors: ConfigError for a name that says nothing."""
+    """Options of the worker for `reward=...` or `cost=...`. Errors: ConfigError for an unknown name."""
     name, scoring = str(cfg[which]), {str(key): value for key, value in cfg.scoring.items()}
     train = scoring.pop("train")
     if name in NAMED:
@@ -49,9 +49,9 @@ def scorer(cfg: Any, which: str) -> dict[str, Any]:
 
 
 def together(scoring: dict[str, Any], **others: Scorer) -> dict[str, Any]:
-    """`scoring` with further functions, whose scores are added: components `rewards/task` and one for each name.
+    """`scoring` with further functions, whose scores are added; columns are `rewards/task` and `rewards/<name>`.
 
-    Errors: ConfigError where a model gives the rewards.
+    Errors: ConfigError if the rewards come from a model.
     """
     if "function" not in scoring:
         raise ConfigError(f"{', '.join(others)} can only be added to rewards of functions, not to {scoring['model']}.")
@@ -59,17 +59,17 @@ def together(scoring: dict[str, Any], **others: Scorer) -> dict[str, Any]:
 
 
 def load(name: str) -> Scorer:
-    """The function of `FILE.py:FUNCTION`, which travels to other processes whole. Errors: ConfigError."""
+    """The function of `FILE.py:FUNCTION`, pickled by value for other processes. Errors: ConfigError."""
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
         raise ConfigError(f"{name}: there is no file {path}.")
     module = types.ModuleType(f"recipe_file_{Path(path).stem}")
     module.__file__ = path
-    sys.modules[module.__name__] = module  # where dataclasses look for it
+    sys.modules[module.__name__] = module  # dataclasses look it up here
     try:
         exec(compile(Path(path).read_text(), path, "exec"), vars(module))
     finally:
-        del sys.modules[module.__name__]  # what has no module to be found in is pickled by value
+        del sys.modules[module.__name__]  # functions of an unknown module are pickled by value
     found = vars(module).get(function)
     if not callable(found):
         raise ConfigError(f"{name}: {path} has no function {function!r}.{nearest(function, vars(module))}")

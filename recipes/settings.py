@@ -1,4 +1,4 @@
-"""Settings of a recipe: those that all have, its own, and `key=value` arguments."""
+"""Settings of a recipe: common settings, the recipe's defaults, and `key=value` arguments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ COMMON = """
 seed: 1
 model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
 prompts: null         # JSONL, Parquet, a dataset's directory or hub name (openai/gsm8k data.name=main data.split=train)
-held_out: null        # the same, for greedy accuracy before and after (data.held_out_split=test)
+held_out: null        # as prompts, for greedy accuracy before and after the run (data.held_out_split=test)
 reward: exact         # exact, math, numeric, regex, code, FILE.py:FUNCTION, or the directory of a reward model
-data:                 # columns of prompts and of references (unit tests for code), and what is for datasets only
+data:                 # columns of prompts and references (unit tests for code), and options of datasets
   {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null,
    name: null, split: null, held_out_split: null}
-scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # of reward functions; train: of reward models
+scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
 
 
 def read(defaults: str, arguments: Sequence[str]) -> Any:
-    """`COMMON` and a recipe's `defaults` (YAML) changed by `key=value` arguments.
+    """`COMMON` and a recipe's `defaults` (YAML), changed by `key=value` arguments.
 
-    What stands in a section of a role (`actor.train.pp=2`) is checked by the strategy that it becomes.
+    The options in a role's section (`actor.train.pp=2`) are checked later, by the strategy class.
     Errors: ConfigError for an unknown key, with the nearest known one.
     """
     settings = OmegaConf.merge(OmegaConf.create(COMMON), OmegaConf.create(defaults))

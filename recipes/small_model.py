@@ -1,6 +1,6 @@
-"""A tiny Llama with a character tokenizer, made on the spot by a few seconds of supervised steps.
+"""A tiny Llama with a character tokenizer, trained in a few seconds of supervised steps.
 
-Deterministic: settings and seed decide every weight.
+Deterministic: settings and seed determine every weight.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
 _NO_LABEL = -100
 
 Worksheet = Callable[[random.Random], tuple[str, str]]
-"""Draws one exercise: a prompt, and the answer to be learned."""
+"""Samples one exercise: a prompt and the target answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallModel:
-    """Sizes of the model (head_dim 32), and its supervised steps: `batch` worksheets each, linear decay from `lr`."""
+    """Model sizes (head_dim 32) and supervised training: `batch` exercises per step, linear decay of `lr`."""
 
     characters: str = "0123456789+= "
     hidden: int = 128
@@ -53,8 +53,8 @@ class SmallModel:
     def write(self, directory: Path, worksheet: Worksheet) -> None:
         """Train on worksheets and save model and tokenizer as a Hugging Face directory."""
         rng, threads = random.Random(self.seed + 1), torch.get_num_threads()
-        torch.set_num_threads(1)  # the weights must not depend on the number of cores; more would not be faster
-        with torch.random.fork_rng(devices=[]):  # the caller's generators stay as they are
+        torch.set_num_threads(1)  # weights must not depend on the number of cores; more threads are not faster
+        with torch.random.fork_rng(devices=[]):  # do not change the caller's generators
             torch.manual_seed(self.seed)
             model = self._model()
             optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -88,7 +88,7 @@ class SmallModel:
         return LlamaForCausalLM(config)
 
     def _examples(self, pairs: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels`, int64 [batch, longest]; only answers are labels."""
+        """`input_ids` and `labels`, int64 [batch, longest]; only answer tokens have labels."""
         code, ids, labels = self.vocabulary, [], []
         for prompt, answer in pairs:
             asked, told = [code[c] for c in prompt], [*(code[c] for c in answer), code[EOS]]

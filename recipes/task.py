@@ -1,4 +1,4 @@
-"""What a recipe trains on: a model, prompts for it, and what scores its answers."""
+"""Task: the model, prompts and reward of a recipe."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WORKSHEETS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`columns` are settings of a PromptLoader for the prompts in `train`; those in `held_out` are for accuracy.
+    """`columns` are the PromptLoader options for `train`, `held_out_columns` those for `held_out` (accuracy).
 
-    `reward` are settings of a RewardWorker.
+    `reward` has the options of a RewardWorker.
     """
 
     model: str | Path
@@ -31,7 +31,7 @@ class Task:
 
 
 def of(cfg: Any) -> Task:
-    """What was asked for, or the small arithmetic task. Errors: ConfigError for a model or prompts alone."""
+    """The task in `cfg`, or the small arithmetic task. Errors: ConfigError for a model or prompts alone."""
     reward = scorer(cfg, "reward")
     if cfg.model is None and cfg.prompts is None:
         files = arithmetic.make(".cache")
@@ -52,9 +52,9 @@ def of(cfg: Any) -> Task:
 
 
 def texts(cfg: Any, job: Task) -> hf.TextLoader:
-    """Texts for the language-model loss: `texts=...` with a column `text`, else prompts with their answers.
+    """Texts for the language-model loss: `texts=...` with a column `text`, otherwise prompts with their answers.
 
-    For the arithmetic task they are worksheets as the model was trained on, most of them wrong.
+    For the arithmetic task these are worksheets like those in the model's training, most of them wrong.
     """
     sizes = {"batch_size": cfg.batch_size, "max_tokens": cfg.text_tokens, "tokenizer": job.model, "seed": cfg.seed}
     if cfg.texts is not None:
