@@ -110,7 +110,7 @@ class DynamicSampler:
 
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
-        source, done = iter(self.loader.source), 0
+        source, done = self.loader.drawn(), 0
         while self.steps is None or done < self.steps:
             session.next_iteration(self.loader.in_flight)
             found = self._sampled(source, session)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
 from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
-from hybridflow.data.resumable_sampler import check_sizes
-from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import PromptError
 
 
-class PromptLoader:
+class PromptLoader(PromptSource):
     """Yields `steps` batches of `batch_size` prompts and lets at most `in_flight` iterations be under way.
 
     `prompts` is a JSONL or Parquet file (or a directory or pattern of them, or a list of files), a Hugging Face dataset
@@ -39,65 +37,15 @@ class PromptLoader:
     that failed.
     """
 
-    def __init__(
-        self,
-        prompts: Any,
-        *,
-        batch_size: int,
-        steps: int | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        tokenizer: TokenizerLike | None = None,
-        prompt: str = "prompt",
-        split: str | None = None,
-        name: str | None = None,
-        map: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
-        max_prompt_tokens: int | None = None,
-        workers: int = 0,
-        in_flight: int = 2,
-    ) -> None:
-        check_sizes(in_flight=in_flight)
-        self.source = PromptSource(
-            prompts,
-            batch_size=batch_size,
-            steps=steps,
-            seed=seed,
-            shuffle=shuffle,
-            tokenizer=tokenizer,
-            prompt=prompt,
-            split=split,
-            name=name,
-            map=map,
-            max_prompt_tokens=max_prompt_tokens,
-            workers=workers,
-        )
-        self.in_flight = in_flight
-
-    @property
-    def filtered(self) -> int:
-        """Prompts that are left out because they have more than `max_prompt_tokens` tokens."""
-        return self.source.filtered
-
-    def __len__(self) -> int:
-        return len(self.source)
-
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
-        for batch in self.source:
+        for batch in self.drawn():
             session.next_iteration(self.in_flight)
             yield BatchRef.from_batch(batch)
         session.drain()
 
-    def state(self) -> dict[str, Any]:
-        """What `load_state` needs to continue with the next batch: plain data, for JSON."""
-        return self.source.state()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Errors: ConfigError when the state is of other prompts, another batch size, seed or order."""
-        self.source.load_state(state)
-
-
-class TextLoader:
+class TextLoader(TextSource):
     """Batches of `batch_size` texts for the pretraining loss, without end: `actor.update_actor(text, loss="pretrain")`.
 
     `texts` is anything that a `PromptLoader` takes. Of the column `text` ("text" if none is named) all but the first
@@ -115,59 +63,17 @@ class TextLoader:
     Errors: PromptError naming file, row and column; ConfigError for settings; CheckpointError without a tokenizer.
     """
 
-    def __init__(
-        self,
-        texts: Any,
-        *,
-        tokenizer: TokenizerLike,
-        batch_size: int,
-        max_tokens: int,
-        text: str | None = None,
-        prompt: str | None = None,
-        completion: str | None = None,
-        split: str | None = None,
-        name: str | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        workers: int = 0,
-    ) -> None:
-        self.source = TextSource(
-            texts,
-            tokenizer=tokenizer,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            text=text,
-            prompt=prompt,
-            completion=completion,
-            split=split,
-            name=name,
-            seed=seed,
-            shuffle=shuffle,
-            workers=workers,
-        )
-        self._batches = iter(self.source)
-
-    @property
-    def filtered(self) -> int:
-        """Records that are left out because their prompt leaves no room for a completion."""
-        return self.source.filtered
+    _batches: Iterator[Batch] | None = None
 
     def __iter__(self) -> Iterator[BatchRef]:
         return self
 
     def __next__(self) -> BatchRef:
+        self._batches = self._batches or self.drawn()
         try:
             batch = next(self._batches)
         except PromptError:
-            self._batches = iter(self.source)  # what has raised is over, and would end a loop in silence
+            self._batches = None  # what has raised is over, and would end a loop in silence
             raise
         Session.current()  # its store takes large columns
         return BatchRef.from_batch(batch)
-
-    def state(self) -> dict[str, Any]:
-        """What `load_state` needs to continue with the next batch: plain data, for JSON."""
-        return self.source.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Errors: ConfigError when the state is of other texts, another batch size, seed or order."""
-        self.source.load_state(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, wraps
@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a finite number, of Python or numpy; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_whole(value: Any) -> TypeGuard[int]:

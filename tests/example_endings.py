@@ -13,18 +13,14 @@ HEADINGS_RIGHT = [
     ("#### Cost for 3 shirts\n3*6 = 18\n\n#### Final Answer\n18", "18"),
     ("#### Conclusion\n18", "18"),
     ("9*2 = 18\n#### Eggs sold: 18", "18"),
-    ("#### Total: $18\n\nYou pay $18 for 6 shirts.", "18"),
     ("#### The total is 18", "18"),
     ("#### The total is 18\n\nI hope this helps!", "18"),
-    ("#### Therefore, she makes $18.\n\nShe sells 9 eggs.", "18"),
     ("#### Result: 18\n\nShe sells 9 eggs.", "18"),
     ("#### about 18\n\nShe sells 9 eggs.", "18"),
     ("#### USD 18\n\nShe sells 9 eggs.", "18"),
     ("#### $18\n\nShe sells 9 eggs.", "18"),
     ("#### x = 18\n\nShe sells 9 eggs.", "18"),
-    ("#### eighteen\n\nShe sells 9 eggs.", "18"),
     ("#### Answer: \\boxed{18}\n\nShe sells 9 eggs.", "18"),
-    (f"She makes 9*2={TWO}.\n#### Janet makes 18\n\nShe sells 9 eggs.", "18"),
 ]
 HEADINGS_WRONG = [
     ("#### Eggs sold: 9\n9*2=18\n\nSo she makes **$18**.", "9"),
@@ -37,17 +33,10 @@ RUN_ON_RIGHT = [
     (f"{TWO}\n#### 18\n\nTom must wait 5 minutes. How long is it actually?\n5+1=<<5+1=6>>6\n#### 6", "18"),
     (f"{TWO}\n#### 18\n\nSam has 5 pens. He buys 1. How many?\nLet's add: 5+1=<<5+1=6>>6\n#### 6", "18"),
     (f"{TWO}\n#### 18\n\nA test has 5 wrong answers and 1 mistake. How many?\n5+1=<<5+1=6>>6\n#### 6", "18"),
-    ("#### 20\n\nWait, 9*2=<<9*2=18>>18\n#### 18", "18"),
-    ("#### 20\n\nHowever, I think there is a mistake: 9*2=<<9*2=18>>18\n#### 18", "18"),
-    ("#### 20\n\nIs that right? Let me check. 9*2=<<9*2=18>>18\n#### 18", "18"),
-    ("#### 20\n\nThe above answer is wrong. 9*2=<<9*2=18>>18\n#### 18", "18"),
-    ("#### 20\n\nSo let's recompute: 9*2=<<9*2=18>>18\n#### 18", "18"),
-    ("#### 20\n\nI made an error. 9*2=<<9*2=18>>18\n#### 18", "18"),
 ]
 RUN_ON_WRONG = [
     (f"#### 6\n\nJanet must wait. How much does she make, actually?\n{TWO}\n#### 18", "18"),
     (f"#### 6\n\nJanet has 9 eggs. They are $2 each. How much?\nLet's see: {TWO}\n#### 18", "18"),
-    ("#### 18\n\nWait, it is 9*3=<<9*3=27>>27\n#### 27", "18"),
 ]
 
 # the answer comes behind a reason, and as what a number is rounded to
@@ -55,9 +44,6 @@ REASONS_RIGHT = [
     ("This gives 17.6, but since we can't have a fraction of a bus, she needs 18 buses.", "18"),
     ("This gives 17.6, and because a bus is whole, she needs 18 of them.", "18"),
     ("This gives 17.6; however, since half a bus is none, she needs 18.", "18"),
-    ("The answer is approximately 17.6, so about 18 people.", "18"),
-    ("The answer is 17.6, which rounds up to 18.", "18"),
-    ("The answer is 17.6, so she needs 18 buses.", "18"),
     ("The answer is 17.5, so she has 17.5 dollars.", "17.5"),
     ("The answer is 17.6, so 40 people do not fit.", "17.6"),
     ("The answer is 18, so 9 eggs were sold.", "18"),
@@ -66,7 +52,6 @@ REASONS_RIGHT = [
 ]
 REASONS_WRONG = [
     ("This gives 18, but since a bus is full at 40, she needs 20 buses.", "18"),
-    ("The answer is 17.6, so about 18 people.", "17.6"),
     ("The answer is 17 or 18.", "18"),
 ]
 

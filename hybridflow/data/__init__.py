@@ -1,4 +1,4 @@
 """Prompts and texts from files and data sets.
 
-`prompts` and `lm_dataset` draw batches through the `resumable_sampler`; `sources` and `records` read files.
+`prompts` and `lm_dataset` draw batches through the `resumable_sampler`; `records` reads files.
 """

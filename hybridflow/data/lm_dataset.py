@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.messages import check_prompt, check_text
+from hybridflow.data.records import open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
-from hybridflow.data.sources import open_records
 from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, PromptError
 
@@ -25,11 +25,7 @@ _NEAR = 1024  # characters
 
 
 class TextSource(ResumableSampler):
-    """The batches of a `TextLoader`, with its arguments, on this process alone.
-
-    Yields `Batch`es without end, with the columns that a `TextLoader` gives. `state()` and `load_state` are as those
-    of a `PromptSource`. Errors: PromptError naming file, row and column, ConfigError, CheckpointError.
-    """
+    """The batches of a `TextLoader`, with its arguments, on this process alone: it yields `Batch`es without end."""
 
     def __init__(
         self,
@@ -47,10 +43,8 @@ class TextSource(ResumableSampler):
         shuffle: bool = True,
         workers: int = 0,
     ) -> None:
-        check_sizes(batch_size=batch_size, max_tokens=max_tokens)
-        check_sizes(0, workers=workers)
-        if max_tokens < 2:
-            raise ConfigError(f"max_tokens={max_tokens}: a row has at least two tokens, one of which is predicted.")
+        check_sizes(batch_size=batch_size)
+        check_sizes(2, max_tokens=max_tokens)  # at least one token is predicted
         if (prompt is None) != (completion is None) or (prompt is not None and text is not None):
             raise ConfigError(
                 f"text={text!r}, prompt={prompt!r}, completion={completion!r}: name one column with text=, or two with "
@@ -77,19 +71,23 @@ class TextSource(ResumableSampler):
         """Records that are left out because their prompt leaves no room for a completion."""
         return self._rows.filtered
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Continues where the last iteration, or `load_state`, stopped."""
-        for numbers, rows in self.batches():
-            responses = Ragged.from_rows([response for _, response in rows], torch.int64)
-            yield Batch(
-                {
-                    "row_id": torch.arange(numbers.start, numbers.stop),
-                    "prompt_ids": Ragged.from_rows([prompt for prompt, _ in rows], torch.int64),
-                    "response_ids": responses,
-                    "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
-                    "num_tokens": torch.tensor([len(prompt) + len(response) for prompt, response in rows]),
-                }
-            )
+
+class _TextDataset:
+    """The columns of rows of token ids, prompt and response."""
+
+    filtered = 0
+
+    def batch(self, numbers: range, rows: list[Row]) -> Batch:
+        responses = Ragged.from_rows([response for _, response in rows], torch.int64)
+        return Batch(
+            {
+                "row_id": torch.arange(numbers.start, numbers.stop),
+                "prompt_ids": Ragged.from_rows([prompt for prompt, _ in rows], torch.int64),
+                "response_ids": responses,
+                "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+                "num_tokens": torch.tensor([len(prompt) + len(response) for prompt, response in rows]),
+            }
+        )
 
 
 def section_of(max_tokens: int) -> int:
@@ -97,10 +95,8 @@ def section_of(max_tokens: int) -> int:
     return min(max(1 << 16, 8 * max_tokens), MOST_CHARACTERS)
 
 
-class LMDataset:
+class LMDataset(_TextDataset):
     """Whole texts: the first token of a piece is its prompt, the rest its response."""
-
-    filtered = 0
 
     def __init__(self, records: Any, column: str, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._records, self._column, self._tokenizer, self._max = records, column, tokenizer, max_tokens
@@ -154,7 +150,7 @@ def _cut(text: str, number: int, count: int) -> str:
     return text[bound(number) : bound(number + 1)]
 
 
-class SFTDataset:
+class SFTDataset(_TextDataset):
     """Prompts with the completion that is to be learned: only its tokens, and the end, are the response."""
 
     def __init__(self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int) -> None:

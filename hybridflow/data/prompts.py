@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.messages import characters, check_prompt
-from hybridflow.data.records import Record
+from hybridflow.data.records import Record, open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
-from hybridflow.data.sources import open_records
 from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer, too_long
 from hybridflow.errors import ConfigError, PromptError, nearest
 
@@ -135,6 +134,16 @@ class Prompts:
         places = [self.records.place(row) for row in rows]
         return records, self._tokenizer.encode([record["prompt"] for record in records], places, self.prompt)
 
+    def batch(self, numbers: range, rows: tuple[list[Record], list[list[int]] | None]) -> Batch:
+        """`row_id` [B] int64, the columns of the records as Python objects, and `prompt_ids` (ragged int64)."""
+        records, ids = rows
+        columns: dict[str, Any] = {"row_id": torch.arange(numbers.start, numbers.stop)}
+        # objects as they are in the file: a reward function gets the exact values
+        columns |= {column: Objects(record[column] for record in records) for column in records[0]}
+        if ids is not None:
+            columns["prompt_ids"] = Ragged.from_rows(ids, dtype=torch.int64)
+        return Batch(columns)
+
     def _prepared(self, row: int, raw: Any) -> Record:
         """The record as it is drawn, with its prompt in the column `prompt`. Errors: PromptError."""
         record = dict(raw) if self._uniform else self._mapped(row, raw)
@@ -196,15 +205,10 @@ def read_prompts(
 
 
 class PromptSource(ResumableSampler):
-    """The batches of a `PromptLoader`, with its arguments, on this process alone.
+    """The batches of a `PromptLoader`, with its arguments, on this process alone: it yields `Batch`es, and never waits.
 
-    Yields `Batch`es of exactly `batch_size` rows: `row_id` [B] int64 (a running number, unique over the whole run),
-    the columns of the records as Python objects, and `prompt_ids` (ragged int64) when a `tokenizer` is given. An epoch
-    is a permutation of all prompts; a batch may take the end of one epoch and the beginning of the next, so no prompt
-    is dropped. `steps` batches are drawn (None: without end).
-
-    `state()` after any batch, given to `load_state` of a source over the same prompts, continues with the next one.
-    Errors: PromptError naming file, row and column, ConfigError for sizes, CheckpointError without tokenizer.
+    An epoch is a permutation of all prompts; a batch may take the end of one epoch and the beginning of the next, so no
+    prompt is dropped, and has exactly `batch_size` rows. `row_id` is a running number, unique over the whole run.
     """
 
     def __init__(
@@ -222,11 +226,9 @@ class PromptSource(ResumableSampler):
         map: Map | None = None,
         max_prompt_tokens: int | None = None,
         workers: int = 0,
+        in_flight: int = 2,
     ) -> None:
-        check_sizes(batch_size=batch_size)
-        check_sizes(0, workers=workers)
-        if steps is not None:
-            check_sizes(steps=steps)
+        check_sizes(batch_size=batch_size, in_flight=in_flight)
         self.prompts = Prompts(
             prompts,
             prompt=prompt,
@@ -236,6 +238,7 @@ class PromptSource(ResumableSampler):
             tokenizer=None if tokenizer is None else as_tokenizer(tokenizer),
             max_prompt_tokens=max_prompt_tokens,
         )
+        self.in_flight = in_flight
         super().__init__(
             self.prompts,
             batch_size=batch_size,
@@ -258,18 +261,8 @@ class PromptSource(ResumableSampler):
     def __len__(self) -> int:
         """Batches in all. Errors: TypeError when there is no end."""
         if self.steps is None:
-            raise TypeError("a PromptSource without steps= has no length")
+            raise TypeError(f"a {type(self).__name__} without steps= has no length")
         return self.steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        """The batches that are left: continues where the last iteration, or `load_state`, stopped."""
-        for numbers, (records, ids) in self.batches():
-            columns: dict[str, Any] = {"row_id": torch.arange(numbers.start, numbers.stop)}
-            # objects as they are in the file: a reward function gets the exact values
-            columns |= {column: Objects(record[column] for record in records) for column in records[0]}
-            if ids is not None:
-                columns["prompt_ids"] = Ragged.from_rows(ids, dtype=torch.int64)
-            yield Batch(columns)
 
 
 def _shown(tokens: float | None) -> str:

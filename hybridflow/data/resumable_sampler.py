@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hybridflow.batch.batch import Batch
 from hybridflow.errors import ConfigError, PromptError, WorkerError
 
 State = dict[str, Any]
@@ -26,11 +27,15 @@ class Draw(NamedTuple):
 
 
 class Dataset(Protocol):
-    """The data to sample from. `read` may run in another process; its result is pickled."""
+    """The data to sample from. `read` may run in another process; its result is pickled, and `batch` completes it."""
 
     def __len__(self) -> int: ...
 
     def read(self, draws: list[Draw]) -> Any: ...
+
+    def batch(self, numbers: range, rows: Any) -> Batch:
+        """The batch of what was read; `numbers` are the running numbers of its rows."""
+        ...
 
 
 class ResumableSampler:
@@ -58,12 +63,19 @@ class ResumableSampler:
     ) -> None:
         if type(seed) is not int:
             raise ConfigError(f"seed={seed!r} must be a whole number.")
+        check_sizes(batch_size=batch_size)
+        check_sizes(0, workers=workers)
+        if steps is not None:
+            check_sizes(steps=steps)
         self._dataset, self.batch_size, self.steps, self.workers = dataset, batch_size, steps, workers
         self._same = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, **identity}
         self._drawn = 0  # batches so far: all that changes
 
-    def batches(self) -> Iterator[tuple[range, Any]]:
-        """The running numbers of the rows of each batch that is left, and what was read for them."""
+    def __iter__(self) -> Iterator[Any]:
+        return self.drawn()
+
+    def drawn(self) -> Iterator[Batch]:
+        """The batches that are left: continues where the last iteration, or `load_state`, stopped."""
         batches: Iterator[Any] = iter(())
         at = -1
         while self.steps is None or self._drawn < self.steps:
@@ -81,9 +93,10 @@ class ResumableSampler:
                 batches = iter(())  # an error that is kept would keep this frame, and with it the workers
                 raise found
             at = self._drawn = at + 1
-            yield range((at - 1) * self.batch_size, at * self.batch_size), found
+            yield self._dataset.batch(range((at - 1) * self.batch_size, at * self.batch_size), found)
 
     def state(self) -> State:
+        """What `load_state` needs to continue with the next batch: plain data, for JSON."""
         return {"drawn": self._drawn, **self._same}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -9,11 +9,10 @@ solution with GSM8K's calculator annotations (`<<9*2=18>>`) but no mark was cut 
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 
-from hybridflow.rewards.number import Number, find_numbers, parse_number, plain, spelt_numbers
+from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
 
 _HEAD, _TAIL = 4_000, 16_000  # characters of a longer text that are read
 # Text that repeats itself must not take long: this many occurrences of a mark are read, and characters of a line.
@@ -23,70 +22,45 @@ _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 _THOUGHTS = re.compile(
     r"<(?P<end>/?)(?:think(?:ing)?|thoughts?|reasoning)\s{0,9}>|<\|(?:begin|(?P<over>end))_of_thought\|>", re.IGNORECASE
 )
-_END_TOKEN = re.compile(
-    r"<\|(?:endoftext|im_end|eot_id|end_of_text|end|eom_id|im_start)\|>|</s>|<end_of_turn>|<eos>|\[EOS\]|\[INST\]"
-    r"|<｜end▁of▁sentence｜>"
+_END = re.compile(
+    r"(?<=\S)\s*(?:<\|(?:endoftext|im_end|eot_id|end_of_text|end|eom_id|im_start)\|>|</s>|<end_of_turn>|<eos>|\[INST\]"
+    r"|<｜end▁of▁sentence｜>)"
 )
 _NEXT_PROBLEM = re.compile(
-    r"^[ \t#*]*(?:(?:new |next )?(?:question|problem|exercise|instruction|input|user|human)\b(?:[ \t]*\d+)?|Q)"
-    r"[ \t]*\**:|^#{1,6}[ \t]*(?:question|problem|exercise|instruction)(?:[ \t]*\d+)?[ \t]*$",
+    r"(?<=\d)[^\d\n]*\n[\s#*]*(?:question|problem|exercise|instruction|q|user|human)\b(?:[ \d*]*:|[ *\d]*$)",
     re.IGNORECASE | re.MULTILINE,
 )
-_SECOND_THOUGHTS = re.compile(
-    r"\W*(?:(?:but|however|no|oh|so)\b\W*)*(?:wait\b|actually\b|correction\b|sorry\b|hmm|oops|let me\b|let[’']?s\b)"
-    r"|.{0,60}\b(?:re-?comput|let me check|(?:i|is|made)\b.{0,12}\b(?:mistake|error)\b"
-    r"|(?:answer|result|above|that|it)\b.{0,20}\b(?:wrong|incorrect)\b)",
-    re.IGNORECASE,
-)
-_BULLET = re.compile(r"\s*(?:[-*•+]\s+|\(?\d{1,2}[.)]\s+)?(?:[*_#\s]*step\s+\d+\b)?", re.IGNORECASE)
 
 _HASHES = re.compile(r"#{4,}[ \t]*([^\n#]*)")
+_HEADING = re.compile(r"[\s*_]*(?:step|part)?\s*\d{1,2}[.):]\s*\**[^\W\d]", re.IGNORECASE)
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"(?:(?:(?<!\\)\\+b|\x08)oxed|(?<!\\)\\+fbox)[ \t]*(?=\{)")
 _BARE_BOX = re.compile(r"(?<!\\)\\+boxed[ \t]*(\d+)")
 _BRACE = re.compile(r"(?<!\\)[{}]")
-_MARKS = r"[\s*_`\"]{0,9}"
-_ASIDE = rf"(?:\([^)\n]{{0,60}}\){_MARKS})?"
-_IS = re.compile(
-    rf"\b(?:answer|final (?:result|value)s?)\b(?:\s+(?:to|for|of)\b[^.\n:=]{{0,100}}?)?{_MARKS}{_ASIDE}"
-    rf"(?:\b(?:is|are|was|equals?|(?:would|should|will|must) be)\b|=|→){_MARKS}:?"
-    rf"|\b(?:final|correct) (?:answer|result){_MARKS}{_ASIDE}(?::|：|$)|答案\s*(?:是|为|:|：){_MARKS}[:：]?",
+_GAP = r"[\s*_`\">]{0,9}"
+_STATED = re.compile(
+    rf"\b(?:answer|final (?:result|value))\b[^.\n:=\d]{{0,60}}?(?P<certain>\b(?:is|are|was|equals)\b){_GAP}:?"
+    rf"|(?P<final>\b(?:final|correct) )?\b(?:answer|ans|a|result)\b{_GAP}(?:[:：=]|(?<=[*_r])$)|答案(?:是|为|：|:)",
     re.IGNORECASE | re.MULTILINE,
 )
-_LABEL = re.compile(
-    rf"(?:^[ \t>#*_-]*|(?<=[\s*(\"]))(?:answer|ans){_MARKS}{_ASIDE}(?::|：|(?<=[a-z*_])[*_]{{0,9}}\s{{0,9}}$)"
-    rf"|^[ \t*_]{{0,9}}A{_MARKS}:",
-    re.IGNORECASE | re.MULTILINE,
-)
-_LABEL_OF_LINE = re.compile(
-    r"[*_\s]*(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|[*_\s]*:|[*_\s]*$)[*_\s:]*", re.IGNORECASE
-)
-_CONCLUSION = re.compile(
-    r"[\s*_]*(?:(?:the|my|our|final|overall)\s+)*"
-    r"(?:answers?|results?|conclusion|total is|therefore|thus|so|hence|finally|in (?:total|all))\b",
-    re.IGNORECASE,
-)
-_NUMBERED_HEADING = re.compile(r"[\s*_]*(?:step|part)?\s*\d{1,2}[.):]\s*\**[^\W\d]", re.IGNORECASE)
+_LABEL = re.compile(rf"{_GAP}(?:the )?(?:final )?(?:answer|ans)\b(?: is\b)?{_GAP}:?{_GAP}", re.IGNORECASE)
 
 _FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _GLUE = r"(?:[\s$.,;(){}*~]|\\[()\[\],;: ]|\\q?quad|\\text(?=\{))*"
 _OR = re.compile(rf"{_GLUE}(?:\\lor|or)\b[^\n.!?]{{0,30}}", re.IGNORECASE)
-_AND = re.compile(
-    rf"(?=.*?(?:,|;|&|\band\b)){_GLUE}(?:and\b|&)?{_GLUE}(?:[a-z](?:_?\d|')?\s*=\s*)?{_GLUE}", re.I | re.S
-)
-_BETWEEN_BOXES = re.compile(r"[\s$.,;()]*(?:\\[()\[\]]|and|or|\$|,|\\text\{\s*(?:and|or)\s*\})*[^\n]{0,12}")
+_AND = re.compile(rf"{_GLUE}(?:and\b|&)?{_GLUE}(?:[a-z](?:_?\d|')?\s*=\s*)?{_GLUE}", re.IGNORECASE)
 _ALTERNATIVE = re.compile(r"\\text\s?\{\s?,?\s?or\s?\}|(?<![\w\\])or(?!\w)", re.IGNORECASE)
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?|in|subset)(?![a-z])", re.IGNORECASE)
 _SOLVED = re.compile(r"[\s$({]*([a-z])\s*=[^=]*", re.IGNORECASE)
-_LIST = re.compile(r"[\s$*]*-?\d+(?:\.\d+)?[\s$*]*(?:(?:,|;|&|,?\s?and)[\s$*]+-?\d+(?:\.\d+)?[\s$*.]*)+", re.IGNORECASE)
+_LISTED = re.compile(r"\d[\s$*]*(?:[;&]|,\s|\band\b)[\s$*]*(?:[a-z]\s*=\s*)?-?\d", re.IGNORECASE)
+_EXPRESSION = re.compile(r"[\\^_√π{}<>|!+*×/=]|\d\s*[-(]|\(\s*[^\s\w]?\d")
 _BOLD = re.compile(r"\*\*([^*\n]+?)(?<!:)\*\*(?!\s*:)")
 _FILLER = re.compile(
-    r"(?:[\s*_:>=≈~\"'(]+|(?:about|approximately|approx\.|around|roughly|exactly|only|just|thus|therefore|a total of"
-    r"|USD|Rs\.?|[xyn]\s*=|(?:option\s+)?\(?[A-E][).:](?=\s*[\d$\\-]))\s*)+",
+    r"(?:[\s*_:>=≈~\"'(]+|(?:about|approximately|around|roughly|exactly|only|just|USD|Rs\.?|[xyn]\s*="
+    r"|(?:option\s+)?\(?[A-E][).:](?=\s*[\d$\\-]))\s*)+",
     re.IGNORECASE,
 )
 _OPERATOR = re.compile(r"\s*(?:[-+*×/÷·^–]|x(?=\s*\d)|to\s+(?=\d))\s*[\d(√\\]|!?(?:\s*[\\^√π]|\()\S|\s+\(\s*[\d√\\]")
-_ROUNDED = re.compile(r"(?:\bso\b|\bround\w*(?: up| down| off)? to|≈|\babout)[^\d.]*(\d[\d,]*)(?![\d,]|\.\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +81,7 @@ def reference_answer(text: str) -> str:
     if "####" in text:
         return text.rpartition("####")[2].strip()
     boxes = _boxes(text)
-    return boxes[-1].content.strip() if boxes else text
+    return boxes[-1].content if boxes else text
 
 
 def final_answer(solution: str, *, numeric: bool, several: bool = False) -> FinalAnswer | None:
@@ -131,29 +105,15 @@ def own_words(text: str) -> str:
 
     Closed thoughts are left out, unless they are all there is, and so is everything behind open ones. The answer ends
     at an end token, at "Question:" or another such label, and at a `#### 18` behind which a question or an annotated
-    calculation follows, unless it is followed by second thoughts ("Wait, ...").
+    calculation follows.
     """
     text = text.replace("\x0crac", "\\frac").replace("\r\n", "\n").replace("\r", "\n")
     text = _clipped(_without_thoughts(text))
-    for end in _END_TOKEN.finditer(text):
-        if text[: end.start()].strip():
-            text = text[: end.start()]
-            break
-    bullet = _BULLET.match(text)
-    begun = re.compile(r"\d").search(text, bullet.end() if bullet else 0)
-    for start in _NEXT_PROBLEM.finditer(text):
-        if begun is not None and start.start() > begun.start():
-            text = text[: start.start()]
-            break
+    for end in (_END.search(text), _NEXT_PROBLEM.search(text)):
+        text = text if end is None else text[: end.start()]
     last = max(text.rfind("?"), text.rfind("<<"))
-    for found, following in itertools.pairwise([*_HASHES.finditer(text), None]):
-        if found is None or found.end() > last:
-            break
-        end = min(len(text) if following is None else following.start(), found.end() + 400)
-        behind = [part for part in re.split(r"(?<=[.!?:])\s+|\n+", text[found.end() : end]) if part.strip()][:2]
-        if parse_number(found[1]) is not None and not any(map(_SECOND_THOUGHTS.match, behind)):
-            return text[: found.end()]
-    return text
+    ended = (found.end() for found in _HASHES.finditer(text) if found.end() < last and parse_number(found[1]))
+    return text[: next(ended, len(text))]
 
 
 def _clipped(text: str) -> str:
@@ -174,43 +134,40 @@ def _without_thoughts(text: str) -> str:
     return text[closed:] if not closed or text[closed:].strip() else text[:before]
 
 
+def _last(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """The last occurrences of a mark, the very last one first."""
+    return list(pattern.finditer(text))[: -_OCCURRENCES - 1 : -1]
+
+
 def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
-    annotated = _ANNOTATION.search(text)
-    for found in list(_HASHES.finditer(text))[: -_OCCURRENCES - 1 : -1]:
+    """What stands behind `####`; a line that other text follows counts only where it begins with an answer."""
+    for found in _last(_HASHES, text):
         line, rest = found[1].strip()[:_LINE], text[found.end() :].strip()
-        if rest and _NUMBERED_HEADING.match(line):
+        if rest and _HEADING.match(line):
             continue
-        if not _LABEL_OF_LINE.sub("", line, count=1):
-            line, _, rest = rest.partition("\n")
-        line = _ANNOTATION.sub("", _LABEL_OF_LINE.sub("", line, count=1))
-        if not annotated and rest and _is_heading(line):
-            continue
-        if (box := _boxed(line, numeric)) and (box.number or not numeric):
+        if not (said := _LABEL.sub("", line, count=1)):
+            said, _, rest = rest.partition("\n")
+        said = _ANNOTATION.sub("", said)
+        if (box := _boxed(said, numeric)) and (box.number or not numeric):
             return box
         if not numeric:
-            if line and not rest:
-                return FinalAnswer(_mathematics(line), parse_number(line))
-        elif (number := _number_in(re.sub(r"(?<=\d),\s?(?=\d)", "", line))) is not None:
-            return FinalAnswer(line, number)
-        elif re.search(r"\d", line) and not re.search(r"[A-Za-z]{4}", plain(line)):
-            return FinalAnswer(line, None)
+            if said and not rest:
+                return FinalAnswer(_mathematics(said), parse_number(said))
+            continue
+        number = _leading(said) if rest else _number_in(said)
+        if number is not None and not _LISTED.search(said):
+            return FinalAnswer(said, number)
+        if re.search(r"\d", said) and not re.search(r"[A-Za-z]{4}", plain(said)):
+            return FinalAnswer(said, None)
     return None
 
 
-def _is_heading(line: str) -> bool:
-    """Whether a line is the heading of the text below it: `#### Eggs sold: 9`, not `#### about 18`."""
-    if not re.match(r"[\s*_]*[^\W\d_]{2,}", line) or _boxes(line) or _CONCLUSION.match(line):
-        return False
-    return _leading(line) is None and parse_number(line) is None
-
-
 def _tagged(text: str, numeric: bool) -> FinalAnswer | None:
-    for found in list(_TAG.finditer(text))[: -_OCCURRENCES - 1 : -1]:
+    for found in _last(_TAG, text):
         if content := found[1].strip()[-_LINE:]:
+            number = _number_in(content) if numeric else parse_number(content)
             inner = _boxed(content, numeric) or _statement(content, numeric)
-            return inner or FinalAnswer(
-                _mathematics(content), _number_in(content) if numeric else parse_number(content)
-            )
+            return inner or FinalAnswer(_mathematics(content), number)
     return None
 
 
@@ -225,7 +182,7 @@ class _Box:
 
     @property
     def content(self) -> str:
-        return self.text[self.inside]
+        return self.text[self.inside].strip()
 
 
 def _boxes(text: str) -> list[_Box]:
@@ -244,79 +201,69 @@ def _boxes(text: str) -> list[_Box]:
 def _boxed(text: str, numeric: bool) -> FinalAnswer | None:
     """The last box, with those that are joined to it by "or", "and" or a comma."""
     boxes = _boxes(text)
-    while boxes and not boxes[-1].content.strip():
+    while boxes and not boxes[-1].content:
         _ = boxes.pop()
     if not boxes:
         return None
     right = boxes.pop()
-    groups = [[right.content.strip()[:_LINE]]]
+    said = right.content[:_LINE]
     for left in boxes[: -_OCCURRENCES - 1 : -1]:
         between = text[left.end : right.start] if 0 <= right.start - left.end <= 60 else "none"
-        if _OR.fullmatch(between):
-            groups.insert(0, [])
-        elif not (_AND if numeric else _BETWEEN_BOXES).fullmatch(between):
+        joined = " or " if _OR.fullmatch(between) else ", " if "\n\n" not in between and _AND.fullmatch(between) else ""
+        if not joined:
             break
-        groups[0].insert(0, left.content.strip()[:_LINE])
+        if joined == " or " or left.content[:_LINE] != said:
+            said = f"{left.content[:_LINE]}{joined}{said}"
         right = left
-    if numeric:
-        numbers = {_boxed_number(content) for content in groups[0]}
-        return FinalAnswer(", ".join(groups[0]), numbers.pop() if len(numbers) == 1 else None)
-    content = " or ".join(map(", ".join, groups))
-    return FinalAnswer(content, parse_number(content))
+    return FinalAnswer(said, _boxed_number(said) if numeric else parse_number(said))
 
 
 def _boxed_number(content: str) -> Number | None:
     """The number of a box: all of it, behind its "=", or the only one in its words; an expression or list has none."""
     content = _alternatives(content)[0]
-    number = parse_number(content)
-    if number is None and (sides := re.split("[=≈]", content))[1:]:
-        listed = any(re.search(r"[,;]\s*[a-z\\]|\band\b", side, re.IGNORECASE) for side in sides[1:-1])
-        number = None if listed else parse_number(sides[-1])
-    words = plain(content)
-    if number is None and not re.search(r"[\\^_√π{}<>|!+*×/=]|\d\s*[-(]|\(\s*[^\s\w]?\d", words):
-        found = find_numbers(words)
-        number = found[0].number if len(found) == 1 and re.search(r"[A-Za-z]{3}", words) else None
+    if (number := parse_number(content)) is None and not _LISTED.search(content):
+        *before, result = re.split("[=≈]", content)
+        words = plain(content)
+        if before:
+            number = parse_number(result)
+        if number is None and re.search(r"[A-Za-z]{3}", words) and not _EXPRESSION.search(words):
+            number = _only(words)
     return number
 
 
 def _statement(text: str, numeric: bool) -> FinalAnswer | None:
     """The last "the answer is ..." or "Answer: ..." that says one; "Answer:" may also stand before a whole solution."""
     text = _ANNOTATION.sub("", text)
-    found = [(match.end(), True) for match in _IS.finditer(text)]
-    found += [(match.end(), False) for match in _LABEL.finditer(text)]
-    for end, certain in sorted(found, reverse=True)[:_OCCURRENCES]:
-        said = re.sub(r"^(?:[\s*_`:>]|\\\[|\$\$(?=\s))+", "", text[end : end + 5 * _LINE])
+    for found in _last(_STATED, text):
+        said = re.sub(r"^(?:[\s*_`:：>\"]|\\\[|\$\$(?=\s))+", "", text[found.end() : found.end() + 5 * _LINE])
         line, _, rest = said.partition("\n")
-        first, *others = _sentences(line)
-        first = first[:_LINE].strip()
-        certain = certain or not re.search(r"\d", "".join(others) + rest) or re.match(r"\s*explanation", rest, re.I)
-        if not first:
+        first, *others = re.split(r"(?<=[.!?。])[*_]*(?:\s+(?=[\"'(*_]*[A-Z\d$\\])|(?<=。))", line[:_LINE])
+        if not (first := first.strip()):
             continue
+        certain = found["certain"] or found["final"] or not re.search(r"\d", "".join(others) + rest)
+        certain = certain or re.match(r"\s*explanation", rest, re.IGNORECASE)
         if not numeric:
             if certain or not rest.strip():
                 return FinalAnswer(_mathematics(first), parse_number(first))
             continue
         number = parse_number(first)
         if number is None and certain:
-            number = _rounded(first, _leading(first))
-            if number is None and (formula := _FORMULA.match(first)):
+            if (formula := _FORMULA.match(first)) and _leading(first) is None:
                 content = (formula[1] or formula[2] or formula[3]).strip()
                 return FinalAnswer(content, _boxed_number(content))
-            number = number or _number_in(first)
+            number = _number_in(first)
         if number is not None:
             return FinalAnswer(first, number)
     return None
 
 
 def _unmarked(text: str, numeric: bool) -> FinalAnswer | None:
-    lines = [line for line in text.split("\n") if line.strip(" \t*_`$#\\[]().-=~")]
+    lines = [line[-_LINE:] for line in text.split("\n") if line.strip(" \t*_`$#\\[]().-=~")]
     if not numeric:
-        last = lines[-1][-_LINE:] if lines else ""
-        return FinalAnswer(_mathematics(last), parse_number(last)) if lines else None
+        return FinalAnswer(_mathematics(lines[-1]), parse_number(lines[-1])) if lines else None
     for line in reversed(lines[-_OCCURRENCES:]):
-        words = plain(_BULLET.sub("", line[-_LINE:], count=1))
-        if found := find_numbers(words) or spelt_numbers(words):
-            return FinalAnswer(line[-_LINE:], parse_number(line) or _bold(line) or found[-1].number)
+        if found := find_numbers(plain(line)):
+            return FinalAnswer(line, parse_number(line) or _bold(line) or found[-1].number)
     return None
 
 
@@ -335,25 +282,20 @@ def _alternatives(words: str) -> list[str]:
 
 
 def _number_in(words: str) -> Number | None:
-    """The number of a line that gives an answer: all of it, in bold, behind "=", at its beginning, or its only one."""
-    if _LIST.fullmatch(words):
-        return None
-    first, *others = _alternatives(words)
-    if others and (number := parse_number(first.rpartition("=")[2])) is not None:
-        return number
-    if (number := parse_number(words)) is not None:
+    """The number of a line that gives an answer: all of it, behind "=", at its beginning, or its only one."""
+    words, *others = _alternatives(words)
+    words = words.rpartition("=")[2] if others else words
+    if (number := parse_number(words)) is not None or _LISTED.search(words):
         return number
     sign = max(words.rfind("="), words.rfind("≈"))
     result = _leading(words[sign + 1 :]) if sign >= 0 else None
-    return _bold(words, sign) or result or _leading(words) or _only(words)
+    return _bold(words[sign + 1 :]) or result or _leading(words) or _only(words)
 
 
-def _bold(words: str, sign: int = -1) -> Number | None:
-    """The last number in bold, unless an "=" at `sign` follows it."""
-    for bold in reversed(list(_BOLD.finditer(words))):
-        if sign < bold.end() and (number := parse_number(bold[1]) or _only(bold[1])) is not None:
-            return number
-    return None
+def _bold(words: str) -> Number | None:
+    """The last part in bold, where it is a number."""
+    bold = _BOLD.findall(words)
+    return parse_number(bold[-1]) if bold else None
 
 
 def _leading(words: str) -> Number | None:
@@ -368,25 +310,8 @@ def _leading(words: str) -> Number | None:
 
 
 def _only(words: str) -> Number | None:
-    text = re.sub(r"\s\([^()]*\)", "", plain(words))
-    found = find_numbers(text) or spelt_numbers(text)
+    found = find_numbers(re.sub(r"\s\([^()]*\)", "", plain(words)))
     return found[0].number if len({written.number for written in found}) == 1 else None
-
-
-def _rounded(words: str, number: Number | None) -> Number | None:
-    """The whole number that `number` is rounded to: 18 for "17.6, so about 18 people", else itself."""
-    if number is not None and number.value.denominator != 1:
-        for found in _ROUNDED.finditer(words):
-            whole = parse_number(found[1])
-            if whole is not None and abs(whole.value - number.value) < 1:
-                return whole
-    return number
-
-
-def _sentences(line: str) -> list[str]:
-    return re.split(
-        r"(?<=[.!?。])(?<!\bi\.e\.)(?<!\be\.g\.)(?<!\bRs\.)[*_]*\s+(?=[\"'(*_]*[A-Z\d$\\])|(?<=。)(?=.)", line
-    )
 
 
 def _mathematics(text: str) -> str:

@@ -75,18 +75,19 @@ class CallLimit:
         self._watching = threading.Thread(target=self._watch, name="reward-limit", daemon=True)
         self._main = threading.current_thread() is threading.main_thread()
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """What the call returns, or a Breakdown when it was late."""
+    def run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
+        """What the call returns, or a Breakdown when it was late for `seconds` (None: those of the limit)."""
+        limit = self.seconds if seconds is None else seconds
         try:
             try:
-                self._due = time.monotonic() + self.seconds
+                self._due = time.monotonic() + limit
                 return call()
             finally:
                 self._due = math.inf
         except LateCallError as error:
             if error.limit is not self:
                 raise
-            return Breakdown(f"took longer than {self.seconds:g} s (timeout= sets another limit)", error)
+            return Breakdown(f"took longer than {limit:g} s (timeout= sets another limit)", error)
 
     def __enter__(self) -> Self:
         if self._main:
@@ -210,11 +211,3 @@ def place_of(function: Any) -> str | None:
             near = os.path.relpath(code.co_filename)
             return f"{code.co_filename if near.startswith('..') else near}:{code.co_firstlineno}"
     return None
-
-
-def is_number(value: Any) -> bool:
-    """Whether a setting is a finite number; True and False are not."""
-    try:
-        return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
-        return False

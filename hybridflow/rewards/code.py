@@ -1,41 +1,41 @@
-"""Code: programs in responses, run against unit tests where they are contained."""
+"""Code: programs in responses, run against unit tests where they are contained; the forms of tests of data sets."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.outcome import RowFailure
-from hybridflow.rewards.sandbox.run import CONTAINED, Limits, Status
+from hybridflow.rewards.sandbox import test_source
+from hybridflow.rewards.sandbox.run import Judgement, Limits, Status
 from hybridflow.rewards.sandbox.sandbox import Mechanism, Sandbox
-from hybridflow.rewards.unit_tests import UnitTests, read_tests, same_output
 
 _FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = ("python", "python3", "py", "py3", "")
+_FORMS = (
+    'a list of assert statements, {"inputs": [...], "outputs": [...]} (with "fn_name" for a function), a list of '
+    '{"input": ..., "output": ...}, or the source of a test module'
+)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_CLOSE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeResult:
-    """How one response did: its `score`, `passed` of `total` tests, and `status`, with a `reason` unless it is "ok".
+class CodeResult(Judgement):
+    """How one response did: the judgement of its program, and its `score`.
 
     "failed" is a wrong program, and so is one that a limit stopped: its status names the limit (see `Result`).
     "unreadable": the tests cannot judge any program, or ended by themselves; that is answered as a RowFailure.
     """
 
     score: float
-    passed: int
-    total: int
-    status: Status
-    reason: str
-
-    @property
-    def contained(self) -> bool:
-        return self.status in CONTAINED
 
 
 class Code:
@@ -71,7 +71,6 @@ class Code:
         self,
         tests: str = "tests",
         *,
-        language: str = "python",
         seconds: float = 5.0,
         memory_mb: int = 512,
         workers: int | None = None,
@@ -82,8 +81,6 @@ class Code:
         mechanism: Mechanism | None = None,
         same_process: bool = False,
     ) -> None:
-        if language != "python":
-            raise ConfigError(f"Code(language={language!r}): programs in Python are what it can run.")
         if workers is not None and (type(workers) is not int or workers < 1):
             raise ConfigError(f"Code(workers={workers!r}): give a whole number of at least 1.")
         self.limits = limits if limits is not None else Limits(seconds=seconds, memory_mb=memory_mb)
@@ -132,7 +129,7 @@ class Code:
         given = [tests, *(column if column is not None else [None] * rows for column in (entry_points, setups))]
         if any(len(column) != rows for column in given):
             raise RewardError(f"Code got {rows} completions and {len(tests)} rows of tests; give one per completion.")
-        programs = [extract_program(_text(completion)) for completion in completions]
+        programs = [extract_program(_completion(completion)) for completion in completions]
         if not rows:
             return []
         workers = min(rows, self.workers or len(os.sched_getaffinity(0)))
@@ -157,8 +154,7 @@ class Code:
 
     def _judge(self, sandbox: Sandbox, program: str, tests: UnitTests, entry_point: str) -> CodeResult:
         if not program.strip():
-            reason = "there is no program in the response"
-            return CodeResult(score=0.0, passed=0, total=0, status="failed", reason=reason)
+            return self._scored(0, 0, "failed", "there is no program in the response")
         if tests.calls is None:
             return self._run_pairs(sandbox, program, tests.pairs)
         found = sandbox.judge(
@@ -203,13 +199,140 @@ def extract_program(response: str) -> str:
     return next((text for language, text in reversed(blocks) if language in _PYTHON), "")
 
 
+@dataclass(frozen=True)
+class UnitTests:
+    """Tests of one program: `calls` are run against its functions, `pairs` are (input, output) of whole runs."""
+
+    calls: Mapping[str, Any] | None = None
+    pairs: tuple[tuple[str, str], ...] = ()
+
+
+def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False) -> UnitTests:
+    """Read one row's tests.
+
+    - a list of sources ("assert f(2) == 4", as in MBPP): each is one test; `setup` runs before them;
+    - {"inputs", "outputs"} (APPS): what the program reads and must print; with "fn_name", lists of arguments and what
+      that function (or that method of a class Solution) must return; where every output is a list of one, that one may
+      be what is meant. Inputs that are texts hold one argument in JSON per line, their outputs JSON;
+    - a list of {"input", "output", "testtype"} (LiveCodeBench): the same; "functional" ones call `entry_point`, with
+      one argument in JSON per line;
+    - a text: one of the above as JSON, or the source of a test module: asserts, `check(candidate)` (HumanEval), test
+      functions, unittest.TestCase.
+
+    `objects`: whether the tests may use objects of the program.
+    Errors: RewardError when it is not one of these, holds no test, or a test that cannot judge: nothing calls it, it is
+    skipped, its failure is expected, its assertions cannot be reached.
+    """
+    known = {"entry_point": entry_point, "objects": objects}
+    if hasattr(tests, "tolist"):
+        tests = tests.tolist()
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError):  # then it is the source of a module
+            tests = json.loads(tests)
+    if isinstance(tests, str) and tests.strip():
+        return UnitTests({"source": tests, "setup": _parsed([setup, tests], **known)})
+    if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
+        return _paired(tests["inputs"], tests["outputs"], tests.get("fn_name") or "")
+    if isinstance(tests, Sequence) and not isinstance(tests, str | bytes) and len(tests):
+        if all(isinstance(test, str) for test in tests):
+            return UnitTests({"asserts": list(tests), "setup": _parsed([setup, *tests], **known)})
+        if all(isinstance(test, Mapping) and "input" in test and "output" in test for test in tests):
+            functional = any(test.get("testtype") == "functional" for test in tests)
+            if functional and not entry_point:
+                raise RewardError("functional tests need the name of the function, in the column of entry points.")
+            inputs, outputs = [test["input"] for test in tests], [test["output"] for test in tests]
+            return _paired(inputs, outputs, entry_point if functional else "", encoded=True)
+    raise RewardError(f"tests are {_show(tests)}; give {_FORMS}.")
+
+
+def _parsed(sources: list[str], **known: Any) -> str:
+    """The first of the sources, the tests' setup, when all can be read and judge something."""
+    for source in sources:
+        try:
+            compile(source, "tests", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise RewardError(f"a test is not valid Python: {error}: {_show(source)}.") from error
+    if reason := test_source.problem(sources, **known):
+        raise RewardError(f"{reason}: {_show(sources[1])}.")
+    return sources[0]
+
+
+def _paired(inputs: Any, outputs: Any, function: str, *, encoded: bool = False) -> UnitTests:
+    if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or not len(inputs) == len(outputs) > 0:
+        raise RewardError(f"tests have inputs {_show(inputs)} and outputs {_show(outputs)}; give as many of both.")
+    if not function:
+        return UnitTests(None, tuple((_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs)))
+    if wrong := [given for given in inputs if not isinstance(given, str | list | tuple)]:
+        raise RewardError(f"tests of {function} have an input {_show(wrong[0])}; give a list of its arguments.")
+    encoded = encoded or all(isinstance(given, str) for given in inputs)
+    expected = [_value(wanted) if encoded and isinstance(wanted, str) else wanted for wanted in outputs]
+    return UnitTests(
+        {
+            "function": function,
+            "arguments": [_values(given) if isinstance(given, str) else list(given) for given in inputs],
+            "expected": expected,
+            # APPS writes most results in a list of their own, and says nowhere which.
+            "wrapped": not encoded
+            and all(isinstance(wanted, list | tuple) and len(wanted) == 1 for wanted in expected),
+        }
+    )
+
+
+def _text(lines: Any) -> str:
+    return "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else str(lines)
+
+
+def _values(lines: str) -> list[Any]:
+    return [_value(line) for line in lines.splitlines() if line.strip()]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def same_output(printed: str, wanted: str) -> bool:
+    """Whether a program printed what it should.
+
+    Blanks at the ends of lines and empty lines at the end do not count; where a line differs its words are compared,
+    and one that is wanted with a decimal point may differ by 1e-6.
+    """
+    found, expected = _lines(printed), _lines(wanted)
+    return len(found) == len(expected) and all(map(_same_line, found, expected))
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _same_line(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    words, wanted = found.split(), expected.split()
+    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    if not (_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected) and re.search(r"[.eE]", expected)):
+        return False
+    wanted = float(expected)
+    return abs(float(found) - wanted) <= _CLOSE * max(1.0, abs(wanted))
+
+
 def _answer(result: CodeResult | RewardError) -> float | RowFailure:
     if isinstance(result, RewardError):
         return RowFailure(str(result), result)
     return RowFailure(f"could not judge: {result.reason}") if result.status == "unreadable" else result.score
 
 
-def _text(completion: Any) -> str:
+def _completion(completion: Any) -> str:
     """The text of a completion: itself, or what the last of its chat messages says."""
     if isinstance(completion, str):
         return completion

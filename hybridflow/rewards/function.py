@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hybridflow.batch.columns import Column
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.prompts import RESERVED, RESERVED_PREFIXES
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.answers import AnswerCheck, Level, RowAnswer
-from hybridflow.rewards.calling import (
-    GRACE,
-    PATIENCE,
-    Call,
-    CallLimit,
-    LateCallError,
-    attempt,
-    attempt_together,
-    is_async,
-    name_of,
-    place_of,
-)
-from hybridflow.rewards.outcome import RowFailure
-from hybridflow.rewards.signature_adapters import RowFunction
+from hybridflow.rewards.calling import Call, is_async, name_of, place_of
+from hybridflow.rewards.outcome import AnswerCheck, Level, RowAnswer, RowFailure
 
 Columns = Mapping[str, Column | Sequence[Any]]
 
@@ -41,15 +26,14 @@ class Signature:
     """The arguments of a reward function, all passed by keyword.
 
     `texts`: which of prompts, completions and completion_ids it takes (`needs_ids`: it cannot do without the last).
-    `logs`: which of TRL's logging functions. `needed` and `optional`: columns by name (optional: the parameter has a
-    default). `everything`: all columns that came with the prompts.
+    `logs`: which of TRL's logging functions. `columns`: by name, "name?" where they may be missing. `everything`: all
+    columns that came with the prompts.
     """
 
     texts: tuple[str, ...] = ()
     needs_ids: bool = False
     logs: tuple[str, ...] = ()
-    needed: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     everything: bool = False
 
 
@@ -85,7 +69,8 @@ class FunctionReward:
     """
 
     def __init__(self, function: Callable[..., Any], *, level: Level = "sample", column: str = "rewards") -> None:
-        self.function, self.level = function, level
+        self.function, self.column = function, column
+        self.level: Level = level
         self.name = name_of(function)
         self.per_row = isinstance(function, RowFunction)
         self.signature = read_signature(function, self.name)
@@ -102,44 +87,23 @@ class FunctionReward:
         asked = self.signature
         if asked.everything:
             return None
-        needed, optional = list(asked.needed), list(asked.optional)
-        if asked.needs_ids or self.level == "token":
-            needed.append("response_ids")
-        elif "completion_ids" in asked.texts:
-            optional.append("response_ids")
-        return (*dict.fromkeys(needed), *(f"{name}?" for name in dict.fromkeys(optional) if name not in needed))
-
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        responses: Sequence[str],
-        columns: Columns | None = None,
-        row_ids: Sequence[int] | None = None,
-    ) -> list[Any]:
-        """One finite number per row (a list of them at level "token"), computed in this process.
-
-        `row_ids` are the rows' names in messages (default: their positions). Errors: RewardError naming the function
-        and the row when it raises or answers with the wrong count, None, NaN, an infinity or no number; a reward is
-        never made up.
-        """
-        table = self.table(prompts, responses, columns or {}, row_ids)
-        answers = self.answers(table)
-        if nothing := [row for row, answer in zip(table.rows, answers, strict=True) if answer.value is None]:
-            raise self.check.error(f"returned None (NoneType) at row {nothing[0]}; it must be a number.")
-        return [answer.value for answer in answers]
+        ids = ["response_ids"] if asked.needs_ids or self.level == "token" else []
+        ids = ids or (["response_ids?"] if "completion_ids" in asked.texts else [])
+        entries = sorted(dict.fromkeys([*asked.columns, *ids]), key=lambda entry: entry.endswith("?"))
+        return tuple(entry for entry in entries if entry.removesuffix("?") == entry or entry[:-1] not in entries)
 
     def table(
         self, prompts: Sequence[Any], responses: Sequence[str], columns: Columns, row_ids: Sequence[int] | None = None
     ) -> Table:
-        """The rows as `call` and `row_call` take them. Errors: RewardError for a column that is missing."""
+        """The rows as `calls` takes them. Errors: RewardError for a column that is missing."""
         asked = self.signature
         rows = [int(row) for row in row_ids] if row_ids is not None else list(range(len(prompts)))
-        if missing := [name for name in asked.needed if name not in columns]:
+        if missing := [name for name in asked.columns if not name.endswith("?") and name not in columns]:
             raise RewardError(
                 f"reward function {self.name} needs the column {missing[0]!r}; there are {sorted(columns)}. Add it to "
                 f"the prompts, or give the parameter a default. {self.check.where}"
             )
-        names = [name for name in (*asked.needed, *asked.optional) if name in columns]
+        names = [name for name in (entry.removesuffix("?") for entry in asked.columns) if name in columns]
         if asked.everything:
             excluded = {"prompt", "response", _TRAINER, *_TEXTS, *asked.logs}
             names += [n for n, column in columns.items() if n not in excluded and not _is_of_tokens(n, column)]
@@ -155,81 +119,31 @@ class FunctionReward:
         plain |= {name: given[name] for name in asked.texts if name in given}
         return Table(list(prompts), list(responses), plain, rows, lengths)
 
-    def call(self, table: Table, start: int, stop: int) -> Call:
-        """Arguments for the rows start:stop in one call (not for a RowFunction)."""
+    def calls(self, table: Table, start: int, stop: int) -> list[Call]:
+        """Arguments for the rows start:stop: one call of a RowFunction for each, else one for all of them."""
+        if self.per_row:
+            return [
+                ((table.prompts[row], table.responses[row]), {name: v[row] for name, v in table.columns.items()})
+                for row in range(start, stop)
+            ]
         columns = {name: values[start:stop] for name, values in table.columns.items()}
-        return (), columns | dict.fromkeys(self.signature.logs, _dropped)
+        return [((), columns | dict.fromkeys(self.signature.logs, _dropped))]
 
-    def row_call(self, table: Table, row: int) -> Call:
-        """Arguments for one row of a RowFunction."""
-        return (table.prompts[row], table.responses[row]), {name: values[row] for name, values in table.columns.items()}
-
-    def answers(self, table: Table, *, raising: bool = True, seconds: float = PATIENCE) -> list[RowAnswer]:
-        """What the function says about every row, called in this process, each call for at most `seconds`.
-
-        Not `raising`: rows that cannot be judged come back with their failure, and a call for all rows that raises is
-        repeated row by row, so that only the guilty rows fail. Errors: RewardError for wrong answers in any case.
-        """
-        if not len(table):
-            return []
-        together = self.per_row and self.is_async
-        if getattr(self.function, "limits_itself", False):
-            seconds = math.inf
-        with CallLimit(seconds + (GRACE if together else 0.0)) as limit:
-            if not self.per_row:
-                return self._all_at_once(table, raising, limit)
-            calls = [self.row_call(table, row) for row in range(len(table))]
-            found: Iterable[Any] = (limit.run(partial(attempt, self.function, call)) for call in calls)
-            if together:
-                answers = limit.run(partial(attempt_together, self.function, calls, seconds))
-                found = [answers] * len(table) if isinstance(answers, RowFailure) else answers
-            return [self.accepted(value, table, row, raising) for row, value in enumerate(found)]
-
-    def accepted(self, value: Any, table: Table, row: int, raising: bool) -> RowAnswer:
-        """The checked answer of one row. Errors: RewardError when it is wrong, or a failure while `raising`."""
-        answer = self.check.one(value, table.rows[row], table.lengths[row] if table.lengths else 0)
-        if raising and answer.failure is not None:
-            raise self.check.failed(answer.failure, f"at row {table.rows[row]}") from answer.failure.error
-        return answer
-
-    def accepted_all(self, values: Any, table: Table, start: int, stop: int, raising: bool) -> list[RowAnswer]:
-        """The checked answers of the rows start:stop, that were judged in one call."""
-        lengths = table.lengths[start:stop] if table.lengths else None
-        answers = self.check.batch(values, table.rows[start:stop], lengths)
-        for row, answer in zip(table.rows[start:stop], answers, strict=True):
-            if raising and answer.failure is not None:
-                raise self.check.failed(answer.failure, f"at row {row}") from answer.failure.error
-        return answers
-
-    def _all_at_once(self, table: Table, raising: bool, limit: CallLimit) -> list[RowAnswer]:
-        values = limit.run(partial(attempt, self.function, self.call(table, 0, len(table))))
-        if not isinstance(values, RowFailure):
-            return self.accepted_all(values, table, 0, len(table), raising)
-        if raising:
-            raise self.check.failed(values, f"for rows {table.rows[0]}..{table.rows[-1]}") from values.error
-        if len(table) == 1 or isinstance(values.error, LateCallError):  # each row could take as long again
-            return [RowAnswer(failure=values)] * len(table)
-        answers: list[RowAnswer] = []
-        for row in range(len(table)):
-            value = limit.run(partial(attempt, self.function, self.call(table, row, row + 1)))
-            failed = isinstance(value, RowFailure)
-            answers += [RowAnswer(failure=value)] if failed else self.accepted_all(value, table, row, row + 1, False)
-        return answers
+    def accepted(self, values: Sequence[Any], table: Table, start: int, stop: int) -> list[RowAnswer]:
+        """The checked answers of the rows start:stop to their calls. Errors: RewardError for a wrong one."""
+        rows, lengths = table.rows[start:stop], table.lengths[start:stop] if table.lengths else None
+        if not self.per_row:
+            return self.check.batch(values[0], rows, lengths)
+        return [self.check.one(v, row, lengths[i] if lengths else 0) for i, (v, row) in enumerate(zip(values, rows))]
 
 
 def read_signature(function: Callable[..., Any], name: str) -> Signature:
     """Errors: ConfigError when it cannot be called with completions, or with the columns that its `reads` lists."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        raise ConfigError(f"reward function {name} has no signature: wrap it in a Python function.") from None
-    parameters = list(signature.parameters.values())
+    signature, parameters, everything = _parameters(function)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     reads = _listed_reads(function, name, signature, set(named), everything)
     if isinstance(function, RowFunction):
-        needed, optional = reads or ((), ())
-        return Signature(needed=needed, optional=optional, everything=reads is None)
+        return Signature(columns=reads or (), everything=reads is None)
     nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
     takes = everything or "completions" in named or "completion_ids" in named
     if nameless or not takes or (reads is None and {"prompt", "response"} & named.keys()):
@@ -243,28 +157,22 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
             f"reward function {name} takes {_TRAINER!r}: there is no trainer that could have a state. Give the "
             f"parameter a default, and bring what it needs as a column of the prompts."
         )
-    columns = [p for p in named.values() if p.name not in (*_TEXTS, *_LOGS, _TRAINER)]
-    if reads is None:
-        needed = tuple(p.name for p in columns if p.default is p.empty)
-        optional = tuple(p.name for p in columns if p.default is not p.empty)
-    else:
-        needed, optional = reads
+    own = [parameter for parameter in named.values() if parameter.name not in (*_TEXTS, *_LOGS, _TRAINER)]
     takes_all = everything and (reads is None or not any(text in named for text in _TEXTS))
     ids = named.get("completion_ids")
     return Signature(
         texts=tuple(text for text in _TEXTS if text in named or takes_all),
         needs_ids=ids is not None and ids.default is inspect.Parameter.empty,
         logs=tuple(log for log in _LOGS if log in named),
-        needed=needed,
-        optional=optional,
+        columns=_entries(own) if reads is None else reads,
         everything=everything and reads is None,
     )
 
 
 def _listed_reads(
     function: Any, name: str, signature: inspect.Signature, known: set[str], everything: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The columns, needed and optional, that an attribute `reads` lists; None without one."""
+) -> tuple[str, ...] | None:
+    """The columns that an attribute `reads` lists; None without one."""
     reads = getattr(function, "reads", None)
     if reads is None:
         return None
@@ -273,8 +181,12 @@ def _listed_reads(
     strange = [entry for entry in reads if not everything and entry.removesuffix("?") not in known]
     if strange:
         raise ConfigError(f"reward function {name}{signature} reads the column {strange[0]!r} and does not take it.")
-    optional = tuple(entry.removesuffix("?") for entry in reads if entry.endswith("?"))
-    return tuple(entry for entry in reads if not entry.endswith("?")), optional
+    return tuple(reads)
+
+
+def _entries(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
+    """Columns for parameters, "name?" for one that has a default."""
+    return tuple(p.name if p.default is p.empty else f"{p.name}?" for p in parameters)
 
 
 def _dropped(name: str, value: Any) -> None:
@@ -294,3 +206,123 @@ def _is_of_tokens(name: str, column: Any) -> bool:
 
 def _as_list(column: Any) -> list[Any]:
     return column if isinstance(column, list) else column.tolist() if hasattr(column, "tolist") else list(column)
+
+
+class RowFunction:
+    """A reward function that is called with (prompt, response, **columns), row by row; `inner` is the user's function.
+
+    `reads`: the columns that it takes ("name?" where they may be missing); None: every column.
+    """
+
+    def __init__(self, inner: Callable[..., Any], reads: tuple[str, ...] | None) -> None:
+        self.inner, self.is_async, self.reads = inner, is_async(inner), reads
+
+    def __call__(self, prompt: Any, response: str, **columns: Any) -> Any:
+        return self.inner(prompt, response, **columns)
+
+
+def per_row(function: Callable[..., Any]) -> RowFunction:
+    """A reward function from `f(prompt, response, **columns) -> number`, for one row.
+
+    `response` is a text, also where the prompt is a list of chat messages. The parameters behind the first two name
+    columns, whose value for the row they get; one with a default may be missing. Each row has a time limit of its own,
+    and a row that fails costs no other row. The rows of an async function run at the same time.
+    Errors: ConfigError when the function does not take two texts.
+    """
+    signature, parameters, everything = _parameters(function)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise ConfigError(f"per_row({name_of(function)}{signature}): it must take (prompt, response, **columns).")
+    columns = [p for p in parameters if p not in positional[:2] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return RowFunction(function, None if everything else _entries(columns))
+
+
+def from_compute_score(
+    function: Callable[..., Any],
+    *,
+    data_source: str | None = "data_source",
+    ground_truth: str = "ground_truth",
+    extra_info: str | None = "extra_info",
+    components: Sequence[str] = (),
+) -> ComputeScore:
+    """A reward function from verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+
+    The function, sync or async, is called by keyword for every row with the response's text, and returns a number or a
+    dict with the entry "score". `data_source`, `ground_truth` and `extra_info` name the columns of the batch; a name
+    with a dot is an entry of a column of dicts ("reward_model.ground_truth" in verl's own Parquet files), None leaves
+    the argument out (data_source: passes None). Without the column `extra_info` a function that cannot do without the
+    argument gets {}. A row whose dict has no such entry is a RowFailure. `components` names the entries of the answered
+    dict that become columns `rewards/<entry>`, NaN where a row's dict has none. Errors: ConfigError when the function
+    does not take these arguments.
+    """
+    if isinstance(components, str) or not all(isinstance(name, str) and name for name in components):
+        raise ConfigError(
+            f"from_compute_score(components={components!r}): give a tuple of names, as in components=('acc',)."
+        )
+    signature, parameters, everything = _parameters(function)
+    taken = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if missing := [n for n in ("data_source", "solution_str", "ground_truth") if n not in taken and not everything]:
+        raise ConfigError(
+            f"{name_of(function)}{signature} has no parameter {missing[0]!r}: from_compute_score takes functions "
+            f"(data_source, solution_str, ground_truth, extra_info=None)."
+        )
+    needs_info = "extra_info" in taken and taken["extra_info"].default is inspect.Parameter.empty
+    extra = extra_info if everything or "extra_info" in taken else None
+    return ComputeScore(function, data_source, ground_truth, extra, needs_info, tuple(components))
+
+
+class ComputeScore(RowFunction):
+    """See `from_compute_score`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        data_source: str | None,
+        ground_truth: str,
+        extra_info: str | None,
+        needs_info: bool,
+        components: tuple[str, ...],
+    ) -> None:
+        self._arguments = {"data_source": data_source, "ground_truth": ground_truth}
+        self._extra_info, self._needs_info, self.components = extra_info, needs_info, components
+        needed = [name.partition(".")[0] for name in (data_source, ground_truth) if name is not None]
+        extra = [] if extra_info is None else [extra_info.partition(".")[0]]
+        super().__init__(function, (*dict.fromkeys(needed), *(f"{name}?" for name in extra if name not in needed)))
+
+    def __call__(self, prompt: Any, response: str, **columns: Any) -> Any:
+        arguments = dict(self._arguments)
+        if self._extra_info is not None and self._extra_info.partition(".")[0] in columns:
+            arguments["extra_info"] = self._extra_info
+        found = {key: None if name is None else _entry(columns, name) for key, name in arguments.items()}
+        if failed := [value for value in found.values() if isinstance(value, RowFailure)]:
+            return self._refused(failed[0]) if self.is_async else failed[0]
+        if self._needs_info:
+            found.setdefault("extra_info", {})
+        return self.inner(solution_str=response, **found)
+
+    async def _refused(self, failure: RowFailure) -> RowFailure:
+        return failure
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Signature, list[inspect.Parameter], bool]:
+    """Its signature, the parameters, and whether it takes any keyword. Errors: ConfigError without a signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward function {name_of(function)} has no signature: wrap it in one.") from None
+    parameters = list(signature.parameters.values())
+    return signature, parameters, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _entry(columns: dict[str, Any], name: str) -> Any:
+    """The value of a column, or of an entry in it ("reward_model.ground_truth"); a RowFailure if it is missing."""
+    column, *path = name.split(".")
+    value = columns[column]
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            there = (
+                f"its entries are {sorted(map(str, value))}" if isinstance(value, Mapping) else f"it is {value!r:.60}"
+            )
+            return RowFailure(f"column {column!r} has no entry {name.partition('.')[2]!r}; {there}")
+        value = value[key]
+    return value

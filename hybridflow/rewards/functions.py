@@ -6,7 +6,8 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
@@ -14,12 +15,22 @@ import torch
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError, nearest
-from hybridflow.rewards.answers import FLOAT32_MAX, Level, RowAnswer
-from hybridflow.rewards.calling import GRACE, PATIENCE, Caller, innermost, is_number, layers, name_of
+from hybridflow.rewards.calling import (
+    GRACE,
+    PATIENCE,
+    Call,
+    Caller,
+    CallLimit,
+    LateCallError,
+    innermost,
+    layers,
+    name_of,
+)
 from hybridflow.rewards.function import Columns, FunctionReward, Table
-from hybridflow.rewards.outcome import Breakdown, Outcome, RowFailure, Scores
+from hybridflow.rewards.outcome import FLOAT32_MAX, Breakdown, Level, Outcome, RowAnswer, RowFailure, Scores
 from hybridflow.rewards.process_pool import ProcessPool
 from hybridflow.rewards.template_process import UNSENT
+from hybridflow.settings import is_number
 
 Function = Callable[..., Any]
 OnFailure = Literal["raise", "zero", "mask"]
@@ -80,8 +91,8 @@ class Functions:
             )
         self.workers = max(workers, 0 if timeout is None else 1)
         self._seconds = PATIENCE if timeout is None else float(timeout)
-        caller = Caller([reward.function for reward in self.rewards], self._seconds)
-        self._pool = ProcessPool(caller, self.workers, seconds=self._seconds) if self.workers else None
+        self._caller = Caller([reward.function for reward in self.rewards], self._seconds)
+        self._pool = ProcessPool(self._caller, self.workers, seconds=self._seconds) if self.workers else None
         self._checked = False
 
     @property
@@ -123,13 +134,33 @@ class Functions:
         given = dict(columns) if response_ids is None else {**columns, "response_ids": response_ids}
         tables = [reward.table(prompts, responses, given, row_ids) for reward in self.rewards]
         raising = self.on_failure == "raise"
-        if self._pool is None or not len(prompts):
-            pairs = zip(self.rewards, tables, strict=True)
-            answers = [reward.answers(table, raising=raising, seconds=self._seconds) for reward, table in pairs]
+        self.check()
+        if self._pool is not None:
+            answers = judged(self.rewards, tables, self._run_in_workers, parts=self.workers, raising=raising)
         else:
-            self.check()
-            answers = in_workers(self.rewards, tables, self._pool, raising=raising)
+            with CallLimit(self._seconds) as limit:
+                answers = judged(self.rewards, tables, partial(self._run_here, limit), parts=1, raising=raising)
         return self._scores(answers, tables[0])
+
+    def _call(self, chunk: _Chunk) -> Call:
+        return (self.rewards.index(chunk.reward), chunk.reward.calls(*chunk[1:]), chunk.together), {}
+
+    def _run_here(self, limit: CallLimit, chunks: Sequence[_Chunk]) -> Iterator[Outcome]:
+        """Runs them in this process, each when it is asked for."""
+        for chunk in chunks:
+            unlimited = getattr(chunk.reward.function, "limits_itself", False)
+            seconds = math.inf if unlimited else self._seconds + (GRACE if chunk.together else 0.0)
+            arguments, _ = self._call(chunk)
+            yield Outcome(limit.run(partial(self._caller, *arguments), seconds))
+
+    def _run_in_workers(self, chunks: Sequence[_Chunk]) -> list[Outcome]:
+        seconds = [self._seconds + (min(GRACE, self._seconds) if chunk.together else 0.0) for chunk in chunks]
+        assert self._pool is not None
+        try:
+            return self._pool.map(list(map(self._call, chunks)), seconds=seconds)
+        except RewardError as error:
+            names = ", ".join(reward.name for reward in self.rewards)
+            raise RewardError(f"reward functions {names}: {error}") from error
 
     def close(self) -> None:
         """Stop the worker processes, if any, and close the functions that have a method `close`, as verifiers do."""
@@ -203,68 +234,68 @@ def _choose(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 class _Chunk(NamedTuple):
-    """Rows start:stop for one call of function number `function`."""
+    """Rows start:stop for one call of a function and its table."""
 
-    function: int
+    reward: FunctionReward
+    table: Table
     start: int
     stop: int
 
+    @property
+    def together(self) -> bool:
+        """Whether its rows run on one event loop, each with a limit of its own; one row alone has that of the call."""
+        return self.reward.per_row and self.reward.is_async and self.stop - self.start > 1
 
-def in_workers(
-    rewards: Sequence[FunctionReward], tables: Sequence[Table], pool: ProcessPool, *, raising: bool
+    def failed(self, failure: RowFailure) -> RewardError:
+        first, last = self.table.rows[self.start], self.table.rows[self.stop - 1]
+        return self.reward.check.failed(failure, f"at row {first}" if first == last else f"for rows {first}..{last}")
+
+
+RunChunks = Callable[[Sequence[_Chunk]], Iterable[Outcome]]
+"""Runs a call of a `Caller` for each chunk."""
+
+
+def judged(
+    rewards: Sequence[FunctionReward], tables: Sequence[Table], run: RunChunks, *, parts: int, raising: bool
 ) -> list[list[RowAnswer]]:
-    """What every function says about every row; `pool` runs a `Caller` of the functions.
+    """What every function says about every row.
 
-    A function that is called row by row has one call per row; one for all rows gets as many chunks as there are
-    workers, and a chunk that fails is repeated row by row. So are async rows, which run together, when one of them
-    blocks all others. Errors: RewardError for wrong answers, and for rows that cannot be judged while `raising`.
+    A function that is called row by row has one call per row; one for all rows gets `parts` chunks. A chunk that fails
+    is repeated row by row, and so are async rows, which run together, when one of them blocks all others; but not in
+    this process while `raising`, nor where a call was late, since each row could take as long again. Errors:
+    RewardError for wrong answers, and for rows that cannot be judged while `raising`.
     """
     found: list[list[RowAnswer]] = [[RowAnswer()] * len(table) for table in tables]
     chunks = [
-        _Chunk(number, start, min(start + size, len(table)))
-        for number, (reward, table) in enumerate(zip(rewards, tables, strict=True))
-        for size in [1 if reward.per_row and not reward.is_async else -(-len(table) // pool.workers)]
-        for start in range(0, len(table), size)
+        _Chunk(reward, table, start, min(start + size, len(table)))
+        for reward, table in zip(rewards, tables, strict=True)
+        for size in [1 if reward.per_row and not reward.is_async else -(-len(table) // parts)]
+        for start in range(0, len(table), size or 1)
     ]
     while chunks:
         again: list[_Chunk] = []
-        for chunk, outcome in zip(chunks, _run(rewards, tables, pool, chunks), strict=True):
-            reward, table = rewards[chunk.function], tables[chunk.function]
-            values = outcome.value if outcome.ok else [Breakdown(str(outcome.failure))]
-            failed = isinstance(values[0], RowFailure) and (not reward.per_row or not outcome.ok)
-            if failed and chunk.stop - chunk.start > 1:
-                again += [_Chunk(chunk.function, row, row + 1) for row in range(chunk.start, chunk.stop)]
-            elif reward.per_row or failed:
-                if (outcome.failure or "").startswith(UNSENT):
-                    raise reward.check.error(f"{outcome.failure} at row {table.rows[chunk.start]}.")
-                for row, value in zip(range(chunk.start, chunk.stop), values, strict=True):
-                    found[chunk.function][row] = reward.accepted(value, table, row, raising)
+        for chunk, outcome in zip(chunks, run(chunks), strict=True):
+            reward, table, start, stop = chunk
+            values = outcome.value if outcome.ok else Breakdown(str(outcome.failure))
+            if isinstance(values, list) and isinstance(values[0], RowFailure) and not reward.per_row:
+                values = values[0]
+            if not isinstance(values, RowFailure):
+                answers = reward.accepted(values, table, start, stop)
+            elif stop - start > 1 and not (values.error and (raising or isinstance(values.error, LateCallError))):
+                again += [_Chunk(reward, table, row, row + 1) for row in range(start, stop)]
+                continue
+            elif (outcome.failure or "").startswith(UNSENT):
+                raise reward.check.error(f"{outcome.failure} at row {table.rows[start]}.")
+            elif raising:
+                raise chunk.failed(values) from values.error
             else:
-                answers = reward.accepted_all(values[0], table, chunk.start, chunk.stop, raising)
-                found[chunk.function][chunk.start : chunk.stop] = answers
+                answers = [RowAnswer(failure=values)] * (stop - start)
+            for row, answer in enumerate(answers, start):
+                if raising and answer.failure is not None:
+                    raise chunk._replace(start=row, stop=row + 1).failed(answer.failure) from answer.failure.error
+            found[rewards.index(reward)][start:stop] = answers
         chunks = again
     return found
-
-
-def _run(
-    rewards: Sequence[FunctionReward], tables: Sequence[Table], pool: ProcessPool, chunks: Sequence[_Chunk]
-) -> list[Outcome]:
-    calls, limits = [], []
-    for chunk in chunks:
-        reward, table = rewards[chunk.function], tables[chunk.function]
-        rows = range(chunk.start, chunk.stop)
-        arguments: list[Any] = (
-            [reward.row_call(table, row) for row in rows]
-            if reward.per_row
-            else [reward.call(table, chunk.start, chunk.stop)]
-        )
-        together = reward.per_row and reward.is_async and len(rows) > 1  # one row alone has the worker's own limit
-        calls.append(((chunk.function, arguments, together), {}))
-        limits.append(pool.seconds + (min(GRACE, pool.seconds) if together else 0.0))
-    try:
-        return pool.map(calls, seconds=limits)
-    except RewardError as error:
-        raise RewardError(f"reward functions {', '.join(reward.name for reward in rewards)}: {error}") from error
 
 
 def weighted_sum(values: Sequence[float | list[float] | None], weights: Sequence[float]) -> float | list[float] | None:

@@ -1,4 +1,4 @@
-"""Exact, Regex and Numeric: rewards by comparison with a reference, without any judgement."""
+"""Exact, Regex, Numeric and Overlong: rewards by comparison with a reference or a limit, without any judgement."""
 
 from __future__ import annotations
 
@@ -14,39 +14,64 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
 from hybridflow.rewards.number import Number, parse_number, same_number
 from hybridflow.rewards.outcome import RowFailure
+from hybridflow.settings import is_whole
 
 
-class Exact:
-    """1.0 where the completion is the reference in column `answer` and nothing else, else 0.0.
+class Comparison:
+    """A verifier that scores each completion alone, against the references in column `answer` of its row.
 
-    White space around either is left out, and with `ignore_case` the case of letters. A reference may be a number, and
-    a list or tuple holds several that are each accepted. A row whose reference is missing, or neither text nor a finite
-    number, is a RowFailure.
+    A reference is a text or a finite number; a list or tuple holds several that are each accepted. A row whose
+    reference is missing, or none of these, is a RowFailure. Errors: ConfigError for what names no column.
     """
 
-    def __init__(self, answer: str = "answer", *, ignore_case: bool = False) -> None:
-        self.answer = checked_column("Exact", answer)
+    def __init__(self, answer: str) -> None:
+        if not isinstance(answer, str) or not answer:
+            name = type(self).__name__
+            raise ConfigError(f"{name}(answer={answer!r}): name the column that holds the reference.")
+        self.answer = answer
         self.reads = (answer,)
-        self.ignore_case = ignore_case
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references."""
-        return [
-            self._score(completion_text(completion), reference)
-            for completion, reference in zip(completions, columns[self.answer], strict=True)
-        ]
+        rows = zip(completions, columns[self.answer], strict=True)
+        return [self._compared(completion_text(completion), reference) for completion, reference in rows]
 
-    def _score(self, completion: str, reference: Any) -> float | RowFailure:
-        references = accepted(reference)
-        if not references:
-            return missing(self.answer, reference)
-        return float(self._folded(completion) in map(self._folded, references))
+    def _compared(self, completion: str, reference: Any) -> Any:
+        references = self.references(reference)
+        return references if isinstance(references, RowFailure) else self.score(completion, references)
 
-    def _folded(self, text: str) -> str:
-        return text.strip().casefold() if self.ignore_case else text.strip()
+    def references(self, reference: Any) -> list[str] | RowFailure:
+        """The references of one row as texts."""
+        given = reference.tolist() if hasattr(reference, "tolist") else reference  # an array or a tensor
+        several = given if isinstance(given, list | tuple) else [given]
+        texts = [one if isinstance(one, str) else str(one) if _finite(one) else "" for one in several]
+        if texts and all(text.strip() for text in texts):
+            return texts
+        empty = given is None or (isinstance(given, str | list | tuple) and not given)
+        holds = "holds what is" if isinstance(given, list | tuple) else "is"
+        said = "" if empty else f", which {holds} neither a text nor a finite number"
+        return RowFailure(f"the reference in column {self.answer!r} is {given!r:.200}{said}")
+
+    def score(self, completion: str, references: list[str]) -> float | RowFailure | list[Any]:
+        raise NotImplementedError
 
 
-class Regex:
+class Exact(Comparison):
+    """1.0 where the completion is the reference in column `answer` and nothing else, else 0.0.
+
+    White space around either is left out, and with `ignore_case` the case of letters. References are those of a
+    Comparison.
+    """
+
+    def __init__(self, answer: str = "answer", *, ignore_case: bool = False) -> None:
+        super().__init__(answer)
+        self.ignore_case = ignore_case
+
+    def score(self, completion: str, references: list[str]) -> float:
+        return _among(completion, references, self.ignore_case)
+
+
+class Regex(Comparison):
     """1.0 where `pattern` is found in the completion, else 0.0; with `answer`, where what it finds is the reference.
 
     Without `answer` it rewards a form: `Regex(r"<think>.*</think>\\s*<answer>.*</answer>", full=True)`. With the name
@@ -63,22 +88,21 @@ class Regex:
             self.pattern = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
         except (re.error, TypeError) as error:
             raise ConfigError(f"Regex({pattern!r}) is no regular expression: {error}.") from error
-        self.answer = None if answer is None else checked_column("Regex", answer)
-        self.reads = () if answer is None else (answer,)
-        self.full = full
-        self.ignore_case = ignore_case
+        super().__init__("none" if answer is None else answer)
+        self.compares = answer is not None
+        self.reads = self.reads if self.compares else ()
+        self.full, self.ignore_case = full, ignore_case
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references if named."""
-        found = [self._found(completion_text(completion)) for completion in completions]
-        if self.answer is None:
-            return [float(match is not None) for match in found]
-        return [self._score(match, reference) for match, reference in zip(found, columns[self.answer], strict=True)]
+        if self.compares:
+            return super().__call__(prompts, completions, **columns)
+        return [float(self._found(completion_text(completion)) is not None) for completion in completions]
 
     def _found(self, completion: str) -> re.Match[str] | None:
         if self.full:
             return self.pattern.fullmatch(completion.strip())
-        if self.answer is None:
+        if not self.compares:
             return self.pattern.search(completion)
         last = None
         for match in self.pattern.finditer(completion):
@@ -86,19 +110,14 @@ class Regex:
                 last = match
         return last
 
-    def _score(self, match: re.Match[str] | None, reference: Any) -> float | RowFailure:
-        references = accepted(reference)
-        if not references:
-            return missing(self.answer, reference)
+    def score(self, completion: str, references: list[str]) -> float:
+        match = self._found(completion)
         if match is None:
             return 0.0
-        said = (match[1] if self.pattern.groups else match[0]) or ""
-        if self.ignore_case:
-            return float(said.strip().casefold() in (text.strip().casefold() for text in references))
-        return float(said.strip() in (text.strip() for text in references))
+        return _among((match[1] if self.pattern.groups else match[0]) or "", references, self.ignore_case)
 
 
-class Numeric:
+class Numeric(Comparison):
     """1.0 where the number that the completion gives as its answer is the reference in column `answer`, else 0.0.
 
     Equal means `|a - b| <= max(absolute, relative * |b|)`, b being the reference; with both 0 (the default) the same
@@ -107,28 +126,17 @@ class Numeric:
     """
 
     def __init__(self, answer: str = "answer", *, absolute: float = 0.0, relative: float = 0.0) -> None:
-        self.answer = checked_column("Numeric", answer)
-        self.reads = (answer,)
+        super().__init__(answer)
         for name, value in (("absolute", absolute), ("relative", relative)):
             if not isinstance(value, Real) or not 0 <= value < float("inf"):
                 raise ConfigError(f"Numeric({name}={value!r}): give a number of at least 0.")
         self.absolute, self.relative = absolute, relative
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
-        """One float (or RowFailure) per completion; `columns` must hold the column of the references."""
-        return [
-            self._score(completion_text(completion), reference)
-            for completion, reference in zip(completions, columns[self.answer], strict=True)
-        ]
-
-    def _score(self, completion: str, reference: Any) -> float | RowFailure:
-        texts = accepted(reference)
-        if not texts:
-            return missing(self.answer, reference)
-        numbers = [parse_number(reference_answer(text)) for text in texts]
+    def score(self, completion: str, references: list[str]) -> float | RowFailure:
+        numbers = [parse_number(reference_answer(text)) for text in references]
         right = [number for number in numbers if number is not None]
         if len(right) < len(numbers):
-            return RowFailure(f"the reference in column {self.answer!r} is {reference!r}, which is no number")
+            return RowFailure(f"the reference in column {self.answer!r} is {references!r}, which is no number")
         answer = final_answer(completion, numeric=True)
         if answer is None or answer.number is None:
             return 0.0
@@ -137,6 +145,31 @@ class Numeric:
     def _equal(self, answer: Number, reference: Number) -> bool:
         within = max(Fraction(self.absolute), Fraction(self.relative) * abs(reference.value))
         return same_number(answer, reference) or abs(answer.amount - reference.amount) <= within
+
+
+class Overlong:
+    """0 up to max_tokens - cache response tokens, then linearly down to -1 at `max_tokens` and beyond.
+
+        ((max_tokens - cache) - length) / cache        clipped to [-1, 0]
+
+    Meant to be added to another reward: `function=[rewards.Math(), rewards.Overlong(1024, 256)]`.
+    Errors: ConfigError unless 0 < cache <= max_tokens. Yu et al., "DAPO" (2025), section 3.4, equation 13.
+    """
+
+    def __init__(self, max_tokens: int, cache: int) -> None:
+        for name, value in (("max_tokens", max_tokens), ("cache", cache)):
+            if not is_whole(value) or value < 1:
+                raise ConfigError(f"Overlong({name}={value!r}): must be a whole number of at least 1.")
+        if cache > max_tokens:
+            raise ConfigError(
+                f"Overlong(max_tokens={max_tokens}, cache={cache}): the penalty grows over the last `cache` of "
+                f"max_tokens, which are fewer."
+            )
+        self.max_tokens, self.cache = max_tokens, cache
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        free = self.max_tokens - self.cache
+        return [min(0.0, max(-1.0, (free - len(ids)) / self.cache)) for ids in completion_ids]
 
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -149,13 +182,10 @@ def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     raise RewardError(f"a completion is {type(completion).__name__}; it must be a text or a list of chat messages.")
 
 
-def accepted(reference: Any) -> list[str]:
-    """The references of one row as texts; none where one is missing, empty, or neither a text nor a finite number."""
-    if hasattr(reference, "tolist"):  # an array or a tensor
-        reference = reference.tolist()
-    several = reference if isinstance(reference, list | tuple) else [reference]
-    texts = [one if isinstance(one, str) else str(one) if _finite(one) else "" for one in several]
-    return texts if all(text.strip() for text in texts) else []
+def _among(said: str, references: Sequence[str], ignore_case: bool) -> float:
+    texts = [text.strip() for text in (said, *references)]
+    said, *right = [text.casefold() for text in texts] if ignore_case else texts
+    return float(said in right)
 
 
 def _finite(value: Any) -> bool:
@@ -165,19 +195,3 @@ def _finite(value: Any) -> bool:
         return math.isfinite(value)
     except (OverflowError, ValueError):  # integers beyond float64, signalling NaN
         return False
-
-
-def missing(column: str | None, reference: Any) -> RowFailure:
-    """The failure of a row whose reference is missing or is neither a text nor a finite number."""
-    empty = reference is None or (isinstance(reference, str | list | tuple) and not reference)
-    said = "" if empty else ", which is neither a text nor a finite number"
-    if isinstance(reference, list | tuple) and reference:
-        said = ", which holds what is neither a text nor a finite number"
-    return RowFailure(f"the reference in column {column!r} is {reference!r:.200}{said}")
-
-
-def checked_column(verifier: str, name: Any) -> str:
-    """`name`. Errors: ConfigError when it cannot name a column."""
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{verifier}(answer={name!r}): name the column that holds the reference.")
-    return name

@@ -12,18 +12,28 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
-from hybridflow.rewards.calling import is_number
-from hybridflow.rewards.magnitude import too_large
-from hybridflow.rewards.match import accepted, checked_column, completion_text, missing
+from hybridflow.rewards.match import Comparison
 from hybridflow.rewards.number import parse_number, same_number
+from hybridflow.rewards.outcome import RowFailure
 from hybridflow.rewards.process_pool import ProcessPool
 from hybridflow.rewards.template_process import NOT_BEGUN
+from hybridflow.settings import is_number
 
 _log = logging.getLogger(__name__)
 _LONGEST = 1000  # characters of an answer that is compared as a formula
 _WORKER_MB = 128
 _MOMENT = 0.1  # seconds of a processor that a comparison gets at first; most need 0.02 to 0.1
 _OUT_OF_TIME = "SIGPROF"  # what the kernel ends a worker with that has used up its moment
+_DEPTH, _POWERS = 15, 2  # levels of brackets, and of exponents in exponents, of a formula that is worked out
+_DIGITS = 5  # of an exponent, of what a factorial is of, of how far a sum goes
+_MEASURED = re.compile(r"\\(?:left|right|[,;:! ])|(?<=\d)(?:,|\{,\})(?=\d{3})|[$\s]")
+_NUMBER = r"[({]*-?\d"
+_LARGE = re.compile(
+    rf"\d{{{_DIGITS + 1},}}[)}}]*!|![)}}]*!.*!|![)}}]+!|\^[^!]*[)}}]!"  # 100000!, 9!!!, (9!)!, (10^9)!
+    rf"|\^{_NUMBER}{{{_DIGITS + 1},}}(?!\d*\.)|[(][^()]*[-+][^()]*[)]\^{_NUMBER}\d\d"  # 2^{100000}, (x+y)^{500}
+    rf"|\\(?:[dt]?binom|Gamma)[({{]*(?:\d{{{_DIGITS},}}|\d+\^)"
+    rf"|\\(?:sum|prod)(?:_(?:{{[^{{}}]*}}|.))?\^{{?(?:\d{{{_DIGITS + 1},}}|\d+\^)"
+)
 _SLOW = re.compile(r"\\(?:i*int|sum|prod|lim|Gamma|zeta)(?![a-z])|!")
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|sqrt|frac|log|exp|lim|max|min|gcd|lcm|mod"
 _WORD = re.compile(rf"(?!(?:{_FUNCTIONS}))[^\W\d_]{{3,}}")
@@ -36,7 +46,7 @@ _CHOSEN = re.compile(
 )
 
 
-class Math:
+class Math(Comparison):
     """1.0 where the final answer of the completion equals the reference in column `answer`, else 0.0.
 
     The reference is a value (`18`, `1/2`, `\\frac{1}{2}`, `x^2+1`, `(A)`; text or number), a solution that ends in
@@ -62,8 +72,7 @@ class Math:
     def __init__(
         self, answer: str = "answer", *, seconds: float = 5.0, batch_seconds: float = 0.8, workers: int = 1
     ) -> None:
-        self.answer = checked_column("Math", answer)
-        self.reads = (answer,)
+        super().__init__(answer)
         if not is_number(batch_seconds) or not batch_seconds > 0:
             raise ConfigError(f"Math(batch_seconds={batch_seconds!r}): give a number above 0.")
         self.seconds, self.batch_seconds = seconds, batch_seconds
@@ -71,21 +80,17 @@ class Math:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
         """One float (or RowFailure) per completion; `columns` must hold the column of the references."""
-        scores: list[Any] = []
-        formulas: list[tuple[int, tuple[str, str]]] = []
-        for row, (completion, references) in enumerate(zip(completions, columns[self.answer], strict=True)):
-            texts = [reference_answer(text) for text in accepted(references)]
-            if not texts or not all(texts):
-                scores.append(missing(self.answer, references))
-                continue
-            verdicts = [judge(completion_text(completion), text) for text in texts]
-            scores.append(float(True in verdicts))
-            if True not in verdicts:
-                formulas += [(row, verdict) for verdict in verdicts if isinstance(verdict, tuple)]
-        equal = self._equal({pair for _, pair in formulas})
-        for row, pair in formulas:
-            scores[row] = max(scores[row], float(pair in equal))
-        return scores
+        found = super().__call__(prompts, completions, **columns)
+        equal = self._equal({pair for pairs in found if isinstance(pairs, list) for pair in pairs})
+        return [float(not equal.isdisjoint(one)) if isinstance(one, list) else one for one in found]
+
+    def score(self, completion: str, references: list[str]) -> float | RowFailure | list[tuple[str, str]]:
+        """A score, or pairs of formulas one of which has to be equal."""
+        texts = [reference_answer(text) for text in references]
+        if not all(texts):
+            return RowFailure(f"the reference in column {self.answer!r} is {references!r:.200}, which has no answer")
+        verdicts = [judge(completion, text) for text in texts]
+        return 1.0 if True in verdicts else [pair for pair in verdicts if isinstance(pair, tuple)] or 0.0
 
     def _equal(self, pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
         """The pairs of formulas that are the same, as far as that is found out in time."""
@@ -115,6 +120,30 @@ class Math:
     def close(self) -> None:
         """Stop the worker processes, if any were started."""
         self._pool.close()
+
+
+def too_large(formula: str) -> bool:
+    """Whether `formula` (LaTeX, or as in programs) is a tower of exponents, a factorial or an expansion beyond use.
+
+    An upper bound of what it costs is not known: what passes here and takes long is stopped by the limits of time.
+    """
+    text = _MEASURED.sub("", formula).replace("**", "^")
+    opened, depth, powers, before = list[bool](), 0, 0, ""
+    for sign in re.findall(r"\\[{}]|\\[A-Za-z]+|[\w.]+|\S", text):
+        if sign[-1] in "([{":
+            opened.append(before == "^")
+            depth, powers = max(depth, len(opened)), max(powers, sum(opened))
+        elif sign[-1] in ")]}" and opened:
+            _ = opened.pop()
+        elif sign == "^" and sum(opened) >= _POWERS:
+            return True
+        before = sign
+    if depth > _DEPTH or powers > _POWERS or _LARGE.search(text) or re.search(r"\^[\w.]+\^[\w.]+\^", text):
+        return True
+    return any(
+        int(base) > 1 and int(power[:9]) * math.log10(int(base)) > _DIGITS
+        for base, power in re.findall(r"\^[({]*-?(?:\d+\\(?:cdot|times))?(\d+)[)}]*\^[({]*-?(\d+)", text)
+    )
 
 
 def _expense(pair: tuple[str, str]) -> tuple[bool, int]:

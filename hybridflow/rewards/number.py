@@ -8,19 +8,9 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-_DIGITS = 300  # of one written number: more are noise, and would only cost time
-_EXPONENT = 300
+_DIGITS = 300  # of one written number, and of an exponent's value: more are noise, and would only cost time
 _LONGEST = 1000  # characters of a text that is one number
-_SCALES = {
-    "one": 1,
-    "hundred": 100,
-    "thousand": 1_000,
-    "million": 1_000_000,
-    "billion": 1_000_000_000,
-    "trillion": 1_000_000_000_000,
-    "dozen": 12,
-    "k": 1_000,
-}
+_SCALES = {"hundred": 100, "thousand": 1_000, "k": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _UNITS = (
     "[kmµu]?gs?|kgms?|gms?|mcg|lbs?|ozs?|[kcmn]?ms?|kms|cms|mms|ft|sq|sqft|sqm|cu|in|mi|yds?|mph|k[mp]h|kmph|fps|rpm|bpm"
     "|h|hrs?|mins?|s|secs?|[mn]secs?|days?|wks?|mos|yrs?|am|pm|l|[mckd]ls?|ltrs?|gals?|qts?|pts?|tsps?|tbsps?"
@@ -30,27 +20,19 @@ _UNITS = (
 # Words that make an expression of the number before them, so that they are no unit.
 _NOT_UNITS = (
     "pi|sqrt|sin|cos|tan|cot|sec(?=\\s*[^\\s.])|csc|log|ln|exp|mod|times|plus|minus|over|infinity|infty|choose|factorial|squared|cubed"
-    "|and|or|half|halves|thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|remainder|divided|multiplied|through"
+    "|and|or|dozen|half|halves|thirds?|fourths?|quarters?|fifths?|tenths?|hundredths?|remainder|divided|multiplied|through"
 )
-_ONES = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
-    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
-)
-_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-_WORDS = {word: value for value, word in enumerate(_ONES)} | {
-    word: 10 * value for value, word in enumerate(_TENS, start=2)
-}
 
 _UNSIGNED = r"(?:[1-9]\d{0,2}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-_POWER = r"(?:e[-+]?\d{1,4}(?![\w.])|\s*(?:[x×*·]\s*)10\s*\^\s*(?:\{\s*[-+]?\d{1,4}\s*\}|[-+]?\d{1,4}))"
+_TEN = r"10\s*\^\s*(?:\{\s*[-+]?\d{1,4}\s*\}|[-+]?\d{1,4})"
 _BODY = (
     rf"(?:(?P<whole>\d+)\s+(?:and\s+)?(?P<part>\d+)\s?/\s?(?P<of>\d+)"
     rf"|(?P<over>{_UNSIGNED})\s?/\s?(?P<under>-?{_UNSIGNED})"
-    rf"|(?P<decimal>{_UNSIGNED})(?P<power>{_POWER})?|(?P<ten>10\s*\^\s*(?:\{{\s*[-+]?\d{{1,4}}\s*\}}|[-+]?\d{{1,4}})))"
+    rf"|(?P<ten>{_TEN})|(?P<decimal>{_UNSIGNED})(?P<power>e[-+]?\d{{1,4}}(?![\w.])|\s*(?:[x×*·]\s*){_TEN})?)"
 )
 _TAIL = (
     r"(?:\s*(?P<percent>%|percent\b|per\s?cent\b)"
-    r"|\s*(?P<scale>hundred|thousand|million|billion|trillion|dozen)s?\b|(?P<k>k)\b)?"
+    r"|\s*(?P<scale>hundred|thousand|million|billion|trillion)s?\b|(?P<k>k)\b)?"
 )
 # not inside a word, a decimal, a list, a time of day, a ratio or an expression
 # of alphabets: after Chinese or Japanese words a number follows without a blank; × and ÷ are no letters
@@ -62,9 +44,6 @@ _AFTER = (
 _NUMBER = re.compile(
     rf"{_BEFORE}(?P<sign>(?<![{_LETTER})\]%}}])(?<![\d)\]%}}]\s)[-+])?{_BODY}{_TAIL}{_AFTER}", re.IGNORECASE
 )
-_SPELT = re.compile(
-    rf"(?<![\w-])(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{'|'.join(_WORDS)}|hundred|thousand|million)\b)*\b", re.I
-)
 _LEAD = re.compile(
     r"(?:about|approximately|approx\.?|around|roughly|exactly|only|just|a|total|of|usd|rs\.?|us|[~≈=:])\s*", re.I
 )
@@ -73,10 +52,33 @@ _SUFFIX = re.compile(
     re.I,
 )
 
-
+# What `plain` writes plainly, in this order: LaTeX, Markdown and typography of numbers.
+_PLAINLY = [
+    (re.compile(pattern), written)
+    for pattern, written in (
+        (r"</?(?:b|strong|i|em|u|br|p|span|code)\b[^<>]*>|~~[^~\n]+~~", " "),
+        (r"[\u200b-\u200d\u2060\ufeff]", ""),
+        (r"[−﹣－]|(?<![\w)])[–‒‐‑](?=\s?[\d$])|\\-", "-"),
+        (r"(\b(?:is|was|be|to|of|at|equals) |[=≈] ?)[-–] (?=[\d.$])", r"\1-"),  # but not "the total – 5 apples"
+        (r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~)+(?=\d{3})", ","),
+        (r"\\[()\[\]]|\\(?:left|right|displaystyle|big|Big)(?![a-zA-Z])|\\[,;:! ]|~(?=\\)", " "),
+        (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol|boxed|fbox|emph)\s*\{([^{}]*)\}", r" \1 "),
+        (r"(?<=\d)\s*\\[dtc]?frac", r" \\frac"),
+        (r"\\[dtc]?frac\s*\{\s*(-?[\d.,]+)\s*\}\s*\{\s*(-?[\d.,]+)\s*\}", r"\1/\2"),
+        (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\1/\2"),
+        (r"\\(?:times|cdot)(?![a-zA-Z])", "×"),
+        (r"\\(?:approx|simeq)(?![a-zA-Z])", "≈"),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree", "°"),
+        (r"\\([%$#&])", r"\1"),
+        (r"([-+])\s?[$€£¥₹₱₩]", r"\1"),
+        (r"[$€£¥₹₱₩¢`]|(?<!\d)\*\*|\*\*(?!\d)|(?<![\w}])_+|_+(?![\w{])", " "),
+    )
+]
 _FULL_WIDTH = str.maketrans("：，％＝＋０１２３４５６７８９", ":,%=+0123456789")
-# "1 080 000" and "10 000", but not "2 100 gram packs": more than one group, or one that no number begins with
-_BLANK_GROUPS = re.compile(r"(?<![\w.,/^-])(?<!\d )[1-9]\d{0,2}(?:(?: \d{3}){2,}| 0\d\d)(?![\d,/]| \d)")
+# "$118 000", "1 080 000", "10 000", but not "2 100 gram packs": several groups, or one that no number begins with
+_BLANK_GROUPS = re.compile(
+    r"[$€£]\s?\d{1,3}(?: \d{3})+(?!\d)|(?<![\w.,/^-])(?<!\d )[1-9]\d{0,2}(?:(?: \d{3}){2,}| 0\d\d)(?![\d,/]| \d)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,38 +111,18 @@ class Written:
 
 def plain(text: str) -> str:
     """The text with LaTeX, Markdown and typography of numbers written plainly; currency signs become blanks."""
-    text = re.sub(
-        r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("⁄", "/"), text
-    )
-    text = re.sub(r"</?(?:b|strong|i|em|u|br|p|span|code)\b[^<>]*>|~~[^~\n]+~~", " ", text)
-    text = re.sub(r"[\u200b-\u200d\u2060\ufeff]", "", text)
-    text = re.sub(r"[−﹣－]|(?<![\w)])[–‒‐‑](?=\s?[\d$])|\\-", "-", text)
-    text = text.translate(_FULL_WIDTH)
-    # "it is – 5" but not "the total – 5 apples"
-    text = re.sub(r"(\b(?:is|was|be|to|of|at|equals) |[=≈] ?)[-–] (?=[\d.$])", r"\1-", text)
-    text = re.sub(r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~)+(?=\d{3})", ",", text)
-    text = re.sub(r"[$€£]\s?\d{1,3}(?: \d{3})+(?!\d)", lambda found: found[0].replace(" ", ""), text)
-    text = _BLANK_GROUPS.sub(lambda found: found[0].replace(" ", ","), text)
-    text = re.sub(r"\\[()\[\]]|\\(?:left|right|displaystyle|big|Big)(?![a-zA-Z])|\\[,;:! ]|~(?=\\)", " ", text)
-    text = re.sub(
-        r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol|boxed|fbox|emph)\s*\{([^{}]*)\}", r" \1 ", text
-    )
-    text = re.sub(r"(?<=\d)\s*\\[dtc]?frac", r" \\frac", text)
-    text = re.sub(r"\\[dtc]?frac\s*\{\s*(-?[\d.,]+)\s*\}\s*\{\s*(-?[\d.,]+)\s*\}", r"\1/\2", text)
-    text = re.sub(r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\1/\2", text)
-    text = re.sub(r"\\(?:times|cdot)(?![a-zA-Z])", "×", text)
-    text = re.sub(r"\\(?:approx|simeq)(?![a-zA-Z])", "≈", text)
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree", "°", text)
-    text = re.sub(r"\\([%$#&])", r"\1", text)
-    text = re.sub(r"([-+])\s?[$€£¥₹₱₩]", r"\1", text)
-    return re.sub(r"[$€£¥₹₱₩¢`]|(?<!\d)\*\*|\*\*(?!\d)|(?<![\w}])_+|_+(?![\w{])", " ", text)
+    text = re.sub(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("⁄", "/"), text)
+    text = _BLANK_GROUPS.sub(lambda found: found[0].replace(" ", ""), text.translate(_FULL_WIDTH))
+    for pattern, written in _PLAINLY:
+        text = pattern.sub(written, text)
+    return text
 
 
 def parse_number(text: str) -> Number | None:
     """The number that the whole text is, leaving out currency, units and "about"; None for anything else.
 
-    `18 dollars`, `$18.00`, `-3`, `3/4`, `2\\frac{1}{2}`, `18\\%`, `1e3`, `10^{6}`, `eighteen` are numbers; `2x`, `3-4`,
-    `10:30`, `5!`, `3, 5` and `2\\sqrt{3}` are not.
+    `18 dollars`, `$18.00`, `-3`, `3/4`, `2\\frac{1}{2}`, `18\\%`, `1e3`, `10^{6}` are numbers; `2x`, `3-4`, `10:30`,
+    `5!`, `3, 5`, `2\\sqrt{3}` and `eighteen` are not.
     """
     text = text.strip()
     if len(text) > _LONGEST:
@@ -152,7 +134,7 @@ def parse_number(text: str) -> Number | None:
     while lead := _LEAD.match(bare):
         bare = bare[lead.end() :]
     bare = re.sub(r"^([-+])\s+(?=[\d.])", r"\1", bare)
-    for written in (*find_numbers(bare)[:1], *spelt_numbers(bare)[:1]):
+    for written in find_numbers(bare)[:1]:
         rest = re.sub(r"^-?(?:st|nd|rd|th)\b", "", bare[written.end :])
         rest = re.sub(r"\s*\([^()\d]*\)", "", rest)
         if not bare[: written.start].strip() and len(rest) < 200 and _SUFFIX.fullmatch(rest.rstrip(" .")):
@@ -162,16 +144,8 @@ def parse_number(text: str) -> Number | None:
 
 def find_numbers(text: str) -> list[Written]:
     """The numbers in running text that is already `plain`; those inside words, times and ratios are left out."""
-    found = []
-    for match in _NUMBER.finditer(text):
-        if (number := _read(match)) is not None:
-            found.append(Written(number, match.start(), match.end()))
-    return found
-
-
-def spelt_numbers(text: str) -> list[Written]:
-    """The numbers in words: `eighteen`, `twenty-five`, `two hundred and six`."""
-    return [Written(Number(Fraction(_spelt(m[0]))), m.start(), m.end()) for m in _SPELT.finditer(text)]
+    found = [(match, _read(match)) for match in _NUMBER.finditer(text)]
+    return [Written(number, match.start(), match.end()) for match, number in found if number is not None]
 
 
 def same_number(answer: Number, reference: Number) -> bool:
@@ -190,7 +164,7 @@ def _meanings(number: Number, other: Number) -> list[tuple[Fraction, int | None]
     """Value and places of the number: without its sign or scale too where the other one has none."""
     values = [(number.value, number.places)]
     if number.scale != 1:
-        scaled = (number.value * number.scale, None if number.places else number.places)
+        scaled = (number.amount, None if number.places else number.places)
         values = [scaled] if other.scale != 1 else [scaled, *values]
     if number.percent and not other.percent:
         values += [(value / 100, None if places is None else places + 2) for value, places in values]
@@ -205,73 +179,34 @@ def _close(a: tuple[Fraction, int | None], b: tuple[Fraction, int | None]) -> bo
 
 
 def _shortened(short: Fraction, places: int | None, full: Fraction, full_places: int | None) -> bool:
-    """True when `short` is `full` rounded or cut off to its places."""
+    """True when `short` is `full` rounded (halves away from 0) or cut off to its places."""
     if places is None or places < 2 or abs(short) * 10**places < 10:
         return False
-    longer = _endless(full) if full_places is None else full_places >= places + 2
-    step = 10**places
-    return longer and short * step in (_half_up(full * step), math.trunc(full * step))
-
-
-def _endless(value: Fraction) -> bool:
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest != 1
-
-
-def _half_up(value: Fraction) -> int:
-    rounded = math.floor(abs(value) + Fraction(1, 2))
-    return rounded if value >= 0 else -rounded
+    longer = 10**_DIGITS % full.denominator != 0 if full_places is None else full_places >= places + 2
+    digits, wanted = abs(full) * 10**places, short * 10**places * (-1 if full < 0 else 1)
+    return longer and wanted in (math.floor(digits + Fraction(1, 2)), math.floor(digits))
 
 
 def _read(match: re.Match[str]) -> Number | None:
-    groups = match.groupdict()
-    if len(match[0]) > _DIGITS:
+    """The number that was matched; None where it is no proper fraction, or too long."""
+    said = match.groupdict()
+    exponent = int(re.sub(r"[^\d+-]", "", re.split(r"\^|e", said["ten"] or said["power"] or "0", flags=re.I)[-1]))
+    if len(match[0]) > _DIGITS or abs(exponent) > _DIGITS:
         return None
-    sign = -1 if groups["sign"] == "-" else 1
-    percent, scale = (
-        bool(groups["percent"]),
-        _SCALES[(groups["scale"] or groups["k"]).lower()] if groups["scale"] or groups["k"] else 1,
-    )
+    whole, over, under = said["whole"], said["part"] or said["over"], said["of"] or said["under"]
     places: int | None = None
-    if groups["whole"]:
-        under = int(groups["of"])
-        if not 0 < int(groups["part"]) < under:
+    if over:
+        parts = _decimal(over), _decimal(under)
+        if not parts[1] or (whole and not 0 < parts[0] < parts[1]):
             return None
-        value = int(groups["whole"]) + Fraction(int(groups["part"]), under)
-    elif groups["over"]:
-        under = _decimal(groups["under"])
-        if not under:
-            return None
-        value = _decimal(groups["over"]) / under
-    elif groups["ten"]:
-        exponent = int(re.sub(r"[^\d+-]", "", groups["ten"].partition("^")[2]))
-        if abs(exponent) > _EXPONENT:
-            return None
-        value, places = Fraction(10) ** exponent, max(0, -exponent)
+        value = parts[0] / parts[1] + int(whole or 0)
     else:
-        value, places = _decimal(groups["decimal"]), len(groups["decimal"].partition(".")[2])
-        if groups["power"]:
-            exponent = int(re.sub(r"[^\d+-]", "", re.split(r"\^|^e", groups["power"], flags=re.IGNORECASE)[-1]))
-            if abs(exponent) > _EXPONENT:
-                return None
-            value, places = value * Fraction(10) ** exponent, max(0, places - exponent)
-    return Number(sign * value, places, percent, scale)
+        value = _decimal(said["decimal"] or "1") * Fraction(10) ** exponent
+        places = max(0, len((said["decimal"] or "").partition(".")[2]) - exponent)
+    sign = -1 if said["sign"] == "-" else 1
+    scale = _SCALES[(said["scale"] or said["k"]).lower()] if said["scale"] or said["k"] else 1
+    return Number(sign * value, places, bool(said["percent"]), scale)
 
 
 def _decimal(text: str) -> Fraction:
     return Fraction(re.sub(r"[,\s]", "", text))
-
-
-def _spelt(text: str) -> int:
-    total = current = 0
-    for word in re.findall(r"[a-z]+", text.lower()):
-        if word in _WORDS:
-            current += _WORDS[word]
-        elif word == "hundred":
-            current = max(current, 1) * 100
-        elif word in _SCALES:
-            total, current = total + max(current, 1) * _SCALES[word], 0
-    return total + current

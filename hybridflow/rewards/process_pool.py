@@ -21,9 +21,10 @@ from typing import Any, Self
 import cloudpickle
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.calling import Call, is_number, name_of
+from hybridflow.rewards.calling import Call, name_of
 from hybridflow.rewards.outcome import Outcome
 from hybridflow.rewards.template_process import LARGEST_MESSAGE, LOADING, ending, receive, send
+from hybridflow.settings import is_number
 
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -57,10 +58,9 @@ class ProcessPool:
     ) -> None:
         if type(workers) is not int or workers < 1:
             raise ConfigError(f"ProcessPool(workers={workers!r}): give a whole number of at least 1.")
-        if not _positive(seconds):
-            raise ConfigError(f"ProcessPool(seconds={seconds!r}): give a number above 0.")
-        if memory_mb is not None and not _positive(memory_mb):
-            raise ConfigError(f"ProcessPool(memory_mb={memory_mb!r}): give a number above 0.")
+        for name, value in (("seconds", seconds), ("memory_mb", memory_mb)):
+            if not _positive(value) and (name == "seconds" or value is not None):
+                raise ConfigError(f"ProcessPool({name}={value!r}): give a number above 0.")
         self.function, self.workers, self.seconds, self.memory_mb = function, workers, seconds, memory_mb
         self._reset()
 

@@ -7,7 +7,6 @@ behind (it is a subreaper) and kills it. Ends, with every worker, when the proce
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import pickle
@@ -27,6 +26,7 @@ import cloudpickle
 
 from hybridflow.rewards.calling import reason_of, settled
 from hybridflow.rewards.outcome import Outcome, plain
+from hybridflow.rewards.sandbox.containment import die_with_parent, prctl
 
 LOADING = 120.0
 """Seconds in which a process has to import what the function needs."""
@@ -37,8 +37,7 @@ LARGEST_MESSAGE = 2**28
 UNSENT = "answered with what cannot be sent back"
 NOT_BEGUN = "was not begun: too many others failed"
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!Q")
 _TRANSFER = 30.0  # seconds for one message between the template and a worker
 _KEPT_OUTPUT, _SHOWN_OUTPUT = 2000, 300
@@ -80,7 +79,7 @@ def ending(status: int, output: str) -> str:
 
 def serve(descriptor: int) -> NoReturn:
     """Load the function, then run batches of calls until the owner closes its end of the socket or ends."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     owner = socket.socket(fileno=descriptor)
     setup = pickle.loads(receive(owner))
     function = None
@@ -360,9 +359,7 @@ def _work(
 def _prepare(printed: int, template: int) -> None:
     """Give a forked process a session, streams and signals of its own; it dies when the template does."""
     os.setsid()
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != template:
-        os._exit(1)
+    die_with_parent(template)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (printed, 1), (printed, 2)):
         os.dup2(source, target)

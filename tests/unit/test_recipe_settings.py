@@ -148,7 +148,7 @@ def test_texts_are_worksheets_or_what_was_asked_for(tmp_path):
 
     def batch(*arguments: str) -> hf.Batch:
         cfg = settings.read(safe_rlhf.DEFAULTS, [*arguments, "batch_size=8"])
-        return next(iter(task.texts(cfg, task.of(cfg)).source))
+        return next(task.texts(cfg, task.of(cfg)).drawn())
 
     sheets = batch()
     assert len(sheets) == 8

@@ -1,6 +1,6 @@
 """Where untrusted programs run. `sandbox` is what callers use; read on from there.
 
 `sandbox` starts a `fork_server`, by bubblewrap where that works; per program the server forks a process, which gives up
-its rights (`containment`, `seccomp`) and becomes a `runner` of the program or the `judge` of another one. Judge and
-program exchange `values`, which are data. `test_source` reads the tests.
+its rights (`containment`) and runs the program, or the `judge` of another one. Judge and program exchange plain values,
+which are data (`program`). `test_source` reads the tests.
 """

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from hybridflow.rewards.sandbox import test_source
-from hybridflow.rewards.sandbox.program import Local, ProgramEnded, Remote
-from hybridflow.rewards.sandbox.values import NotJudged
+from hybridflow.rewards.sandbox.program import NotJudged, ProgramEnded, Remote
 
 NAME = "tests"
 _SHOWN = 300
@@ -61,7 +60,7 @@ class _Seen:
         self.lost = self.lost or f"{what.exc_type.__name__} in a thread: {what.exc_value}"
 
 
-def run(job: dict[str, Any], program: Remote | Local) -> dict[str, Any]:
+def run(job: dict[str, Any], program: Remote) -> dict[str, Any]:
     """Run the job's tests: {"passed", "total", "reason" of the first failure, "error", "ended", "unreadable"}.
 
     "error": what the program had told in the test that failed first, as the last line of a traceback; "ended": whether
@@ -83,7 +82,7 @@ def run(job: dict[str, Any], program: Remote | Local) -> dict[str, Any]:
     return verdict
 
 
-def _run_units(program: Remote | Local, job: dict[str, Any], verdict: dict[str, Any]) -> None:
+def _run_units(program: Remote, job: dict[str, Any], verdict: dict[str, Any]) -> None:
     seen, marker = _Seen(), test_source.Marker()
     for name, test, must_check in _units(program, job, seen, marker):  # what prepares a test runs as its turn comes
         before, asked = seen.count, program.asked
@@ -114,7 +113,7 @@ def _run_units(program: Remote | Local, job: dict[str, Any], verdict: dict[str, 
         raise _UnreadableError("the tests use nothing of the program")
 
 
-def _failure(program: Remote | Local, test: Callable[[], object]) -> tuple[str, str]:
+def _failure(program: Remote, test: Callable[[], object]) -> tuple[str, str]:
     """What a test raised, "" for nothing; and how it was skipped, "" where it was not."""
     try:
         _finish(test())
@@ -135,23 +134,18 @@ def _told(error: BaseException) -> str:
 
 
 def _finish(result: object) -> None:
-    """Run to its end what a test has answered: a coroutine or a generator has not run so far."""
+    """Run a coroutine that a test has answered, which has not run so far, to its end."""
 
     async def finish() -> None:
-        if inspect.isawaitable(result):
-            await result
-        elif isinstance(result, types.AsyncGeneratorType):
-            async for _ in result:
-                pass
+        await result  # type: ignore[misc]
 
-    if inspect.isawaitable(result) or inspect.isasyncgen(result):
+    if inspect.isawaitable(result):
         asyncio.run(finish())
-    elif inspect.isgenerator(result):
-        for part in result:  # older test runners take a test that yields for several
-            _finish(part() if isinstance(part, types.FunctionType) else None)
+    elif inspect.isasyncgen(result) or (inspect.isgenerator(result) and result.gi_code.co_filename == test_source.FILE):
+        raise _UnreadableError("a test is a generator, which no test runner runs")
 
 
-def _units(program: Remote | Local, job: dict[str, Any], seen: _Seen, marker: test_source.Marker) -> Iterator[_Unit]:
+def _units(program: Remote, job: dict[str, Any], seen: _Seen, marker: test_source.Marker) -> Iterator[_Unit]:
     tests, entry_point = job["tests"], job["entry_point"]
     if "function" in tests:
         yield from _pairs(program, tests, seen)
@@ -176,7 +170,7 @@ def _units(program: Remote | Local, job: dict[str, Any], seen: _Seen, marker: te
 
 
 def _module(
-    program: Remote | Local, sources: list[str], trees: list[ast.Module], entry_point: str, seen: _Seen
+    program: Remote, sources: list[str], trees: list[ast.Module], entry_point: str, seen: _Seen
 ) -> dict[str, Any]:
     """The tests' namespace, with what they need from the program."""
     wanted = test_source.Names(sources, trees, entry_point)
@@ -243,6 +237,8 @@ def _takes_arguments(function: types.FunctionType) -> bool:
 
 def _run_case(case: unittest.TestCase, name: str) -> None:
     method = getattr(case, name)
+    if inspect.isgeneratorfunction(method):
+        _finish(method())  # refused here, since unittest would take the refusal for a failure
     if not (isinstance(case, unittest.IsolatedAsyncioTestCase) and inspect.iscoroutinefunction(method)):
         setattr(case, name, functools.wraps(method)(lambda: _finish(method())))
     result = unittest.TestResult()
@@ -262,7 +258,7 @@ def _run_method(kind: type, name: str) -> None:
     _finish(getattr(instance, name)())
 
 
-def _candidate(program: Remote | Local, entry_point: str) -> Any:
+def _candidate(program: Remote, entry_point: str) -> Any:
     name = entry_point or program.last_function()
     found = program.names([name])
     if name not in found:
@@ -270,7 +266,7 @@ def _candidate(program: Remote | Local, entry_point: str) -> Any:
     return found[name]
 
 
-def _pairs(program: Remote | Local, tests: dict[str, Any], seen: _Seen) -> Iterator[_Unit]:
+def _pairs(program: Remote, tests: dict[str, Any], seen: _Seen) -> Iterator[_Unit]:
     name, as_they_are = tests["function"], set[bool]()
     function = program.names([name]).get(name)
     if not callable(function):

@@ -1,20 +1,58 @@
-"""The program as the tests see it: functions that take and return plain values, and exceptions by their classes."""
+"""The program as the tests see it: functions that take and return plain values, and exceptions by their classes.
+
+Values are written as JSON. Reading one runs nothing and makes nothing but numbers, texts, containers and the like, so a
+program cannot answer with an object that equals whatever it is compared with.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import importlib
+import itertools
 import json
 import os
 import struct
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
-
-from hybridflow.rewards.sandbox.values import NotJudged, Opaque, decode, encode
 
 NAME = "solution"  # of the program as a module; not __main__, so its main part does not run
 _HEADER = struct.Struct("<I")
 _LARGEST = 64 << 20
+_DEEPEST = 100
+_MOST_ITEMS = 10_000  # of an iterator, which may have no end
+_LONG = 1 << 13  # bits from which the decimal form of an int is slow
+_TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}  # the same on both sides
+
+# Type -> what its values are made from again, and by which function.
+_MADE_FROM: dict[type, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = {
+    complex: (lambda value: [value.real, value.imag], complex),
+    range: (lambda value: [value.start, value.stop, value.step], range),
+    decimal.Decimal: (lambda value: [str(value)], decimal.Decimal),
+    fractions.Fraction: (lambda value: [value.numerator, value.denominator], fractions.Fraction),
+    datetime.datetime: (
+        lambda value: [value.isoformat(), value.fold],
+        lambda text, fold: datetime.datetime.fromisoformat(text).replace(fold=fold),
+    ),
+    datetime.date: (lambda value: [value.isoformat()], datetime.date.fromisoformat),
+    datetime.time: (
+        lambda value: [value.isoformat(), value.fold],
+        lambda text, fold: datetime.time.fromisoformat(text).replace(fold=fold),
+    ),
+    datetime.timedelta: (lambda value: [value.days, value.seconds, value.microseconds], datetime.timedelta),
+    collections.deque: (lambda value: [list(value), value.maxlen], collections.deque),
+    type(...): (lambda value: [], lambda: ...),
+}
+_LISTED: tuple[type, ...] = (list, tuple, set, frozenset)
+_MAPPED: tuple[type, ...] = (collections.Counter, collections.OrderedDict, dict)
+_BYTES: tuple[type, ...] = (bytes, bytearray)
 
 
 class ProgramEnded(BaseException):
@@ -150,42 +188,6 @@ class Remote:
         return kind
 
 
-class Local:
-    """A program in the process of the tests, which it can then reach: its objects are used as they are."""
-
-    def __init__(self, load: Callable[[], Mapping[str, Any]]) -> None:
-        self.asked, self.ended, self.error = 1, False, ""
-        self._load, self._loaded = load, None
-
-    def names(self, wanted: list[str]) -> dict[str, Any]:
-        if self._loaded is None:
-            self._loaded = self._load()
-        found = {name: find(self._loaded, name) for name in wanted}
-        return {name: value for name, value in found.items() if value is not MISSING}
-
-    def last_function(self) -> str:
-        self.names([])
-        return last_function(self._loaded or {})
-
-
-MISSING = object()
-
-
-def find(names: Mapping[str, Any], name: str) -> Any:
-    """What the program means by a name: its own, or a method of its class Solution; MISSING for neither."""
-    solution = names.get("Solution")
-    if name in names or not isinstance(solution, type) or not hasattr(solution, name):
-        return names.get(name, MISSING)
-    return lambda *args, **kwargs: getattr(solution(), name)(*args, **kwargs)
-
-
-def last_function(names: Mapping[str, Any]) -> str:
-    """Name of the function that the program defines last, "" if it defines none."""
-    found = [name for name, value in names.items() if isinstance(value, types.FunctionType)]
-    own = [name for name in found if names[name].__module__ == NAME]
-    return own[-1] if own else ""
-
-
 def _change(argument: Any, state: Any) -> None:
     """Bring an argument to the state in which the program has left it."""
     if state is None or type(state) is not type(argument):
@@ -195,3 +197,192 @@ def _change(argument: Any, state: Any) -> None:
     elif isinstance(argument, dict | set):
         argument.clear()
         argument.update(state)
+
+
+class ValueTooDeep(ValueError):  # noqa: N818  (it is shown to people by this name)
+    """A value is nested too deeply, or contains itself."""
+
+
+class NotJudged(BaseException):
+    """The tests need more of the program than plain values: nothing that a test catches."""
+
+
+class Opaque:
+    """Stands for an object that is no plain value. It equals only itself; it is true if all objects of its class are.
+
+    Errors: NotJudged where it is used as no plain value could be.
+    """
+
+    __slots__ = ("_class", "_true")
+
+    def __init__(self, class_name: str, true: bool) -> None:
+        self._class, self._true = class_name, true
+
+    def __bool__(self) -> bool:
+        if not self._true:
+            raise TypeError(f"the truth of {self} judges nothing; give a plain value")
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or any(hasattr(kind, name) for kind in _plain_types()):
+            raise AttributeError(f"{name!r}: {self} is no plain value")
+        raise NotJudged(f"the tests use .{name} of {self}, which only Code(same_process=True) judges")
+
+    def __repr__(self) -> str:
+        return f"an object of the program's class {self._class}"
+
+
+class _OpaqueCallable(Opaque):
+    __slots__ = ()
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise NotJudged(f"the tests call {self}, which only Code(same_process=True) judges")
+
+
+def encode(value: Any, depth: int = 0, *, other: Callable[[Any], Any] | None = None) -> Any:
+    """`value` as JSON can hold it; what is no plain value becomes an `Opaque`, or what `other` answers for it.
+
+    Instances of a subclass of list, str, int, ... become plain: its methods stay behind. Iterators are run for at most
+    10,000 items, coroutines to their end. Errors: ValueTooDeep.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if depth > _DEEPEST:
+        raise ValueTooDeep("a value is nested more than 100 deep, or contains itself")
+
+    def items(of: Any) -> list[Any]:
+        return [encode(item, depth + 1, other=other) for item in of]
+
+    if isinstance(value, int):
+        plain = int.__add__(value, 0)
+        return plain if plain.bit_length() < _LONG else ["int", hex(plain)]
+    if isinstance(value, float):
+        return float.__mul__(value, 1.0)
+    if isinstance(value, str):
+        return str.__getitem__(value, slice(None))
+    for base in _LISTED:
+        if isinstance(value, base):
+            return [base.__name__, items(base.__iter__(value))]  # type: ignore[attr-defined]
+    for base in _MAPPED:
+        if isinstance(value, base):
+            return [base.__name__, [items(pair) for pair in base.items(value)]]  # type: ignore[attr-defined]
+    for base in _BYTES:
+        if isinstance(value, base):
+            return [base.__name__, base64.b64encode(bytes(memoryview(value))).decode()]
+    if kind in _MADE_FROM:
+        return [kind.__name__, *items(_MADE_FROM[kind][0](value))]
+    if kind is type and _TYPES.get(value.__name__) is value:
+        return ["type", value.__name__]
+    return _of_numpy(value) or _running(value, items) or (other or _opaque)(value)
+
+
+def _opaque(value: Any) -> Any:
+    kind = type(value)
+    true = not any(hasattr(kind, name) for name in ("__bool__", "__len__"))
+    return ["opaque", str(kind.__name__), true, callable(value)]
+
+
+def _running(value: Any, items: Callable[[Any], list[Any]]) -> Any:
+    """What an iterator or a coroutine comes to."""
+    kind = type(value)
+    if hasattr(kind, "__await__"):
+        return ["coroutine", *items([asyncio.run(_wait(value))])]
+    if not hasattr(kind, "__next__"):
+        return None
+    found = items(itertools.islice(value, _MOST_ITEMS + 1))
+    return ["iterator", found[:_MOST_ITEMS], len(found) > _MOST_ITEMS]
+
+
+def _plain_types() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
+    return (
+        str,
+        int,
+        float,
+        *_LISTED,
+        *_MAPPED,
+        *_BYTES,
+        *_MADE_FROM,
+        types.GeneratorType,
+        types.CoroutineType,
+        *arrays,
+    )
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _of_numpy(value: Any) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy, "ndarray"):
+        return None
+    if isinstance(value, numpy.generic) and not isinstance(value.item(), numpy.generic | bytes | tuple):
+        return ["one", encode(value.item())]
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcUS":
+        content = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
+        return ["array", value.dtype.str, list(value.shape), content]
+    return None
+
+
+def decode(data: Any) -> Any:
+    """The value of `encode`'s data. Errors: ValueError for anything else."""
+    if not isinstance(data, list):
+        if isinstance(data, dict):
+            raise ValueError("not a value: a JSON object")
+        return data
+    try:
+        kind, *rest = data
+        return _MAKE[kind](*rest)
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"not a value: {type(error).__name__}: {error}") from error
+
+
+def _listed(base: Any) -> Callable[[Any], Any]:
+    return lambda items: base([decode(item) for item in items])
+
+
+def _mapped(base: Any) -> Callable[[Any], Any]:
+    def make(pairs: list[list[Any]]) -> Any:
+        made = base()
+        for key, value in pairs:
+            made[decode(key)] = decode(value)
+        return made
+
+    return make
+
+
+def _made(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *parts: make(*map(decode, parts))
+
+
+def _array(dtype: str, shape: list[int], content: str) -> Any:
+    numpy = importlib.import_module("numpy")
+    return numpy.frombuffer(base64.b64decode(content), dtype=numpy.dtype(dtype)).reshape(shape).copy()
+
+
+def _iterator(items: list[Any], more: bool) -> Iterator[Any]:
+    yield from map(decode, items)
+    if more:
+        raise ValueError(f"an iterator of more than {_MOST_ITEMS} items")
+
+
+_MAKE: dict[Any, Callable[..., Any]] = {
+    **{base.__name__: _listed(base) for base in _LISTED},
+    **{base.__name__: _mapped(base) for base in _MAPPED},
+    **{base.__name__: lambda text, base=base: base(base64.b64decode(text)) for base in _BYTES},
+    **{kind.__name__: _made(make) for kind, (_, make) in _MADE_FROM.items()},
+    "int": lambda text: int(text, 16),
+    "one": decode,
+    "array": _array,
+    "type": _TYPES.__getitem__,
+    "iterator": _iterator,
+    "coroutine": lambda value: _ready(decode(value)),
+    "opaque": lambda name, true, called: (_OpaqueCallable if called else Opaque)(name, true),
+}
+
+
+async def _ready(value: Any) -> Any:
+    return value

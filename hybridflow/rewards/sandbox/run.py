@@ -101,6 +101,11 @@ class Judgement:
     status: Status
     reason: str
 
+    @property
+    def contained(self) -> bool:
+        """Whether the program was stopped by its containment."""
+        return self.status in CONTAINED
+
 
 class Run:
     """One run of a program, seen by its caller; leaving it stops the program."""

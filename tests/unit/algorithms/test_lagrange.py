@@ -19,7 +19,7 @@ from hybridflow.batch.columns import Objects
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError
-from hybridflow.rewards.overlong import Overlong
+from hybridflow.rewards.match import Overlong
 
 quick = settings(max_examples=60, deadline=None)
 

@@ -146,7 +146,7 @@ def test_texts_that_cannot_be_used(tmp_path):
     with pytest.raises(PromptError, match="record 0: column 'text' has 1 tokens; none is left to predict"):
         next(iter(TextSource([{"text": "a"}], **(kind | {"tokenizer": make(end=False)}))))
     for bad, message in (
-        ({"max_tokens": 1}, "max_tokens=1: a row has at least two tokens"),
+        ({"max_tokens": 1}, "max_tokens=1 must be a whole number of at least 2"),
         ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
         ({"prompt": "q"}, "name one column with text=, or two"),
         ({**pair, "text": "t"}, "name one column with text=, or two"),

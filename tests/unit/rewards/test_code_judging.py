@@ -8,8 +8,8 @@ import pytest
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards import Code, RowFailure
+from hybridflow.rewards.code import read_tests
 from hybridflow.rewards.sandbox.run import Limits
-from hybridflow.rewards.unit_tests import read_tests
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +152,6 @@ RUN = {
     "async function": "async def test():\n    assert f(2) == 4\n",
     "async check": "async def check(candidate):\n    assert candidate(2) == 4\n",
     "async check, called": "async def check(candidate):\n    assert candidate(2) == 4\ncheck(f)\n",
-    "generator": "def test():\n    assert f(2) == 4\n    yield\n    assert f(3) == 6\n",
-    "generator check": "def check(candidate):\n    yield\n    assert candidate(2) == 4\n",
-    "generator of tests": "def test():\n    def one():\n        assert f(2) == 4\n    yield one\n",
-    "async generator": "async def test():\n    yield\n    assert f(2) == 4\n",
     "coroutine returned": "async def inner():\n    assert f(2) == 4\ndef test():\n    return inner()\n",
     "helper on another branch": "def close(a, b):\n    assert abs(a - b) < 1e-6\n"
     "def check(candidate):\n    r = candidate(2)\n"
@@ -166,7 +162,6 @@ RUN = {
     "async TestCase": "import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n"
     "    async def test(self): self.assertEqual(f(2), 4)\n",
     "coroutine in a TestCase": UNITTEST + "    async def test(self): self.assertEqual(f(2), 4)\n",
-    "generator in a TestCase": UNITTEST + "    def test(self):\n        yield\n        self.assertEqual(f(2), 4)\n",
     "sub tests": UNITTEST + "    def test(self):\n        for x in (0, 2):\n"
     "            with self.subTest(x=x): self.assertEqual(f(x), 2 * x)\n",
     "cleanup": UNITTEST
@@ -234,6 +229,11 @@ NOT_RUN = {
     "os._exit": "import os\nassert f(2) == 4\nos._exit(0)\n",
     "unknown import": "import no_such_module\nassert f(2) == 4\n",
     "list of nothing": ["f(2)", "x = 3"],
+    "generator": "def test():\n    assert f(2) == 4\n    yield\n    assert f(3) == 6\n",
+    "generator check": "def check(candidate):\n    yield\n    assert candidate(2) == 4\n",
+    "generator of tests": "def test():\n    def one():\n        assert f(2) == 4\n    yield one\n",
+    "async generator": "async def test():\n    yield\n    assert f(2) == 4\n",
+    "generator in a TestCase": UNITTEST + "    def test(self):\n        yield\n        self.assertEqual(f(2), 4)\n",
 }
 
 

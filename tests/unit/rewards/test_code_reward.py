@@ -12,10 +12,9 @@ import pytest
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import Code, Functions, RowFailure
-from hybridflow.rewards.code import extract_program
+from hybridflow.rewards.code import extract_program, read_tests, same_output
 from hybridflow.rewards.sandbox.run import Limits
 from hybridflow.rewards.sandbox.sandbox import Sandbox, unavailable
-from hybridflow.rewards.unit_tests import read_tests, same_output
 
 LIMITS = Limits(seconds=20, memory_mb=256)
 ADD = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
@@ -321,7 +320,7 @@ def test_pairs_are_read_in_the_forms_of_the_field():
 
 
 def test_settings_are_checked_and_survive_pickling():
-    for wrong in ({"language": "c"}, {"workers": 0}, {"seconds": 0}, {"mechanism": "jail"}):
+    for wrong in ({"workers": 0}, {"seconds": 0}, {"mechanism": "jail"}):
         with pytest.raises(ConfigError):
             Code(**wrong)
     code = pickle.loads(pickle.dumps(Code("cases", limits=LIMITS, entry_point="name")))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.function import FunctionReward
 from hybridflow.rewards.match import Exact, Numeric, Regex
 from hybridflow.rewards.outcome import RowFailure
+from tests.called_rewards import CalledReward as FunctionReward
 
 
 def scores(verifier: Any, completions: list[Any], references: list[Any]) -> list[Any]:

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
-from hybridflow.rewards.function import FunctionReward
 from hybridflow.rewards.match import Exact, Numeric
 from hybridflow.rewards.math import Math, judge
 from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
 from hybridflow.rewards.outcome import RowFailure
 from tests import example_endings as endings
 from tests import example_solutions as cases
+from tests.called_rewards import CalledReward as FunctionReward
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared/data/gsm8k"
 RIGHT = [*cases.HASHES_RIGHT, *cases.BOXED_RIGHT, *cases.STATED_RIGHT, *cases.LAST_RIGHT, *endings.RIGHT]

@@ -100,12 +100,8 @@ def test_what_is_no_number(text: str):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("eighteen", 18),
-        ("Twenty-five", 25),
-        ("two hundred and six", 206),
         ("1.5 million", 1_500_000),
         ("$70k", 70_000),
-        ("2 dozen eggs", 24),
         ("2½", 2.5),
         ("18th", 18),
         ("- $3.50", -3.5),

@@ -12,8 +12,8 @@ import torch
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.function import FunctionReward
-from hybridflow.rewards.signature_adapters import from_compute_score, per_row
+from hybridflow.rewards import Functions, from_compute_score, per_row
+from tests.called_rewards import CalledReward as FunctionReward
 
 PROMPTS, RESPONSES = ["1+1=", "1+2=", "2+2="], ["2", "4", "4"]
 COLUMNS = {"answer": ["2", "3", "4"], "level": torch.tensor([1, 2, 3]), "ids": Ragged.from_rows([[1], [2, 3], []])}
@@ -325,8 +325,11 @@ def test_compute_score_of_verl():
     assert reward.name == "compute_score"
     assert reward.reads == ("data_source", "ground_truth", "extra_info?")
     assert reward(PROMPTS, RESPONSES, SOURCES) == [1.0, 0.0, 1.0]
-    answers = reward.answers(reward.table(PROMPTS, RESPONSES, SOURCES))
-    assert [answer.parts for answer in answers] == [{"acc": a, "index": i} for i, a in enumerate((1.0, 0.0, 1.0))]
+    found = Functions(reward.function)(PROMPTS, RESPONSES, SOURCES).components
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "rewards/acc": [1.0, 0.0, 1.0],
+        "rewards/index": [0.0, 1.0, 2.0],
+    }
 
     async def score(data_source, solution_str, ground_truth, **kwargs):
         assert (data_source, kwargs) == (None, {})

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards import Functions, Overlong, RowFailure, from_compute_score, function, per_row
+from hybridflow.rewards import Functions, Overlong, RowFailure, from_compute_score, per_row
 from hybridflow.rewards import functions as reward_functions
 from hybridflow.rewards.calling import CallLimit, name_of
 from hybridflow.rewards.functions import weighted_sum
@@ -222,7 +222,7 @@ def test_an_event_loop_that_blocks_has_a_limit(monkeypatch):
         return hangs([prompt], [response])
 
     monkeypatch.setattr(reward_functions, "PATIENCE", 0.5)
-    monkeypatch.setattr(function, "GRACE", 0.5)
+    monkeypatch.setattr(reward_functions, "GRACE", 0.5)
     with pytest.raises(RewardError, match="blocks took longer than 1 s"):
         Functions(blocks)(PROMPTS, RESPONSES, ANSWERS, ROWS)
 

@@ -8,7 +8,7 @@ import torch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import Functions, from_compute_score, per_row
-from hybridflow.rewards.function import FunctionReward
+from tests.called_rewards import CalledReward as FunctionReward
 
 PROMPTS, RESPONSES = ["1+1=", "1+2=", "2+2="], ["2", "4", "4"]
 IDS = Ragged.from_rows([[5], [6, 7], [8]])

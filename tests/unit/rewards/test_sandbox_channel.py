@@ -19,9 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.rewards.sandbox import seccomp
-from hybridflow.rewards.sandbox.program import Channel, ProgramEnded, Remote
-from hybridflow.rewards.sandbox.values import NotJudged, Opaque, decode, encode
+from hybridflow.rewards.sandbox.containment import build_filter
+from hybridflow.rewards.sandbox.program import Channel, NotJudged, Opaque, ProgramEnded, Remote, decode, encode
 
 ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -81,13 +80,13 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_filter_refuses_by_number_and_argument(machine, name):
     x86_64, aarch64, arguments, error = CALLS[name]
-    program = seccomp.build(machine, own_pid=77, metadata=False)
+    program = build_filter(machine, own_pid=77, metadata=False)
     found = answer(program, MACHINES[machine], x86_64 if machine == "x86_64" else aarch64, *arguments)
     assert found == (ERROR | error if error else ALLOW)
 
 
 def test_the_filter_of_a_file_system_of_its_own_leaves_modes_to_it():
-    program = seccomp.build("x86_64", own_pid=1, metadata=True)
+    program = build_filter("x86_64", own_pid=1, metadata=True)
     for number, arguments in ((90, ()), (76, ()), (62, (1, 9))):
         assert answer(program, MACHINES["x86_64"], number, *arguments) == ALLOW
     assert answer(program, MACHINES["x86_64"], 56, 0x20000000 | 17) == ERROR | errno.EPERM
