@@ -19,8 +19,7 @@ import torch.distributed as dist
 from hybridflow.engine3d.hybrid.hybrid_engine import TransitionReport
 from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.memory_accounting import Ledger, Watched
-from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engine3d.offloadable import MemoryAccount, Residency, TrackedMemory
 from hybridflow.engine3d.plan.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.transfer.transfer import Transfer, received_by_tensor
 from hybridflow.topology import RankGrid
@@ -45,14 +44,14 @@ class WeakerTransition:
         rank: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._generate, self._ledger = generate, Ledger()
+        self._generate, self._account = generate, MemoryAccount()
         source, destination = train.storage(), generate.storage()
         like = next(iter(source.values()))
         tensors = {name: like.new_empty(shape) for name, shape in train.layout().tensors.items()}
         gather, cut = plans(design, train.layout(), generate.layout(), train.grid)
-        Watched(train.memory(), source, self._ledger, ())
-        self._shard = Watched(generate.memory(), destination, self._ledger, destination)
-        self._whole = Watched(Residency(tensors), tensors, self._ledger, tensors)
+        TrackedMemory(train.memory(), source, self._account, ())
+        self._shard = TrackedMemory(generate.memory(), destination, self._account, destination)
+        self._whole = TrackedMemory(Residency(tensors), tensors, self._account, tensors)
         settings = (group, rank, bucket_bytes)
         self._transfers = [
             Transfer(gather, source, tensors, *settings, acquire=self._whole),
@@ -69,7 +68,7 @@ class WeakerTransition:
     def to_generation(self) -> None:
         before = received_by_tensor(self._transfers)
         sent = sum(transfer.sent_bytes for transfer in self._transfers)
-        self._ledger.restart()
+        self._account.restart()
         start = time.perf_counter()
         for transfer in self._transfers:
             transfer.run()
@@ -82,8 +81,8 @@ class WeakerTransition:
             received_bytes=received.total(),
             sent_bytes=sum(transfer.sent_bytes for transfer in self._transfers) - sent,
             received=dict(received),
-            resident_bytes=self._ledger.resident_bytes,
-            peak_bytes=self._ledger.peak_bytes,
+            resident_bytes=self._account.resident_bytes,
+            peak_bytes=self._account.peak_bytes,
             seconds=seconds,
         )
 

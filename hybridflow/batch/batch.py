@@ -1,4 +1,4 @@
-"""Batch: rows x named columns in a TensorDict. Pure.
+"""Batch: rows x named columns. Pure.
 
 A column is dense (`Tensor` [B, *F]), ragged (`Ragged`, B rows of different length) or a list of B Python objects.
 Nothing is padded. A batch is a value: operations return a new batch, whose tensors are views wherever no row has to
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridflow.batch import columns as kinds
@@ -23,7 +22,7 @@ from hybridflow.batch.row_split import RowPlan
 from hybridflow.errors import BatchError, MissingColumnError, nearest
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from tensordict import TensorDict
 
 
 class Batch:
@@ -40,7 +39,7 @@ class Batch:
     Errors: BatchError when columns differ in rows or are no columns, MissingColumnError for an unknown name.
     """
 
-    __slots__ = ("_data", "_rows", "_shared", "chunk_rows")
+    __slots__ = ("_columns", "_rows", "_shared", "chunk_rows")
 
     def __init__(self, columns: Mapping[str, Any], *, chunk_rows: Sequence[int] | None = None) -> None:
         made, shared = kinds.checked(columns)
@@ -49,10 +48,10 @@ class Batch:
     def _set(
         self, made: Mapping[str, Column], rows: int, shared: Iterable[str], chunk_rows: Sequence[int] | None
     ) -> None:
-        self._data = TensorDict({}, batch_size=[])
+        self._columns = {
+            name: kinds.Objects(column) if type(column) is list else column for name, column in made.items()
+        }
         self._rows, self._shared, self.chunk_rows = rows, set(shared), None
-        for name, column in made.items():
-            self._store(name, column)
         if chunk_rows is not None:
             self.chunk_rows = tuple(int(count) for count in chunk_rows)
             if sum(self.chunk_rows) != rows or min(self.chunk_rows, default=0) < 0:
@@ -82,8 +81,18 @@ class Batch:
 
     @property
     def tensordict(self) -> TensorDict:
-        """The storage, to be read: tensors, {values, offsets} of ragged columns, non-tensor data for objects."""
-        return self._data
+        """The same memory as a TensorDict: tensors, {values, offsets} of ragged columns, objects as non-tensor data."""
+        from tensordict import TensorDict
+
+        out = TensorDict({}, batch_size=[])
+        for name, column in self._columns.items():
+            if isinstance(column, list):
+                out.set_non_tensor(name, column)
+            elif isinstance(column, Ragged):
+                out.set(name, TensorDict({"values": column.values, "offsets": column.offsets}, batch_size=[]))
+            else:
+                out.set(name, column)
+        return out
 
     @property
     def rows(self) -> int:
@@ -91,7 +100,7 @@ class Batch:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(self._data.keys())  # type: ignore[arg-type]
+        return tuple(self._columns)
 
     @property
     def shared(self) -> bool:
@@ -101,18 +110,13 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; Python objects count as 0."""
-        return sum(kinds.size_of(column) for column in self._peek_all().values())
+        return sum(kinds.size_of(column) for column in self._columns.values())
 
     def peek(self, name: str) -> Column:
         """The column without the private copy: for reading only, the memory may be shared."""
-        value = self._data.get(name, None)
-        if value is None:
+        if name not in self._columns:
             raise MissingColumnError(f"the batch has no column {name!r}.{nearest(name, self.columns)}")
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, TensorDictBase):
-            return Ragged(value.get("values"), value.get("offsets"))
-        return kinds.Objects(value.data)
+        return self._columns[name]
 
     def select(self, *names: str | Iterable[str]) -> Batch:
         """Only these columns, in this order: `select("a", "b")` or `select(["a", "b"])`."""
@@ -120,10 +124,8 @@ class Batch:
 
     def without(self, *names: str | Iterable[str]) -> Batch:
         """All columns but these."""
-        dropped = kinds.names_of(names)
-        for name in dropped:
-            self.peek(name)
-        return self._with({name: column for name, column in self._peek_all().items() if name not in dropped})
+        dropped = {name: self.peek(name) for name in kinds.names_of(names)}
+        return self._with({name: column for name, column in self._columns.items() if name not in dropped})
 
     def rename(self, names: Mapping[str, str] | None = None, /, **more: str) -> Batch:
         """Other names for some columns: `rename(old="new")` or `rename({"old": "new"})`."""
@@ -133,7 +135,7 @@ class Batch:
         new = {old: old_to_new.get(old, old) for old in self.columns}
         if len(set(new.values())) < len(new):
             raise BatchError(f"rename({old_to_new}) gives two columns one name; the columns are {list(new)}.")
-        made = {new[old]: column for old, column in self._peek_all().items()}
+        made = {new[old]: column for old, column in self._columns.items()}
         return Batch._of(made, self._rows, {new[old] for old in self._shared}, self.chunk_rows)
 
     def with_columns(self, **new: Any) -> Batch:
@@ -141,7 +143,7 @@ class Batch:
         if not self.columns and not self._rows:
             return Batch(new)
         made, shared = kinds.checked(new, self._rows)
-        return Batch._of(self._peek_all() | made, self._rows, (self._shared - made.keys()) | shared, self.chunk_rows)
+        return Batch._of(self._columns | made, self._rows, (self._shared - made.keys()) | shared, self.chunk_rows)
 
     def union(self, other: Batch | Mapping[str, Any]) -> Batch:
         """The columns of both batches of the same rows; of two with one name, `other`'s. Also `batch | other`.
@@ -160,7 +162,7 @@ class Batch:
             )
         shared = (self._shared - set(other.columns)) | other._shared
         chunk_rows = self.chunk_rows if self.chunk_rows is not None else other.chunk_rows
-        return Batch._of(self._peek_all() | other._peek_all(), self._rows, shared, chunk_rows)
+        return Batch._of(self._columns | other._columns, self._rows, shared, chunk_rows)
 
     # Rows
 
@@ -195,7 +197,7 @@ class Batch:
             raise BatchError("Batch.concat needs at least one batch.")
         first = parts[0]
         if len(parts) == 1:
-            return first._with(first._peek_all(), keep_chunks=False)
+            return first._with(first._columns, keep_chunks=False)
         for i, part in enumerate(parts):
             if differing := set(first.columns) ^ set(part.columns):
                 raise BatchError(f"batches 0 and {i} cannot be joined: only one of them has {sorted(differing)}.")
@@ -239,13 +241,13 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """All tensors on `device` (offsets of ragged columns stay on the CPU)."""
         device = torch.device(device)
-        made = {name: kinds.to_device(column, device, non_blocking) for name, column in self._peek_all().items()}
+        made = {name: kinds.to_device(column, device, non_blocking) for name, column in self._columns.items()}
         shared = {name for name in self._shared if _memory(made[name]) == _memory(self.peek(name))}
         return Batch._of(made, self._rows, shared, self.chunk_rows)
 
     def clone(self) -> Batch:
         """A copy with memory of its own."""
-        made = {name: kinds.copy(column) for name, column in self._peek_all().items()}
+        made = {name: kinds.copy(column) for name, column in self._columns.items()}
         return Batch._of(made, self._rows, (), self.chunk_rows)
 
     def equal(self, other: Batch) -> bool:
@@ -263,14 +265,7 @@ class Batch:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """One dict of plain Python values per row."""
-        return batch_formats.dicts_from_columns(self._peek_all(), self._rows)
-
-    @classmethod
-    def from_pandas(cls, frame: DataFrame) -> Batch:
-        return cls._of(batch_formats.columns_from_pandas(frame), len(frame))
-
-    def to_pandas(self) -> DataFrame:
-        return batch_formats.pandas_from_columns(self._peek_all())
+        return batch_formats.dicts_from_columns(self._columns, self._rows)
 
     # Python
 
@@ -278,7 +273,7 @@ class Batch:
         return self._rows
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._data.get(name, None) is not None
+        return isinstance(name, str) and name in self._columns
 
     def __getitem__(self, key: Any) -> Any:
         """A column by name (copied out of shared memory the first time), columns by a list of names, or rows.
@@ -287,7 +282,7 @@ class Batch:
         """
         if isinstance(key, str):
             if key in self._shared:
-                self._store(key, kinds.copy(self.peek(key)))
+                self._columns[key] = kinds.copy(self._columns[key])
                 self._shared.discard(key)
             return self.peek(key)
         if isinstance(key, list | tuple) and any(isinstance(name, str) for name in key):
@@ -316,26 +311,14 @@ class Batch:
         return Batch(other).union(self) if isinstance(other, Mapping) else NotImplemented
 
     def __reduce__(self):
-        encoded = {name: kinds.encode(column) for name, column in self._peek_all().items()}
+        encoded = {name: kinds.encode(column) for name, column in self._columns.items()}
         return _unpickle, (encoded, self._rows, self.chunk_rows)
 
     def __repr__(self) -> str:
-        return batch_formats.summary(self._peek_all(), self._rows, self.chunk_rows)
+        return batch_formats.summary(self._columns, self._rows, self.chunk_rows)
 
     def _repr_html_(self) -> str:
-        return batch_formats.table(self._peek_all(), self._rows)
-
-    def _store(self, name: str, column: Column) -> None:
-        if isinstance(column, Tensor):
-            self._data.set(name, column)
-        elif isinstance(column, Ragged):
-            nested = {"values": column.values, "offsets": column.offsets}
-            self._data.set(name, TensorDict(nested, batch_size=[]))
-        else:
-            self._data.set_non_tensor(name, column)
-
-    def _peek_all(self) -> dict[str, Column]:
-        return {name: self.peek(name) for name in self.columns}
+        return batch_formats.table(self._columns, self._rows)
 
     def _with(self, made: Mapping[str, Column], keep_chunks: bool = True) -> Batch:
         """The same rows with a part of the columns."""
@@ -343,7 +326,7 @@ class Batch:
 
     def _slice(self, start: int, stop: int, chunk_rows: Sequence[int] | None = None) -> Batch:
         stop = max(start, stop)
-        made = {name: kinds.row_slice(column, start, stop) for name, column in self._peek_all().items()}
+        made = {name: kinds.row_slice(column, start, stop) for name, column in self._columns.items()}
         return Batch._of(made, stop - start, self._shared, chunk_rows)
 
     def _take(self, index: Tensor, chunk_rows: Sequence[int] | None = None) -> Batch:
@@ -351,7 +334,7 @@ class Batch:
         start = int(index[0]) if len(index) else 0
         if torch.equal(index, torch.arange(start, start + len(index))):
             return self._slice(start, start + len(index), chunk_rows)
-        made = {name: kinds.take(column, index) for name, column in self._peek_all().items()}
+        made = {name: kinds.take(column, index) for name, column in self._columns.items()}
         return Batch._of(made, len(index), (), chunk_rows)
 
     def _row_weights(self, name: str) -> Tensor:

@@ -1,21 +1,17 @@
-"""Other forms of a batch: a list of dicts, a pandas DataFrame, lines of text, an HTML table. Pure."""
+"""Other forms of a batch: a list of dicts, lines of text, an HTML table. Pure."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hybridflow.batch.columns import Column, from_values, kind
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, nearest
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 _ROWS, _NUMBERS, _LETTERS = 6, 6, 48  # of a table; of a cell; of a text
 
@@ -37,33 +33,6 @@ def dicts_from_columns(columns: Mapping[str, Column], rows: int) -> list[dict[st
     """One dict of plain Python values (numbers, lists, objects) per row."""
     lists = {name: column if isinstance(column, list) else column.tolist() for name, column in columns.items()}
     return [{name: values[row] for name, values in lists.items()} for row in range(rows)]
-
-
-def columns_from_pandas(frame: DataFrame) -> dict[str, Column]:
-    """One column per column of the frame: numbers dense (bool, int64, else float32), others as in a list of dicts."""
-    out: dict[str, Column] = {}
-    for name in frame.columns:
-        series = frame[name]
-        if isinstance(series.dtype, np.dtype) and series.dtype.kind in "biuf":
-            dtype = {"b": torch.bool, "f": torch.float32}.get(series.dtype.kind, torch.int64)
-            out[str(name)] = torch.tensor(series.to_numpy(), dtype=dtype)
-        else:
-            out[str(name)] = from_values(series.tolist())
-    return out
-
-
-def pandas_from_columns(columns: Mapping[str, Column]) -> DataFrame:
-    """Dense columns [rows] as they are, every other row as a Python value."""
-    import pandas as pd
-
-    series: dict[str, Any] = {}
-    for name, column in columns.items():
-        if isinstance(column, Tensor) and column.ndim == 1 and column.dtype != torch.bfloat16:
-            series[name] = column.detach().cpu().numpy().copy()
-        else:
-            values = column if isinstance(column, list) else column.tolist()
-            series[name] = pd.Series(values, dtype=object)
-    return pd.DataFrame(series)
 
 
 def summary(columns: Mapping[str, Column], rows: int, chunk_rows: tuple[int, ...] | None) -> str:

@@ -33,7 +33,7 @@ class Holder(Protocol):
 
 
 class Trainer(Holder, Protocol):
-    """A holder whose weights are trained."""
+    """A holder whose weights are trained. `step_result` is what an optimizer step returned last."""
 
     grid: RankGrid
 
@@ -43,9 +43,7 @@ class Trainer(Holder, Protocol):
         ...
 
     @property
-    def step_result(self) -> dict[str, float]:
-        """What an optimizer step returned last; set when `step_parts` is exhausted."""
-        ...
+    def step_result(self) -> dict[str, float]: ...
 
     def restore(self) -> None:
         """Parameters := main parameters, all of them resident again. Collective over the data parallel ranks.
@@ -65,15 +63,14 @@ class Trainer(Holder, Protocol):
         """An optimizer step part by part, bitwise equal to the step as a whole (PUZZLE, section 5.2).
 
         The gradient norm of all ranks and clipping come first. k is yielded when the parameters of `step_groups()[k]`
-        are final on this rank, gathered from its data parallel ranks; every rank must go on at the same pace. A
+        are final on this rank, gathered from its data parallel ranks; every rank must continue at the same pace. A
         skipped step yields every part too. When exhausted, gradients are zero and `step_result` is set; an iterator
         that is dropped half-way leaves the step unfinished.
         """
         ...
 
     def offload(self, what: Collection[Any]) -> None:
-        """Move these (parameters, optimizer, gradients) to host memory. The trainer does not compute until they are
-        back."""
+        """Move these (parameters, optimizer, gradients) to host memory. The trainer does not compute without them."""
         ...
 
     def reload(self, what: Collection[Any]) -> None:
@@ -87,7 +84,7 @@ class Generator(Holder, Protocol):
     def share(self, name: str, tensor: Tensor) -> bool:
         """Make weight `name` use the memory of `tensor` (of equal shape, dtype, device): False where it cannot be.
 
-        `memory()` has to be asked for again afterwards; it leaves `name` alone.
+        `memory()` has to be requested again afterwards; it leaves `name` alone.
         """
         ...
 

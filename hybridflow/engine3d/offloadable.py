@@ -1,4 +1,4 @@
-"""Residency: which of a rank's named tensors have memory behind them.
+"""Residency: which of a rank's named tensors have memory behind them, and how many bytes that is.
 
 Tensors stay where they are known - parameters of a module, views of them, plans bound to them - while the storage
 behind them is given back and taken again. Works alike on the host and on CUDA, where the caching allocator gets it.
@@ -6,7 +6,7 @@ behind them is given back and taken again. Works alike on the host and on CUDA, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,18 +16,15 @@ from torch import Tensor
 class Memory(Protocol):
     """Memory of named tensors that can be given and taken; `Residency` is one, `PooledMemory` of vLLM another.
 
-    `names` default to all of its tensors; names that it does not know are left alone.
+    `names` default to all of its tensors; names that it does not know are left alone. `total_bytes` is everything that
+    can be released, `resident_bytes` what has memory now.
     """
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of everything that can be released."""
-        ...
+    def total_bytes(self) -> int: ...
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes that have memory now."""
-        ...
+    def resident_bytes(self) -> int: ...
 
     def resident(self, name: str) -> bool:
         """Whether `name` has memory; true for names that it does not know."""
@@ -47,11 +44,13 @@ class Memory(Protocol):
 
 
 class Residency:
-    """The memory of `tensors`. Names that share one storage (fused or tied weights, flat buffers) free it together.
+    """The `Memory` of `tensors`. Names that share one storage (fused or tied weights, flat buffers) free it together.
 
-    `kept` names are never released: their storage belongs to somebody else as well. So does what is elsewhere than on
+    `kept` names are never released: their storage belongs to somebody else as well. Nor is a storage elsewhere than on
     `device`, if that is given: a model on CUDA whose parameters or optimizer wait in host memory, pinned or not, for
     their turn keeps them there, and it is freed with the last reference.
+
+    Views that exist stay valid for when the memory is back; new ones cannot be made of a tensor without memory.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Residency:
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._names: dict[int, set[str]] = {}  # of each storage, by its address as an object
         self._sizes: dict[int, int] = {}
-        self._held: dict[int, set[str]] = {}  # the names of a storage that are not released
         self._host: dict[int, Tensor] = {}  # offloaded bytes
         kept_storages = {tensors[name].untyped_storage()._cdata for name in kept if name in tensors}
         for name, tensor in tensors.items():
@@ -73,45 +71,27 @@ class Residency:
             self._storages[name] = storage
             self._names.setdefault(key, set()).add(name)
             self._sizes[key] = storage.nbytes()
-        self._held = {key: set(names) for key, names in self._names.items()}
-        self._away: dict[int, set[str]] = {key: set() for key in self._names}  # names of a storage that want them back
-        self._resident = sum(self._sizes.values())
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of everything that can be released."""
-        return sum(self._sizes.values())
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes that have memory now."""
-        return self._resident
+        self._held = {key: set(names) for key, names in self._names.items()}  # the names that are not released
+        self._away: dict[int, set[str]] = {key: set() for key in self._names}  # the names that want their bytes back
+        self.total_bytes = self.resident_bytes = sum(self._sizes.values())
 
     def resident(self, name: str) -> bool:
-        """Whether `name` has memory; true for names that are kept."""
         storage = self._storages.get(name)
         return storage is None or bool(self._held[storage._cdata])
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Free the memory of `names` (default: all), a shared storage with its last name; what they held is lost,
-        also what `offload` moved to the host.
-
-        Views that exist stay valid for when the memory is back; new ones cannot be made of a tensor without memory.
-        """
+        """Free the memory of `names`, a shared storage with its last name."""
         for storage, key, name in self._found(names):
             self._away[key].discard(name)
             self._drop(storage, key, name)
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
-        """Give `names` (default: all) memory: with what `offload` kept, or of undefined content.
-
-        Returns the names whose content is undefined now, among them all that share the storage of one of `names`.
-        """
+        """Returns the names whose content is undefined now, among them all that share the storage of one of `names`."""
         fresh: set[str] = set()
         for storage, key, name in self._found(names):
             if not self._held[key]:
                 storage.resize_(self._sizes[key])
-                self._resident += self._sizes[key]
+                self.resident_bytes += self._sizes[key]
                 if (host := self._host.pop(key, None)) is not None:
                     _bytes(storage).copy_(host)
                 else:
@@ -121,10 +101,7 @@ class Residency:
         return fresh
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """Move what `names` hold to host memory (pinned where there is CUDA); `acquire` brings it back.
-
-        A storage goes with its last name, whether that is offloaded or released.
-        """
+        """Host memory is pinned where there is CUDA. A storage goes with its last name, offloaded or released."""
         for storage, key, name in self._found(names):
             if name in self._held[key]:
                 self._away[key].add(name)
@@ -140,7 +117,7 @@ class Residency:
                     host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=pin)
                     self._host[key] = host.copy_(_bytes(storage))
                 storage.resize_(0)
-                self._resident -= self._sizes[key]
+                self.resident_bytes -= self._sizes[key]
         elif not wanted:
             self._host.pop(key, None)
 
@@ -151,3 +128,110 @@ class Residency:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class MemoryAccount:
+    """Parameter bytes of all tracked tensors of this rank: now, and the most since `restart`.
+
+    Every acquire and release goes through a `TrackedMemory`, so the figures are what happened, not what was planned.
+    A storage that several names or both engines share counts once.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that the keys stay theirs
+        self._sizes: dict[int, int] = {}
+        self._users: dict[int, list[tuple[Memory, str]]] = {}
+        self._counted: dict[int, int] = {}
+        self.resident_bytes = self.peak_bytes = 0
+
+    def restart(self) -> None:
+        """Measure the peak from here on."""
+        self.peak_bytes = self.resident_bytes
+
+    def add(self, memory: Memory, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Count `tensors` (resident now), whose memory `memory` manages; the key of each name's storage."""
+        keys = {}
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            key = keys[name] = storage._cdata
+            self._storages[key] = storage
+            self._sizes.setdefault(key, storage.nbytes())
+            self._users.setdefault(key, []).append((memory, name))
+        self.count(keys.values())
+        return keys
+
+    def count(self, keys: Iterable[int]) -> None:
+        """Look again whether these storages have memory."""
+        for key in keys:
+            there = any(memory.resident(name) for memory, name in self._users[key])
+            now = self._sizes[key] if there else 0
+            self.resident_bytes += now - self._counted.get(key, 0)
+            self._counted[key] = now
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
+
+class TrackedMemory:
+    """One side's memory, entered into an account. Only names in `released` may go; others stay whatever is requested.
+
+    Tensors in `gaps` have elements that nothing writes (padding): they come back as zeros. `gone` are the names whose
+    contents this memory no longer has.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        tensors: Mapping[str, Tensor],
+        account: MemoryAccount,
+        released: Collection[str],
+        gaps: Collection[str] = (),
+    ) -> None:
+        self.tensors, self.released = tensors, tuple(name for name in tensors if name in released)
+        self._may_go, self._gaps = frozenset(self.released), frozenset(gaps)
+        self.gone: set[str] = set()
+        self._memory, self._account = memory, account
+        self._keys = account.add(memory, tensors)
+        self._offsets = {name: tensor.storage_offset() for name, tensor in tensors.items()}
+        self.resident = memory.resident
+
+    @property
+    def total_bytes(self) -> int:
+        return self._memory.total_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._memory.resident_bytes
+
+    @torch.no_grad()
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        chosen = self._mine(names)
+        try:
+            fresh = self._memory.acquire(chosen)
+        finally:  # of several the first may have been given memory when the next one fails
+            self._account.count(self._keys[name] for name in chosen)
+        for name in (padded := fresh & self._gaps):
+            self.tensors[name].zero_()
+        return fresh - padded
+
+    def release(self, names: Iterable[str] | None = None) -> None:
+        chosen = self._mine(names)
+        self.gone.update(chosen)
+        self._memory.release(chosen)
+        self._account.count(self._keys[name] for name in chosen)
+
+    def offload(self, names: Iterable[str] | None = None) -> None:
+        chosen = self._mine(names)
+        self._memory.offload(chosen)
+        self._account.count(self._keys[name] for name in chosen)
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names for which `tensors` has another memory than the one that was there when this was built, or none."""
+        return [
+            name
+            for name, key in self._keys.items()
+            if (now := tensors.get(name)) is None
+            or now.untyped_storage()._cdata != key
+            or now.storage_offset() != self._offsets[name]
+        ]
+
+    def _mine(self, names: Iterable[str] | None) -> Sequence[str]:
+        return self.released if names is None else [name for name in names if name in self._may_go]

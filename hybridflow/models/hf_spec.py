@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import FSDP, TrainStrategy, ZeRO
-from hybridflow.errors import ModelError, nearest
+from hybridflow.errors import ModelError
 from hybridflow.models.causal import check_causal
 from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Decoder, Head, ModelSpec, Part, read_config
 
@@ -162,7 +163,7 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     family = config.get("model_type")
     known = CONFIG_MAPPING[family] if isinstance(family, str) and family in CONFIG_MAPPING else None
     if known is None or known not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        hint = nearest(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        hint = _family_hint(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise ModelError(f"model_type {family!r} is not supported: AutoModelForCausalLM does not know it.{hint}")
     if config.get("quantization_config"):
         raise ModelError(f"this {family} checkpoint is quantized, which cannot be trained. Use the unquantized one.")
@@ -174,6 +175,15 @@ def hf_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     if made.get_text_config() is not made:
         raise ModelError(f"model_type {family!r} has more than a text decoder. Save its language model alone.")
     return made
+
+
+def _family_hint(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for a family whose name differs in one letter; others only look alike."""
+    for family in get_close_matches(name, known, n=1):
+        same = SequenceMatcher(None, name, family).ratio() * (len(name) + len(family)) / 2  # letters in common
+        if max(len(name), len(family)) - same < 1.5:
+            return f" Did you mean {family!r}?"
+    return ""
 
 
 def make_model(

@@ -16,8 +16,7 @@ from hybridflow.config import FSDP, VLLM
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.lora.saved import is_adapter_directory
-from hybridflow.engines.vllm.discovery.probe import unbuilt_layout
-from hybridflow.engines.vllm.layout import vllm_layout
+from hybridflow.engines.vllm.layout import unbuilt_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.engines.vllm.requirements import has_own_layout
 from hybridflow.errors import CheckpointError, ConfigError, PlacementError

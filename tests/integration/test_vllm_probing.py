@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
 from hybridflow.config import VLLM
+from hybridflow.engines.vllm import requirements
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ModelError
 from hybridflow.models.hf_spec import TransformersSpec
@@ -44,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": SIZES,  # query, key and value of each head one after the other
     "mixtral": {**SIZES, "num_local_experts": 4},
 }
+MIXED = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 32}
 KNOWN, OTHERS = (
     ("llama", "mistral", "qwen2", "qwen3"),
     ("phi3", "gemma2", "gemma3_text", "granite", "gpt2", "bloom", "mixtral"),
@@ -98,6 +101,13 @@ def test_weights_that_kernels_have_in_a_form_of_their_own_are_refused(ranks, dir
     assert isinstance(ranks.run(1, generated, ranks.name(), directories["phi3"], 1, 1)[0], list)
 
 
+def test_families_are_those_that_vllm_has_classes_for() -> None:
+    from vllm.model_executor.models import registry
+
+    own = {family for family, name in NAMES.items() if name in registry._TEXT_GENERATION_MODELS}
+    assert own == requirements._FAMILIES
+
+
 def test_what_vllm_cannot_generate_with_is_refused_on_the_driver() -> None:
     def spec(family: str, **sizes: Any) -> TransformersSpec:
         return TransformersSpec.of(AutoConfig.for_model(family, **{**SIZES, **sizes}))
@@ -108,6 +118,8 @@ def test_what_vllm_cannot_generate_with_is_refused_on_the_driver() -> None:
         (spec("phi3", num_attention_heads=8), VLLM(), "cpu", "head_dim=16"),
         (spec("phi3"), VLLM(tp=3), "cuda", "2 kv-heads are not divisible by tp"),
         (spec("phi3"), VLLM(pp=3), "cuda", "the model has 2 layers"),
+        (spec("qwen2", **MIXED), VLLM(), "cuda", "of the 2 layers of this one 1 attend to everything"),
+        (spec("qwen3", **MIXED), VLLM(), "cuda", "the same attention window"),
     ):
         with pytest.raises(ModelError, match=words):
             check(found, strategy, device)

@@ -167,7 +167,7 @@ def whole_of(shapes: dict[str, tuple[int, ...]]) -> Layout:
 
 
 def relays(group: dist.ProcessGroup, rank: int) -> dict[str, object]:
-    """One rank's model to seven that hold nothing: they pass it on, so that nobody sends seven copies."""
+    """One rank's model to seven that hold nothing, two on a node: it enters a node once and is passed on there."""
     source, destination = whole(SPEC).placed([3], RANKS), whole(SPEC).placed([3], RANKS)
     seven = Layout(SPEC.tensors(), RANKS, lambda r: whole(SPEC).regions(0) if r != 3 else ())
     equal, hops, sent = True, 0, 0
@@ -177,7 +177,7 @@ def relays(group: dist.ProcessGroup, rank: int) -> dict[str, object]:
         (destination, (torch.float32, torch.float32)),
     ):
         for limit in (3000, 1 << 20):
-            pair = Pair(source, target, dtypes, None, limit)
+            pair = Pair(source, target, dtypes, lambda rank: rank // 2, limit)
             _, got, _, transfer = tensors(group, pair, rank, part=limit == 3000)
             transfer.run()
             equal &= arrived(pair, rank, got, 0)
@@ -195,7 +195,7 @@ def relayed_halves(group: dist.ProcessGroup, rank: int) -> list[bool]:
     for dtypes in ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.float16, torch.float32)):
         held = {name: values[name].to(dtype) for name, dtype in zip(names, dtypes, strict=True)}
         got = {name: torch.zeros(names[name]) for name in names} if rank else {}
-        made = plan(source, destination, rank=rank)
+        made = plan(source, destination, lambda rank: rank // 4, rank=rank)
         transfer = Transfer(made, held if rank == 0 else {}, got, group, rank, 200)
         transfer.run()
         narrow = sum(held[name].nbytes for name in names) if rank else 0
@@ -247,10 +247,14 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
     norm, told = "model.norm.weight", {}
     for case in CASES:
         held = {name: tensor.to(torch.complex64) for name, tensor in values.items()} if case == "complex" else values
-        got, made, limit = empty(destination, rank, torch.float32), plan(source, destination, rank=rank), 1 << 20
+        node_of = (lambda rank: min(rank, 1)) if case == "narrow" else None  # rank 2 passes on to its node
+        got, made = empty(destination, rank, torch.float32), plan(source, destination, node_of, rank=rank)
+        limit = 1 << 20
         if rank == 2:
-            dtype = {"integer": torch.int32, "narrow": torch.bfloat16}.get(case, torch.float32)
+            dtype = torch.int32 if case == "integer" else torch.float32
             got[norm] = torch.zeros(7 if case == "small" else 8, dtype=dtype)
+            if case == "narrow":
+                got = {name: tensor.bfloat16() for name, tensor in got.items()}
             if case == "missing":
                 del got[norm]
             elif case == "no memory":
@@ -312,6 +316,32 @@ def killed_peer(groups: ProcessGroups, rank: int) -> list[str]:
     return errors
 
 
+class Dying(Residency):
+    """The process ends when the first tensor is given back: some rounds have gone through, the next are under way."""
+
+    def release(self, names=None):
+        os._exit(0)
+
+
+def killed_midway(groups: ProcessGroups, rank: int) -> str:
+    """Rank 6 dies while ranks 0 and 5 read its memory."""
+    members = [0, 5, 6]
+    if rank not in members:
+        return ""
+    group, me = groups.new("midway", members), members.index(rank)
+    layout = whole_of({f"w{i}": (1 << 16,) for i in range(12)})
+    destination = Layout(layout.tensors, 3, lambda r: layout.regions(0) if r < 2 else ())
+    values = {name: tensor.clone() for name, tensor in values_of(layout, 0).items()}
+    held, got = (values, {}) if me == 2 else ({}, {name: torch.zeros_like(tensor) for name, tensor in values.items()})
+    made = plan(layout.placed([2], 3), destination)
+    transfer = Transfer(made, held, got, group, me, 1 << 20, release=Dying(held) if me == 2 else None)
+    try:
+        transfer.run()
+    except WaitTimeoutError as error:
+        return f"{len(transfer._memory.readable)} readable, {transfer.received_bytes > 0}: {error}"
+    return "arrived"
+
+
 def save(group: dist.ProcessGroup, rank: int, folder: Path) -> dict[str, str]:
     """Two stages by two tensor shards, twice, write a checkpoint; then nobody can make the target, then each rank in
     turn may not write files as large as its own, and then the disk is full. The errors by what was wrong."""
@@ -360,9 +390,10 @@ def member(rank: int, port: int, folder: str) -> None:
     }
     report.write_text(json.dumps(seen))
     dist.barrier()
+    seen["midway"] = killed_midway(groups, rank)
     seen["killed"] = killed_peer(groups, rank)
     report.write_text(json.dumps(seen))
     store.set(f"done {rank}", "")
     if rank == 0:  # whose store the others need
-        store.wait([f"done {other}" for other in range(7)], wait)
-    os._exit(0)  # without rank 7 the groups cannot be closed
+        store.wait([f"done {other}" for other in range(6)], wait)
+    os._exit(0)  # without ranks 6 and 7 the groups cannot be closed

@@ -1,5 +1,4 @@
 """The 3D-HybridEngine (paper, section 5).
 
-`hybrid_engine` has the two phases of an actor; `transition` moves weights to generation, `local_restore` back, and
-`overlap` moves them during an optimizer step.
+`hybrid_engine` has the two phases of an actor; `transition` moves weights to generation and back.
 """

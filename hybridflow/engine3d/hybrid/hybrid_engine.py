@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.engine3d.hybrid.overlap import Overlap, OverlappedMove
 from hybridflow.engine3d.hybrid.transition import Transition, any_rank
 from hybridflow.engine3d.interfaces import Generator, Trainer
-from hybridflow.errors import ConfigError, nearest
+from hybridflow.engine3d.plan.plan import WeightPlan
+from hybridflow.engine3d.transfer.local_plan import Storage
+from hybridflow.engine3d.transfer.transfer import CopyStream, Transfer, reached_by, received_by_tensor
+from hybridflow.errors import ConfigError, LayoutError, nearest
 
 Offloaded = Literal["optimizer", "gradients", "generation"]
 Phase = Literal["training", "generation"]
@@ -48,6 +51,74 @@ class TransitionReport:
     back_seconds: float = 0.0
     moved_seconds: float = 0.0
     hidden_seconds: float = 0.0
+
+
+class OverlappedMove:
+    """`plan` cut into parts by canonical tensors, moved one after the other by a helper thread while the optimizer
+    steps the others (PUZZLE, section 5.2).
+
+        main thread / stream     step part 0 | step part 1 | step part 2 | ...          | wait
+        helper thread / stream                 move part 0 | move part 1 | move part 2 | ...
+
+    `group` is for this alone: its messages travel while the optimizer uses the groups of training. Both storages have
+    memory when it is built and while it runs. Building is collective over `group`.
+    Errors: LayoutError when the parts do not cover the plan's tensors; those of `Transfer`.
+    """
+
+    def __init__(
+        self,
+        plan: WeightPlan,
+        parts: Sequence[frozenset[str]],
+        source: Storage,
+        destination: Storage,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        bucket_bytes: int,
+    ) -> None:
+        if left := {move.box.tensor for move in plan.moves} - frozenset().union(*parts):
+            raise LayoutError(f"no part of an optimizer step updates {sorted(left)[:5]}: step_groups() is incomplete.")
+        sides = (source, destination, group, rank, bucket_bytes)
+        self._transfers = [Transfer(plan.only(names), *sides) for names in parts]
+        self._device = next(iter(destination.values())).device
+        self._stream = CopyStream(self._device)
+
+    def run(self, steps: Iterable[int]) -> tuple[float, float]:
+        """Move part k when `steps` has yielded k, and return when all that were yielded have arrived: seconds that all
+        moves took, and how many of them passed while the optimizer was at work.
+
+        `steps` is always exhausted; then the error of the first move that failed is raised, and later parts have not
+        been moved. Errors: those of `steps` and of `Transfer.run`.
+        """
+        moves: list[Future[float]] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
+            for part in steps:
+                final = reached_by(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+                moves.append(helper.submit(self._move, part, final, moves[-1:]))
+            start = time.perf_counter()
+            moved = sum(move.result() for move in moves)
+            waited = time.perf_counter() - start
+        self._stream.join()
+        return moved, max(0.0, moved - waited)
+
+    def _move(self, part: int, final: torch.cuda.Event | None, earlier: Sequence[Future[float]]) -> float:
+        for move in earlier:
+            move.result()  # has ended; raises what it raised
+        with self._stream.queued():
+            self._stream.reached(final)
+            start = time.perf_counter()
+            self._transfers[part].run()
+            self._transfers[part].release()
+            self._stream.reached(self._stream.mark())
+            return time.perf_counter() - start
+
+    @property
+    def received(self) -> Counter[str]:
+        """Bytes received in all runs so far, by canonical tensor."""
+        return received_by_tensor(self._transfers)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(transfer.sent_bytes for transfer in self._transfers)
 
 
 class HybridEngine:
@@ -96,24 +167,18 @@ class HybridEngine:
         self._parks = "generation" in offload
         self._move = Transition(train, generate, group, rank, bucket_bytes, nodes)
         self._group = group
-        self._overlap = self._prepared(overlap_group, rank) if overlap else None
+        sides = (self._move.train.tensors, self._move.generate.tensors, overlap_group, rank, self._move.bucket_bytes)
+        self._overlap = OverlappedMove(self._move.plan, train.step_groups(), *sides) if overlap else None
         self.phase: Phase = "training"
         self._settled = True  # what began has also ended: nothing is left over from a failure
         self._parked = False  # generation weights are in host memory, and current
         self._arrived = False  # generation weights are in memory, and current
-        self._hidden = Overlap(0.0, 0.0)  # of steps since the latest transition
+        self._moved_seconds = self._hidden_seconds = 0.0  # of steps since the latest transition
         self.report = TransitionReport()
-        self._told = self._counted()  # what was received and sent until the latest report
+        self._reported = self._counted()  # what was received and sent until the latest report
         self._device = next(iter(self._move.generate.tensors.values())).device
         self._move.generate.release()
         generate.sleep()
-
-    def _prepared(self, group: dist.ProcessGroup | None, rank: int) -> OverlappedMove:
-        move = self._move
-        return OverlappedMove(
-            *(move.plan, self._train.step_groups(), move.train.tensors, move.generate.tensors),
-            *(group, rank, move.bucket_bytes),
-        )
 
     @property
     def stale(self) -> bool:
@@ -135,7 +200,7 @@ class HybridEngine:
         if self._waits:
             self._train.offload(self._waits)
         start = time.perf_counter()
-        self._move.ledger.restart()
+        self._move.account.restart()
         stale, self._arrived, self._parked = self._stale_anywhere(), False, False
         self._move.run() if stale else self._move.recall()
         self._synchronize()
@@ -193,7 +258,7 @@ class HybridEngine:
         self._move.check()
         self._settled = False
         self._move.generate.acquire()
-        self._hidden = self._overlap.run(self._train.step_parts())
+        self._moved_seconds, self._hidden_seconds = self._overlap.run(self._train.step_parts())
         self._arrived = self._settled = True
         return self._train.step_result
 
@@ -204,7 +269,7 @@ class HybridEngine:
     @property
     def resident_bytes(self) -> int:
         """Parameters of both layouts that are in memory now."""
-        return self._move.ledger.resident_bytes
+        return self._move.account.resident_bytes
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -217,22 +282,22 @@ class HybridEngine:
         return received, sent
 
     def _report(self, seconds: float) -> None:
-        (known, known_sent), self._told = self._told, self._counted()
-        received, sent = self._told
+        (known, known_sent), self._reported = self._reported, self._counted()
+        received, sent = self._reported
         received = received - known
         self.report = TransitionReport(
             received_bytes=received.total(),
             sent_bytes=sent - known_sent,
             received=dict(received),
             resident_bytes=self.resident_bytes,
-            peak_bytes=self._move.ledger.peak_bytes,
+            peak_bytes=self._move.account.peak_bytes,
             buffer_bytes=self._move.transfer.peak_bytes,
             seconds=seconds,
             back_seconds=self.report.back_seconds,
-            moved_seconds=self._hidden.moved_seconds,
-            hidden_seconds=self._hidden.hidden_seconds,
+            moved_seconds=self._moved_seconds,
+            hidden_seconds=self._hidden_seconds,
         )
-        self._hidden = Overlap(0.0, 0.0)
+        self._moved_seconds = self._hidden_seconds = 0.0
 
 
 def check_offload(offload: Collection[str]) -> None:

@@ -7,19 +7,20 @@ shard is part of the generation shard of its device (paper, section 5.3), so it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engine3d.hybrid.local_restore import LocalRestore
 from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.layout import Layout, equal_storages
-from hybridflow.engine3d.memory_accounting import Ledger, Watched
+from hybridflow.engine3d.offloadable import MemoryAccount, TrackedMemory
 from hybridflow.engine3d.plan.plan import BUCKET_BYTES, WeightPlan, plan
+from hybridflow.engine3d.transfer.buffers import same_memory
+from hybridflow.engine3d.transfer.handshake import holds, wire_device
+from hybridflow.engine3d.transfer.local_plan import LocalCopies, Storage
 from hybridflow.engine3d.transfer.transfer import Transfer
-from hybridflow.engine3d.transfer.wire import wire_device
 from hybridflow.errors import LayoutError, WaitTimeoutError
 
 SHARE, SMALLEST_BUCKET = 2, 128 << 10  # a bucket is half a shard: with 16 rounds more, rounds cost as much as bytes
@@ -47,7 +48,7 @@ class Transition:
         bucket_bytes: int | None = None,
         nodes: Sequence[int] = (),
     ) -> None:
-        self._train, self._generate, self.ledger, self._left = train, generate, Ledger(), False
+        self._train, self._generate, self.account, self._left = train, generate, MemoryAccount(), False
         self._layouts = train.layout(), generate.layout()
         ranks = max(layout.ranks for layout in self._layouts)
         if nodes and len(nodes) != ranks:
@@ -56,13 +57,13 @@ class Transition:
         source, self.shared = train.storage(), self._share(rank)
         destination = generate.storage()
         self.bucket_bytes = bucket_bytes or _bucket_bytes(self._layouts[1], destination)
-        self._back = LocalRestore(self._layouts, self.plan, source, destination, rank)
-        released = self._released(group)
+        self._back, recovered = local_restore(self._layouts[0], self.plan, source, destination, rank)
+        released = self._released(recovered, group)
         own = self._layouts[1].storages(rank)
         moved = [name for name in own if name not in self.shared]
         gaps = [name for name in moved if sum(r.box.numel for r in own[name]) < destination[name].numel()]
-        self.train = Watched(train.memory(), source, self.ledger, released)
-        self.generate = Watched(generate.memory(), destination, self.ledger, moved, gaps)
+        self.train = TrackedMemory(train.memory(), source, self.account, released)
+        self.generate = TrackedMemory(generate.memory(), destination, self.account, moved, gaps)
         self.transfer = Transfer(
             *(self.plan, source, destination, group, rank, self.bucket_bytes), release=self.train, acquire=self.generate
         )
@@ -85,24 +86,22 @@ class Transition:
                 shared |= {pairs[name]: name for name in names if self._generate.share(pairs[name], source[name])}
         return shared
 
-    def _released(self, group: dist.ProcessGroup | None) -> set[str]:
+    def _released(self, recovered: set[str], group: dist.ProcessGroup | None) -> set[str]:
         """Training tensors that may go; decides whether they come back by copies or from main parameters."""
         self._restored = False
         size = {name: tensor.nbytes for name, tensor in self._train.storage().items()}
-        here = {name for name in self._back.names if name not in self.shared.values()}
-        lost = sum(size[name] for name in here - self._back.recovered)
+        here = {name for name in self._back if name not in self.shared.values()}
+        lost = sum(size[name] for name in here - recovered)
         if self._train.restorable and any_rank(lost > KEPT_SHARE * sum(size.values()), group):
             self._restored = True  # on all ranks: restoring is collective
             return here
-        return here & self._back.recovered
+        return here & recovered
 
     def check(self) -> None:
         """Errors: LayoutError when a holder has other tensors than those that are moved here."""
-        for what, side, watched in (
-            ("training", self._train, self.train),
-            ("generation", self._generate, self.generate),
-        ):
-            if replaced := watched.replaced(side.storage()):
+        sides = (("training", self._train, self.train), ("generation", self._generate, self.generate))
+        for what, side, memory in sides:
+            if replaced := memory.replaced(side.storage()):
                 raise LayoutError(
                     f"{len(replaced)} {what} tensors were replaced since their weights were planned to move, "
                     f"{replaced[:3]} among them: what would move is what they were. Build the HybridEngine anew, and "
@@ -142,17 +141,39 @@ class Transition:
             self.train.acquire()
             self._train.restore()
             gone.clear()
+        order = [name for name in self._back if name in gone]
+        last = {read: name for name in order for read in self._back[name].reads}  # which training tensor reads it last
         if not keep:
-            self.generate.release(self._back.unread(gone))
-        for name in self._back.order(gone):
+            self.generate.release([name for name in self.generate.tensors if name not in last])
+        for name in order:
             self.train.acquire((name,))
-            self._back.copy(name)
+            self._back[name].copies.run()
             gone.discard(name)
             if not keep:
-                self.generate.release(self._back.read_last(name, gone))
+                self.generate.release([read for read in self._back[name].reads if last[read] == name])
         self._left = False
         if not keep:
             self.drop()
+
+
+def local_restore(
+    layout: Layout, forward: WeightPlan, source: Storage, destination: Storage, rank: int
+) -> tuple[dict[str, LocalCopies], set[str]]:
+    """The copies that fill each training tensor from this rank's generation tensors: a plan's local part in reverse
+    (section 5.3). And the tensors that copies fill to the last element and bit: the rank generates with all of them, in
+    a dtype that holds every value of theirs. Both sides have memory."""
+    regions = layout.storages(rank)
+    back = {name: LocalCopies() for name in regions}
+    missing = {name: sum(region.box.numel for region in own) for name, own in regions.items()}
+    for move in forward.local(rank):
+        name, at = move.origin.storage, move.into[0]
+        if holds(destination[at.storage].dtype, source[name].dtype):
+            missing[name] -= move.box.numel
+            into, from_ = move.origin.view(source[name], move.box), at.view(destination[at.storage], move.box)
+            if not same_memory(into, from_):
+                back[name].copies.add(into, from_)
+            back[name].reads.add(at.storage)
+    return back, {name for name, count in missing.items() if count == 0}
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
@@ -160,7 +181,7 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
 
 
-def _bucket_bytes(layout: Layout, tensors: Mapping[str, Tensor]) -> int:
+def _bucket_bytes(layout: Layout, tensors: Storage) -> int:
     """From the shard of rank 0, by which all ranks go, so that they agree."""
     elements = sum(region.box.numel for region in layout.regions(0))
     width = max(tensor.itemsize for tensor in tensors.values())
@@ -171,12 +192,12 @@ def any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:
     """Whether `condition` holds on some rank. Collective over `group`. Errors: WaitTimeoutError."""
     if group is None:
         return condition
-    told = torch.tensor([condition], dtype=torch.uint8, device=wire_device(group))
+    found = torch.tensor([condition], dtype=torch.uint8, device=wire_device(group))
     try:
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     except RuntimeError as error:
         raise WaitTimeoutError(
             f"ranks agree on how weights move, and one did not come: {error}. All ranks of the group have to make the "
             "same calls of their HybridEngine; look for an earlier error on the others."
         ) from error
-    return bool(told.item())
+    return bool(found.item())

@@ -2,7 +2,7 @@
 
 All ranks walk the same rounds, of which two neighbours are under way at a time. Pieces that the same ranks hold and
 the same ranks need form a sequence, and each is spread evenly over all rounds: round j takes the j-th of R equal
-windows of it, and each hop of a relay follows two rounds later. So a rank knows the round of a piece from the piece
+windows of it, and what is passed on follows two rounds later. So a rank knows the round of a piece from the piece
 alone, without the moves of other ranks; sender and receiver agree; and a piece has arrived before the
 round that passes it on is posted.
 """
@@ -17,8 +17,6 @@ from hybridflow.engine3d.layout import Box
 IN_FLIGHT = 2  # rounds: one is packed and posted while the one before it is still under way
 DIRECT_BYTES = 256 << 10  # from here on a message of its own costs less (50 us with gloo) than copying in and out
 ALIGNMENT = 16  # bytes; messages start at multiples of it in a buffer, so that they can be viewed as any dtype
-PIPELINE_BYTES = 1 << 20  # relays work on windows of about this size at least: smaller messages cost too much
-PIPELINE_DEPTH = 8  # windows per hop: then a chain of relays fills in a quarter of the time that its windows take
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +26,11 @@ class Pace:
     Its windows are the shares of each sequence that go together: window j is round j of every rank that holds a piece.
 
     `elements`: what the busiest rank sends and receives at most. `copies`: how many copies of elements at the same
-    position of all sequences a rank sends and receives at most. `hops`: the largest hop.
+    position of all sequences a rank sends and receives at most.
     """
 
     elements: int = 0
     copies: int = 0
-    hops: int = 0
 
     def windows(self, max_bytes: int, itemsize: int) -> tuple[int, int]:
         """Number of windows, and the number of elements up to which a piece is never cut, so that the rounds in flight
@@ -41,23 +38,12 @@ class Pace:
 
         A window holds at most 1/R of a sequence, and one uncut piece more from the window before: a quarter of the
         elements that a round may have is kept for that piece. A bound below one element per copy cannot be kept.
-        Relays need several windows, because a rank passes on what came in earlier ones.
         """
         if not self.copies:
             return 1, 1
         bound = max(max_bytes // IN_FLIGHT // itemsize, self.copies + 1)
         grain = max(1, bound // (4 * self.copies))
-        count = -(-self.elements // (bound - self.copies * grain))
-        pipelined = min(PIPELINE_DEPTH * self.hops, self.elements * itemsize // PIPELINE_BYTES)
-        if pipelined > count:
-            count, grain = pipelined, min(grain, self.elements // (self.copies * pipelined))
-        return count, grain
-
-
-def round_of(window: int, hop: int) -> int:
-    """The round in which the pieces of a window travel on their `hop`: no sooner than that of the hop before it has
-    ended, and the next one, which is posted before that, has begun."""
-    return window + IN_FLIGHT * hop
+        return -(-self.elements // (bound - self.copies * grain)), grain
 
 
 def travels_alone(nbytes: int) -> bool:

@@ -58,11 +58,6 @@ class LayoutParts:
                 part[rank] = i
         return cls(tuple(kept), tuple(part), {tensor: _atoms(labelled) for tensor, labelled in boxes.items()})
 
-    @property
-    def idle(self) -> frozenset[int]:
-        """Ranks that hold nothing."""
-        return frozenset(rank for rank, part in enumerate(self.part) if part < 0)
-
     def ranks(self, owners: Owners) -> Iterator[int]:
         for part in owners:
             yield from self.members[part]

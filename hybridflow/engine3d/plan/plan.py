@@ -1,4 +1,4 @@
-"""Weight plans: from the boxes of one layout to the boxes of another. Pure.
+"""Weight plans: from the boxes of one layout to the boxes of another, and what executing one costs. Pure.
 
 The ranks of both layouts are the ranks of one process group that will execute the plan. Planning is deterministic and
 needs no communication: bytes moved and peak bytes are known before a single byte moves (paper, section 5: the
@@ -10,19 +10,77 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridflow.engine3d.layout import Layout, Move
-from hybridflow.engine3d.plan.chunks import Pace, cut, round_of
+from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.plan.chunks import IN_FLIGHT, Pace, cut, staged, travels_alone
 from hybridflow.engine3d.plan.intersection import Intersection, LayoutParts, pieces
 from hybridflow.engine3d.plan.routing import Fan, Routes
-from hybridflow.engine3d.plan.traffic import Broadcast, Traffic, count_traffic, tabulate
 from hybridflow.errors import LayoutError
 
-__all__ = ["BUCKET_BYTES", "Broadcast", "Move", "Traffic", "WeightPlan", "plan"]
-
 BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`box` goes from rank `source`, where it lies within `origin`, into every region of `into` on `destination`.
+
+    `into` has more than one region where a rank stores the same elements twice (tied embeddings): they travel once.
+
+    Pieces that the same ranks hold and the same ranks need form a sequence in canonical order. This one starts at
+    element `at` of the `of` elements in it, which fixes the round in which it travels.
+
+    With `hop` 0 it comes from the source layout. With `hop` 1 it is relayed: `origin` is then a region of the
+    *destination* layout on rank `source`, which a move of hop 0 has filled in an earlier round, and `root` is the rank
+    that gave it, with the name of the source storage that it has it in.
+    """
+
+    box: Box
+    source: int
+    destination: int
+    origin: Region
+    into: tuple[Region, ...]
+    at: int = 0
+    of: int = 0
+    hop: int = 0
+    root: tuple[int, str] | None = None
+
+    @property
+    def local(self) -> bool:
+        return self.source == self.destination
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The cost for one rank: bytes over the wire, bytes copied locally, messages sent and received.
+
+    The last two are the part of what it sends and receives that crosses nodes. `peak_bytes` bounds the extra memory
+    of the transfer from above: two buffers take turns, and here every message is in one. A message of one piece whose
+    storage is contiguous and of the dtype that travels needs none: that the storages decide.
+
+    Everything else is exact where all elements travel at the requested `itemsize`.
+    """
+
+    rank: int
+    sent_bytes: int
+    received_bytes: int
+    local_bytes: int
+    messages: int
+    peak_bytes: int
+    sent_between_nodes: int = 0
+    received_between_nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Rank `root` gives its pieces of `tensors`, `elements` in all, to `receivers`, directly or through one of them. A
+    rank that keeps its own pieces is no receiver of them."""
+
+    root: int
+    receivers: tuple[int, ...]
+    tensors: tuple[str, ...]
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -54,10 +112,10 @@ class WeightPlan:
         rank sends plus receives more than half of `max_bytes` in one.
 
         Pieces are cut where a round is full (to one element at least, and one per copy: `pace.copies + 1` elements
-        are the smallest half). Both ends of a message and everyone who passes a piece on cut it alike, whether they
-        have the whole plan or their own part, and count rounds alike: a round in which a rank has nothing to do is
-        empty. Ranks that walk the rounds in order, each as one batch, cannot deadlock. A relay comes at least two
-        rounds after the one that brings what it passes on, because the next one is posted while that is under way.
+        are the smallest half). All ranks of a piece cut it alike, whether they have the whole plan or their own part,
+        and count rounds alike: a round in which a rank has nothing to do is empty. Ranks that walk the rounds in
+        order, each as one batch, cannot deadlock. A relay comes two rounds after the one that brings what it passes
+        on, because the next one is posted while that is under way.
         """
         windows, grain = self.pace.windows(max_bytes, itemsize)
         rounds: dict[int, list[Move]] = {}
@@ -65,14 +123,37 @@ class WeightPlan:
             if not move.local:
                 for window, box in cut(move.box, move.at, move.of, windows, grain):
                     part = move if box is move.box else replace(move, box=box)
-                    rounds.setdefault(round_of(window, move.hop), []).append(part)
+                    rounds.setdefault(window + IN_FLIGHT * move.hop, []).append(part)
         return [rounds.get(i, []) for i in range(max(rounds, default=-1) + 1)]
 
     def traffic(self, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[Traffic]:
         """The cost for every rank, or for the one whose part this is, at `itemsize` bytes per element on the wire, of
         a transfer with the same `bucket_bytes`."""
-        ranks = range(self.ranks) if self.rank is None else (self.rank,)
-        return count_traffic(ranks, self.moves, self.buckets(bucket_bytes, itemsize), self.nodes, itemsize)
+        sums: dict[int, Counter[str | int]] = {rank: Counter() for rank in range(self.ranks)}
+        for move in self.moves:
+            size = move.box.numel * itemsize
+            if move.local:
+                sums[move.source]["local_bytes"] += size * len(move.into)
+                continue
+            crosses = self.nodes[move.source] != self.nodes[move.destination]
+            for rank, way in ((move.source, "sent"), (move.destination, "received")):
+                sums[rank][f"{way}_bytes"] += size
+                sums[rank][f"{way}_between_nodes"] += size * crosses
+        for i, moves in enumerate(self.buckets(bucket_bytes, itemsize)):
+            held: Counter[int] = Counter()
+            for *ends, size in _messages(moves, itemsize):
+                for rank in ends:
+                    sums[rank]["messages"] += 1
+                    held[rank] += staged(size)
+            for rank, size in held.items():
+                sums[rank][i % IN_FLIGHT] = max(sums[rank][i % IN_FLIGHT], size)
+        names = ("sent_bytes", "received_bytes", "local_bytes", "messages", "sent_between_nodes")
+        names += ("received_between_nodes",)
+        return [
+            Traffic(rank, peak_bytes=sum(one[i] for i in range(IN_FLIGHT)), **{name: one[name] for name in names})
+            for rank, one in sums.items()
+            if self.rank in (None, rank)
+        ]
 
     def part(self, rank: int) -> WeightPlan:
         """The moves of `rank`. Errors: LayoutError when this is the part of another rank."""
@@ -92,7 +173,7 @@ class WeightPlan:
         PUZZLE's Algorithm 1 computes such a table for a change of the parallel sizes in which D stays, P is divided
         and T multiplied by the same factor: there each rank broadcasts its shard to the ranks whose new shard
         contains or cuts it (as printed it is right for these pairs only). Here the table is read off the plan, so it
-        exists for any two layouts on any ranks. Ranks that pass pieces on for another count as its receivers.
+        exists for any two layouts on any ranks.
 
         Errors: LayoutError when this is one rank's part of a plan.
         """
@@ -101,7 +182,30 @@ class WeightPlan:
                 f"this is rank {self.rank}'s part of a plan; the routing table needs the whole. Call plan(source, "
                 "destination) without a rank."
             )
-        return tabulate(self.moves)
+        receivers: dict[tuple[Box, int], list[int]] = {}
+        for move in self.moves:
+            if not move.local:
+                root = move.root[0] if move.root else move.source
+                receivers.setdefault((move.box, root), []).append(move.destination)
+        lines: dict[tuple[int, tuple[int, ...]], list[Box]] = {}
+        for (box, root), ranks in receivers.items():
+            lines.setdefault((root, tuple(sorted(ranks))), []).append(box)
+        return tuple(
+            Broadcast(*ends, tuple(dict.fromkeys(box.tensor for box in boxes)), sum(box.numel for box in boxes))
+            for ends, boxes in sorted(lines.items())
+        )
+
+
+def _messages(moves: Sequence[Move], itemsize: int) -> list[tuple[int, int, int]]:
+    """Source, destination and bytes of each message of a round."""
+    alone, shared = [], Counter[tuple[int, int]]()
+    for move in moves:
+        size = move.box.numel * itemsize
+        if travels_alone(size):
+            alone.append((move.source, move.destination, size))
+        else:
+            shared[move.source, move.destination] += size
+    return alone + [(*ends, size) for ends, size in shared.items()]
 
 
 def plan(
@@ -151,7 +255,7 @@ class _Draft:
             for piece in pieces(tensor, held, wanted):
                 holders, asking = tuple(piece.have), tuple(piece.need)
                 if (routes := self.routes.get(holders)) is None:
-                    routes = self.routes[holders] = Routes(held.ranks(piece.have), nodes, held.idle, wanted.part)
+                    routes = self.routes[holders] = Routes(held.ranks(piece.have), nodes, wanted.part)
                 if (holders, asking) not in fans:
                     needers = frozenset(wanted.ranks(piece.need)).difference(routes.holders)
                     fans[holders, asking] = routes.fan(needers) if needers else None
@@ -159,13 +263,12 @@ class _Draft:
                 self.pieces.append((piece, routes, fan, fan.add(piece.box.numel) if fan else 0))
 
     def pace(self) -> Pace:
-        elements, copies, hops = Counter[int](), Counter[int](), 0
+        elements, copies = Counter[int](), Counter[int]()
         for fan in (fan for routes in self.routes.values() for fan in routes.fans.values()):
             for rank, count in fan.copies().items():
                 elements[rank] += count * fan.length
                 copies[rank] += count
-            hops = max(hops, fan.hops)
-        return Pace(max(elements.values(), default=0), max(copies.values(), default=0), hops)
+        return Pace(max(elements.values(), default=0), max(copies.values(), default=0))
 
     def moves(self, rank: int | None) -> Iterator[Move]:
         """Moves that touch `rank` (None: all), in order."""

@@ -18,8 +18,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.engine3d.plan.chunks import staged, travels_alone
-from hybridflow.engine3d.transfer.copies import Copies
 from hybridflow.engine3d.transfer.peer_memory import PeerMemory, read_announced
+
+
+@dataclass
+class Copies:
+    """Pairs of equally shaped views that are copied in one call, with dtype conversion."""
+
+    into: list[Tensor] = field(default_factory=list)
+    from_: list[Tensor] = field(default_factory=list)
+
+    def add(self, into: Tensor, from_: Tensor) -> None:
+        self.into.append(into)
+        self.from_.append(from_)
+
+    def run(self) -> None:
+        if self.into:
+            torch._foreach_copy_(self.into, self.from_)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def same_memory(into: Tensor, from_: Tensor) -> bool:
+    """Whether there is nothing to copy. Both must have memory now."""
+    same = into.data_ptr() == from_.data_ptr() and into.device == from_.device
+    return same and into.dtype == from_.dtype and into.stride() == from_.stride()
 
 
 class Parcel(NamedTuple):
@@ -90,25 +111,22 @@ ANNOUNCED_BYTES = 64 << 10  # a peer and round of fewer bytes is sent: announcin
 
 @dataclass
 class Round:
-    """One round on this rank, from packing to unpacking: its messages, and the copies into and out of the buffer once
-    it is bound to one.
+    """One round on this rank, from packing to unpacking: its messages, and the operations once it is bound to a buffer.
 
     `runs` counts how often it has gone through. Large messages of a rank on the same host are an announcement of where
     their bytes are, which the receiver reads and acknowledges (`peer_memory.py`).
     """
 
     messages: list[Message]
-    pack: Copies = field(default_factory=Copies)
-    unpack: Copies = field(default_factory=Copies)
+    memory: PeerMemory
+    group: dist.ProcessGroup | None
+    runs: int = 0
     ops: list[dist.P2POp] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
-    runs: int = 0
-    _announced: list[tuple[list[Tensor], Tensor]] = field(
-        default_factory=list
-    )  # tensors that peers read, and their announcement
+    _pack: Copies = field(default_factory=Copies)
+    _unpack: Copies = field(default_factory=Copies)
+    _announced: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # what peers read, its announcement
     _read: dict[int, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # by the operation that announces it
-    _memory: PeerMemory | None = None
-    _group: dist.ProcessGroup | None = None
     _waiting: int = 0
 
     @property
@@ -119,11 +137,10 @@ class Round:
         """Bytes that this rank sends, or receives, in this round."""
         return sum(message.nbytes for message in self.messages if message.sent == sent)
 
-    def bind(self, arena: Tensor, group: dist.ProcessGroup | None, memory: PeerMemory) -> None:
+    def bind(self, arena: Tensor) -> None:
         """Lay the messages out in `arena` [at least staged_bytes] uint8 and prepare the operations."""
-        self._group, self._memory, start = group, memory, 0
         near: dict[tuple[int, bool], list[Tensor]] = {}
-        totals = Counter[tuple[int, bool]]()
+        totals, start = Counter[tuple[int, bool]](), 0
         for message in self.messages:
             totals[message.peer, message.sent] += message.nbytes
         for message in self.messages:
@@ -131,43 +148,41 @@ class Round:
                 flat = arena[start : start + message.nbytes]
                 start += message.staged_bytes
                 self._copy_parcels(message, flat)
-            readable = message.peer in (memory.readers if message.sent else memory.readable)
+            readable = message.peer in (self.memory.readers if message.sent else self.memory.readable)
             if readable and totals[message.peer, message.sent] >= ANNOUNCED_BYTES:
                 near.setdefault((message.peer, message.sent), []).append(flat)
             else:
                 self._add(dist.isend if message.sent else dist.irecv, flat, message.peer)
-        acknowledgements = []
         for (peer, sent), flats in near.items():
             note = torch.empty(len(flats) + 2, dtype=torch.int64)
             if sent:
                 self._announced.append((flats, note))
-                acknowledgements.append(peer)
             else:
                 self._read[len(self.ops)] = flats, note
             self._add(dist.isend if sent else dist.irecv, note, peer)
-        for peer in acknowledgements:
+        for peer in (peer for peer, sent in near if sent):  # acknowledgements
             self._add(dist.irecv, torch.empty(1, dtype=torch.uint8), peer, tag=1)
 
+    def unbind(self) -> None:
+        """Let go of the buffer."""
+        self._pack, self._unpack, self.ops, self._announced, self._read = Copies(), Copies(), [], [], {}
+
     def _add(self, operation: Callable, tensor: Tensor, peer: int, tag: int = 0) -> None:
-        self.ops.append(dist.P2POp(operation, tensor, group=self._group, group_peer=peer, tag=tag))
+        self.ops.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag))
 
     def _copy_parcels(self, message: Message, flat: Tensor) -> None:
         start = 0
         for parcel in message.parcels:
             packed = flat[start : start + parcel.nbytes].view(parcel.dtype).view(parcel.views[0].shape)
             start += parcel.nbytes
-            for view in parcel.views:  # not Copies.add: a view may be without memory now
-                into, from_ = (packed, view) if message.sent else (view, packed)
-                copies = self.pack if message.sent else self.unpack
-                copies.into.append(into)
-                copies.from_.append(from_)
+            for view in parcel.views:
+                self._pack.add(packed, view) if message.sent else self._unpack.add(view, packed)
 
     def post(self) -> None:
         """Pack and start the messages. Errors: RuntimeError of torch.distributed when a peer is gone."""
-        self.pack.run()
+        self._pack.run()
         for flats, note in self._announced:
-            assert self._memory is not None
-            self._memory.epoch.announce(flats, note)
+            self.memory.announce(flats, note)
         self.works = dist.batch_isend_irecv(self.ops) if self.ops else []
 
     def finish(self, timeout: float | None) -> None:
@@ -182,15 +197,14 @@ class Round:
         for i, work in enumerate(self.works):
             self._wait(i, work, end)
             if (found := self._read.get(i)) is not None:
-                assert self._memory is not None
                 peer = self.ops[i].group_peer
-                read_announced(self._memory.readable[peer], found[1], found[0])
-                done = dist.isend(torch.zeros(1, dtype=torch.uint8), group=self._group, group_dst=peer, tag=1)
+                read_announced(self.memory.readable[peer], found[1], found[0])
+                done = dist.isend(torch.zeros(1, dtype=torch.uint8), group=self.group, group_dst=peer, tag=1)
                 acknowledged += [(i, done)] if done is not None else []
         for i, work in acknowledged:
             self._wait(i, work, end)
         self.works = []
-        self.unpack.run()
+        self._unpack.run()
         self.runs += 1
 
     def _wait(self, index: int, work: dist.Work, end: float | None) -> None:
@@ -204,8 +218,3 @@ class Round:
         """The peer whose message the round waits for, or all of them where the backend makes one work of several."""
         ops = self.ops if len(self.works) != len(self.ops) else [self.ops[self._waiting]]
         return sorted({op.group_peer for op in ops})
-
-    def unbind(self) -> None:
-        """Let go of the buffer."""
-        self.pack, self.unpack, self.ops = Copies(), Copies(), []
-        self._announced, self._read = [], {}

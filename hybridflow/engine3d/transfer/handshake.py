@@ -1,7 +1,7 @@
-"""Terms: what the ranks of a group tell each other before weights move, and the dtypes that follow from it.
+"""Handshake: what the ranks of a group report to each other before weights move, and the dtypes that follow from it.
 
-A rank knows its own storages, and perhaps only its own part of the plan. One collective tells everybody whose storages
-do not fit, whether both ends of every pair expect the same pieces, and the dtype of every storage.
+A rank knows its own storages, and perhaps only its own part of the plan. One collective reports whose storages do not
+fit, whether both ends of every pair expect the same pieces, and the dtype of every storage.
 """
 
 from __future__ import annotations
@@ -16,50 +16,79 @@ import torch.distributed as dist
 
 from hybridflow.engine3d.plan.plan import Move, WeightPlan
 from hybridflow.engine3d.transfer.peer_memory import PeerProcess
-from hybridflow.engine3d.transfer.wire import DTYPES, converts, holds, wire_device, wire_dtype
 from hybridflow.errors import HybridFlowError, LayoutError, WaitTimeoutError
 
 Dtypes = Mapping[str, torch.dtype]
 T = TypeVar("T")
+Key = TypeVar("Key")
+
+# widest first
+DTYPES = (
+    *(torch.float64, torch.int64, torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool),
+)
+CONVERTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # into each other; the rest need equal dtypes
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Errors: LayoutError for a dtype that cannot travel."""
+    if dtype not in DTYPES:
+        raise LayoutError(f"weights of dtype {dtype} cannot be moved. Known: {', '.join(map(str, DTYPES))}.")
+
+
+def converts(source: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether values are converted on the way. Quantised and integer values mean nothing in another dtype."""
+    return source == destination or (source in CONVERTED and destination in CONVERTED)
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `dtype` can represent every value of `other`."""
+    return dtype == other or (converts(dtype, other) and dtype.itemsize > other.itemsize)
+
+
+def wire_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device on which `group` sends and receives."""
+    if group is not None and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def agree_dtypes(
+    keys: Sequence[Key], mine: Mapping[Key, torch.dtype], group: dist.ProcessGroup | None
+) -> dict[Key, torch.dtype]:
+    """The widest dtype that any rank of `group` reports for each key. Collective: all ranks pass the same `keys`.
+
+    Errors: LayoutError on all ranks for a dtype that cannot travel or a key that no rank knows; WaitTimeoutError.
+    """
+    widest: dict[Key, torch.dtype] = {}
+    for reported in _gather(dict(mine), group):
+        for key, dtype in reported.items():
+            check_dtype(dtype)
+            widest[key] = min(dtype, widest.get(key, dtype), key=DTYPES.index)
+    for key in keys:
+        if key not in widest:
+            raise LayoutError(f"no rank stores {key}. The layout and the storages do not belong together.")
+    return {key: widest[key] for key in keys}
 
 
 @dataclass(frozen=True)
-class _Names:
-    """Dtypes (positions in DTYPES) of named storages: nearly all have the usual one, so only others are listed."""
-
-    usual: int
-    others: dict[str, int]
-
-    @classmethod
-    def of(cls, dtypes: Dtypes) -> _Names:
-        codes = {name: DTYPES.index(dtype) for name, dtype in dtypes.items()}
-        usual = Counter(codes.values()).most_common(1)[0][0] if codes else -1
-        return cls(usual, {name: code for name, code in codes.items() if code != usual})
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.others.get(name, self.usual)]
-
-    def all(self) -> set[torch.dtype]:
-        return {DTYPES[code] for code in (self.usual, *self.others.values()) if code >= 0}
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What one rank tells the others: its part of the plan, the dtypes of its storages, and what is wrong with them."""
+class _Report:
+    """What one rank reports: its part of the plan, the dtypes of its storages, and what is wrong with them."""
 
     failure: str | None
     plan: tuple[int, int]  # ranks, bytes of a bucket
-    pairs: dict[int, tuple[int, int, int, int]]  # by peer: pieces and elements sent, pieces and elements received
-    source: _Names
-    destination: _Names
+    pairs: Mapping[tuple[int, int], tuple[int, int]]  # by sender and receiver: pieces and elements
+    source: Dtypes
+    destination: Dtypes
     process: PeerProcess | None  # whose memory may be read
 
 
-class Terms:
+class Handshake:
     """The dtypes of all ranks that take part in `plan`. Building is collective over `group`.
 
     `dtypes` are those of this rank's source and destination storages that its moves use, all of which can travel;
-    `failure` says why they cannot be used.
+    `failure` says why they cannot be used. `readable` are the process ids of ranks whose memory this rank reads,
+    `readers` the ranks that read its own.
 
     Errors: the `failure` itself on the rank that comes with it, and LayoutError on all others. LayoutError on every
     rank when a dtype has no conversion, and when the ranks come with plans that do not belong together.
@@ -78,14 +107,13 @@ class Terms:
     ) -> None:
         known = failure is None or isinstance(failure, HybridFlowError)
         reason = (str(failure) if known else f"{type(failure).__name__}: {failure}") if failure else None
-        source, destination = map(_Names.of, dtypes)
-        told = _Told(reason, (plan.ranks, bucket_bytes), _pairs(plan, rank), source, destination, process)
-        self._told: Sequence[_Told] = _tell(told, rank, group)
+        report = _Report(reason, (plan.ranks, bucket_bytes), _pairs(plan, rank), *dtypes, process)
+        self._reports: Sequence[_Report] = _gather(report, group)
         if failure:
             raise failure
-        _check_alike(self._told)
-        self._sources = set[torch.dtype]().union(*(told.source.all() for told in self._told))
-        self._destinations = set[torch.dtype]().union(*(told.destination.all() for told in self._told))
+        _check_alike(self._reports)
+        self._sources = {dtype for report in self._reports for dtype in report.source.values()}
+        self._destinations = {dtype for report in self._reports for dtype in report.destination.values()}
         self._check_conversions(plan, rank, group)
         self.readable, self.readers = self._find_readable(rank, group)
 
@@ -96,51 +124,49 @@ class Terms:
         return min(max((dtype.itemsize for dtype in side), default=1) for side in sides)
 
     def wire(self, move: Move) -> torch.dtype:
-        """The dtype in which a piece travels; both of its ranks find the same.
-
-        A relayed piece may have been widened on the way: it need not travel wider than what it was at its root.
+        """The dtype in which a piece travels, equal on both of its ranks: the narrower one, the destination's where
+        both are as wide. A relayed piece need not travel wider than it was at its root.
         """
-        ends = [self._told[move.destination].destination.dtype(region.storage) for region in move.into]
-        return wire_dtype(self._root(move), max(ends, key=lambda dtype: dtype.itemsize))
+        source = self._root(move)
+        ends = [self._reports[move.destination].destination[region.storage] for region in move.into]
+        destination = max(ends, key=lambda dtype: dtype.itemsize)
+        return source if source.itemsize < destination.itemsize else destination
 
     def _root(self, move: Move) -> torch.dtype:
         """The dtype of the source storage that the piece comes from in the end."""
         rank, storage = move.root or (move.source, move.origin.storage)
-        return self._told[rank].source.dtype(storage)
+        return self._reports[rank].source[storage]
 
     def _find_readable(self, rank: int, group: dist.ProcessGroup | None) -> tuple[dict[int, int], list[int]]:
-        """Process ids of peers whose memory this rank reads, and the peers that read its own. A second collective, of
-        all ranks or none, where several are on one host."""
-        hosts = Counter(told.process.host for told in self._told if told.process)
+        """A second collective, of all ranks or none, where several are on one host."""
+        hosts = Counter(report.process.host for report in self._reports if report.process)
         if not hosts or max(hosts.values()) == 1:
             return {}, []
-        own, found = self._told[rank].process, dict[int, int]()
-        for peer in self._told[rank].pairs:
-            other = self._told[peer].process
+        own, found = self._reports[rank].process, dict[int, int]()
+        for peer in {end for pair in self._reports[rank].pairs for end in pair} - {rank}:
+            other = self._reports[peer].process
             if own and other and own.host == other.host and other.readable():
                 found[peer] = other.pid
-        everyone = _tell(frozenset(found), rank, group)
+        everyone = _gather(frozenset(found), group)
         return found, [peer for peer, readable in enumerate(everyone) if rank in readable]
 
     def _check_conversions(self, plan: WeightPlan, rank: int, group: dist.ProcessGroup | None) -> None:
-        """A second collective, of all ranks or none, only where the dtypes that were told leave a doubt."""
+        """A second collective, of all ranks or none, only where the reported dtypes leave a doubt."""
         relays_differ = len(self._destinations) > 1
         if not relays_differ and all(converts(a, b) for a in self._sources for b in self._destinations):
             return
-        wrong = next((text for move in plan.moves if rank in (move.source, move.destination)
-                      and (text := self._doubt(move))), None)  # fmt: skip
-        worst = torch.tensor([rank + 1 if wrong else 0], device=wire_device(group))
-        if group is not None:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        doubts = (self._doubt(move) for move in plan.moves if rank in (move.source, move.destination))
+        wrong = next((text for text in doubts if text), None)
+        failed = [peer for peer, doubt in enumerate(_gather(wrong, group)) if doubt]
         if wrong:
             raise LayoutError(wrong)
-        if who := int(worst):
-            raise LayoutError(f"rank {who - 1} cannot take part in moving these weights; its error says why.")
+        if failed:
+            raise LayoutError(f"rank {failed[-1]} cannot take part in moving these weights; its error says why.")
 
     def _doubt(self, move: Move) -> str | None:
-        told, root = self._told[move.destination].destination, self._root(move)
-        origin = self._told[move.source].destination.dtype(move.origin.storage) if move.hop else root
-        for into in {told.dtype(region.storage) for region in move.into}:
+        reported, root = self._reports[move.destination].destination, self._root(move)
+        origin = self._reports[move.source].destination[move.origin.storage] if move.hop else root
+        for into in {reported[region.storage] for region in move.into}:
             if not converts(origin, into):
                 return (
                     f"{move.box} is {origin} on rank {move.source} and {into} on rank {move.destination}, and there is "
@@ -154,55 +180,53 @@ class Terms:
         return None
 
 
-def _pairs(plan: WeightPlan, rank: int) -> dict[int, tuple[int, int, int, int]]:
-    sums: dict[int, list[int]] = {}
-    for moves, at in ((plan.sends(rank), 0), (plan.receives(rank), 2)):
-        for move in moves:
-            counted = sums.setdefault(move.destination if at == 0 else move.source, [0, 0, 0, 0])
-            counted[at] += 1
-            counted[at + 1] += move.box.numel
-    return {peer: (a, b, c, d) for peer, (a, b, c, d) in sums.items()}
+def _pairs(plan: WeightPlan, rank: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """By sender and receiver, of which one is `rank`: pieces and elements."""
+    pieces, elements = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for move in plan.moves:
+        ends = (move.source, move.destination)
+        if rank in ends and not move.local:
+            pieces[ends] += 1
+            elements[ends] += move.box.numel
+    return {ends: (count, elements[ends]) for ends, count in pieces.items()}
 
 
-def _tell(mine: T, rank: int, group: dist.ProcessGroup | None) -> Sequence[T]:
+def _gather(mine: T, group: dist.ProcessGroup | None) -> Sequence[T]:
+    """What every rank of the group gives, in rank order. Errors: WaitTimeoutError."""
     if group is None:
         return [mine]
-    told: list[T] = [mine] * group.size()
+    everyone: list[T] = [mine] * group.size()
     try:
-        dist.all_gather_object(told, mine, group=group)
+        dist.all_gather_object(everyone, mine, group=group)
     except RuntimeError as error:
         raise WaitTimeoutError(
-            f"rank {rank} prepares to move weights with {group.size() - 1} other ranks, and not all of them came: "
-            f"{error}. All ranks of the group have to take part; look for an earlier error on the others."
+            f"rank {group.rank()} prepares to move weights with {group.size() - 1} other ranks, and not all of them "
+            f"came: {error}. All ranks of the group have to take part; look for an earlier error on the others."
         ) from error
-    return told
+    return everyone
 
 
-def _check_alike(told: Sequence[_Told]) -> None:
+def _check_alike(reports: Sequence[_Report]) -> None:
     """Every rank checks all pairs, so that every rank finds what is wrong."""
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(reports):
         if other.failure is not None:
             raise LayoutError(f"rank {rank}, another rank, cannot take part in moving these weights: {other.failure}")
-    ranks = told[0].plan[0]
-    if ranks > len(told):
-        raise LayoutError(f"the plan is for {ranks} ranks, the process group has {len(told)}.")
-    for rank, other in enumerate(told):
-        if other.plan != told[0].plan:
+    ranks = reports[0].plan[0]
+    if ranks > len(reports):
+        raise LayoutError(f"the plan is for {ranks} ranks, the process group has {len(reports)}.")
+    for rank, other in enumerate(reports):
+        if other.plan != reports[0].plan:
             raise LayoutError(
                 f"rank {rank} has a plan of {other.plan[0]} ranks and {other.plan[1]} bytes per bucket, rank 0 one of "
-                f"{told[0].plan[0]} ranks and {told[0].plan[1]} bytes. All ranks have to be given the same."
+                f"{ranks} ranks and {reports[0].plan[1]} bytes. All ranks have to be given the same."
             )
-        for peer in other.pairs:
-            _check_pair(told, rank, peer)
-            _check_pair(told, peer, rank)
-
-
-def _check_pair(told: Sequence[_Told], sender: int, receiver: int) -> None:
-    pieces, elements, *_ = told[sender].pairs.get(receiver, (0, 0, 0, 0))
-    *_, expected, wanted = told[receiver].pairs.get(sender, (0, 0, 0, 0))
-    if (pieces, elements) != (expected, wanted):
-        raise LayoutError(
-            f"rank {sender} would send rank {receiver} {elements} elements in {pieces} pieces, but rank {receiver} "
-            f"expects {wanted} in {expected}: their plans were made from different layouts. Make the plan of every "
-            "rank from the same two layouts."
-        )
+        for sender, receiver in other.pairs:
+            (pieces, elements), (expected, wanted) = (
+                reports[end].pairs.get((sender, receiver), (0, 0)) for end in (sender, receiver)
+            )
+            if (pieces, elements) != (expected, wanted):
+                raise LayoutError(
+                    f"rank {sender} would send rank {receiver} {elements} elements in {pieces} pieces, but rank "
+                    f"{receiver} expects {wanted} in {expected}: their plans were made from different layouts. Make "
+                    "the plan of every rank from the same two layouts."
+                )

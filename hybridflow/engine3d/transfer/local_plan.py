@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,10 +11,8 @@ from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Region
 from hybridflow.engine3d.plan.plan import Move, WeightPlan
-from hybridflow.engine3d.transfer.buffers import Parcel
-from hybridflow.engine3d.transfer.copies import Copies
-from hybridflow.engine3d.transfer.handshake import Terms
-from hybridflow.engine3d.transfer.wire import check_dtype, converts
+from hybridflow.engine3d.transfer.buffers import Copies, Parcel, same_memory
+from hybridflow.engine3d.transfer.handshake import Handshake, check_dtype, converts
 from hybridflow.errors import LayoutError
 
 Storage = Mapping[str, Tensor]
@@ -29,7 +28,7 @@ class LocalCopies:
     writes: set[str] = field(default_factory=set)
 
 
-class Binding:
+class LocalPlan:
     """The moves of `plan` that touch `rank` over its storages, of which `sources` and `destinations` are used.
 
     `failure` is what went wrong: a misfit, or any error of a storage that is read from a file when it is looked at. It
@@ -42,7 +41,7 @@ class Binding:
         self.destinations: dict[str, Tensor] = {}
         self.failure: Exception | None = None
         self._plan, self._rank, self._given = plan, rank, (source, destination)
-        self._written: dict[str, int] = {}
+        self._written: Counter[str] = Counter()
         try:
             self._plan = plan.part(rank)
             self._check()
@@ -56,7 +55,7 @@ class Binding:
 
     def gaps(self) -> set[str]:
         """Destination storages that the plan does not fill to the last element: padding."""
-        return {name for name, tensor in self.destinations.items() if self._written.get(name, 0) < tensor.numel()}
+        return {name for name, tensor in self.destinations.items() if self._written[name] < tensor.numel()}
 
     def local(self) -> dict[str, LocalCopies]:
         """Local copies by canonical tensor, in plan order."""
@@ -64,45 +63,39 @@ class Binding:
         for move in self._plan.local(self._rank):
             from_ = move.origin.view(self.sources[move.origin.storage], move.box)
             for region in move.into:
-                group = out.setdefault(move.box.tensor, LocalCopies())
-                if group.copies.add(region.view(self.destinations[region.storage], move.box), from_):
+                into = region.view(self.destinations[region.storage], move.box)
+                if not same_memory(into, from_):
+                    group = out.setdefault(move.box.tensor, LocalCopies())
+                    group.copies.add(into, from_)
                     group.reads.add(move.origin.storage)
                     group.writes.add(region.storage)
-        return {tensor: group for tensor, group in out.items() if group.writes}
+        return out
 
-    def parcels(self, moves: Sequence[Move], terms: Terms) -> Iterator[tuple[int, bool, Parcel]]:
+    def parcels(self, moves: Sequence[Move], handshake: Handshake) -> Iterator[tuple[int, bool, Parcel]]:
         """What this rank sends and receives for `moves`: peer, whether it is sent, and the parcel."""
         for move in moves:
+            tensor, dtype = move.box.tensor, handshake.wire(move)
             if move.source == self._rank:
                 side = self.destinations if move.hop else self.sources
                 views = (move.origin.view(side[move.origin.storage], move.box),)
                 read = () if move.hop else (move.origin.storage,)
-                yield move.destination, True, Parcel(move.box.tensor, terms.wire(move), views, read)
+                yield move.destination, True, Parcel(tensor, dtype, views, read)
             else:
-                regions = [(region, self.destinations[region.storage]) for region in move.into]
-                views = tuple(region.view(tensor, move.box) for region, tensor in regions)
-                written = tuple(region.storage for region, _ in regions)
-                yield move.source, False, Parcel(move.box.tensor, terms.wire(move), views, written)
+                views = tuple(region.view(self.destinations[region.storage], move.box) for region in move.into)
+                written = tuple(region.storage for region in move.into)
+                yield move.source, False, Parcel(tensor, dtype, views, written)
 
     def _check(self) -> None:
-        for move in self._plan.local(self._rank):
-            origin = self._view(move.origin, move.box, sent=True)
-            for region in move.into:
+        for move in self._plan.moves:
+            origin = self._view(move.origin, move.box, sent=not move.hop) if move.source == self._rank else None
+            for region in move.into if move.destination == self._rank else ():
                 into = self._view(region, move.box, sent=False)
-                if not converts(origin.dtype, into.dtype):
+                self._written[region.storage] += move.box.numel
+                if origin is not None and not converts(origin.dtype, into.dtype):
                     raise LayoutError(
                         f"{move.box} is {origin.dtype} in the source and {into.dtype} in the destination of rank "
                         f"{self._rank}, and there is no conversion between them."
                     )
-        for move in self._plan.sends(self._rank):
-            self._view(move.origin, move.box, sent=not move.hop)
-        for move in self._plan.receives(self._rank):
-            for region in move.into:
-                self._view(region, move.box, sent=False)
-        # relays read what receives wrote, so elements are counted where they are written only
-        for move in (*self._plan.local(self._rank), *self._plan.receives(self._rank)):
-            for region in move.into:
-                self._written[region.storage] = self._written.get(region.storage, 0) + move.box.numel
 
     def _view(self, region: Region, box: Box, sent: bool) -> Tensor:
         """Checked: slicing beyond the end would silently give less."""
@@ -116,9 +109,11 @@ class Binding:
         if (tensor := kept.get(region.storage)) is None:
             check_dtype(storage[region.storage].dtype)
             tensor = kept[region.storage] = storage[region.storage].detach()
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise LayoutError(
-                f"{side} tensor {region.storage!r} of rank {self._rank} has no memory. Acquire it before weights are "
-                "planned to move."
-            )
+        check_resident(side, region.storage, tensor, self._rank)
         return region.view(tensor, box)
+
+
+def check_resident(side: str, name: str, tensor: Tensor, rank: int) -> None:
+    """Errors: LayoutError for a tensor without memory."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise LayoutError(f"{side} tensor {name!r} of rank {rank} has no memory. Acquire it before weights move.")

@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,44 +44,36 @@ class PeerProcess:
         return int(found) == self.number
 
 
-class Epoch:
-    """A number in this process's memory that says whether what was announced is still there.
+class PeerMemory:
+    """Which ranks of a group exchange bytes with this one by reading memory, and whether what this one announced is
+    still there.
 
-    It changes when a run begins and when it ends, before any memory is given back: who reads the same number after
-    the bytes as was announced with them has read bytes that were valid. It is random, so a process that took a dead
-    one's id does not have it.
+    A number in this process's memory changes when a run begins and when it ends, before any memory is given back: who
+    reads the same number after the bytes as was announced with them has read bytes that were valid. It is random, so a
+    process that took a dead one's id does not have it.
     """
 
     def __init__(self) -> None:
-        self._cell = torch.tensor([secrets.randbits(62)])
-        self.address = self._cell.data_ptr()
-
-    @property
-    def number(self) -> int:
-        return int(self._cell)
+        self._number = torch.tensor([secrets.randbits(62)])
+        self.readable: Mapping[int, int] = {}  # process ids of the ranks that this one reads
+        self.readers: Collection[int] = ()  # the ranks that read this one
 
     def advance(self) -> None:
-        self._cell += 1
+        """What was announced before is not valid any more."""
+        self._number += 1
 
     def announce(self, tensors: Iterable[Tensor], into: Tensor) -> None:
-        """Write the epoch and the addresses of contiguous `tensors` into `into` [2 + tensors] int64."""
-        into.copy_(torch.tensor([self.address, self.number, *(tensor.data_ptr() for tensor in tensors)]))
+        """Write the number and the addresses of contiguous `tensors` into `into` [2 + tensors] int64."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        into.copy_(torch.tensor([self._number.data_ptr(), int(self._number), *addresses]))
 
     def process(self) -> PeerProcess | None:
         """What others need to know in order to read this process's memory; None where that is switched off."""
         if sys.platform != "linux" or os.environ.get("HYBRIDFLOW_PEER_MEMORY") == "0":
             return None
         boot = Path("/proc/sys/kernel/random/boot_id")
-        return PeerProcess(boot.read_text() if boot.is_file() else "", os.getpid(), self.address, self.number)
-
-
-@dataclass(frozen=True)
-class PeerMemory:
-    """Which ranks of a group exchange bytes with this one by reading memory."""
-
-    epoch: Epoch
-    readable: Mapping[int, int] = field(default_factory=dict)  # process ids of the ranks that this one reads
-    readers: Collection[int] = ()  # the ranks that read this one
+        host = boot.read_text() if boot.is_file() else ""
+        return PeerProcess(host, os.getpid(), self._number.data_ptr(), int(self._number))
 
 
 def read_announced(pid: int, announced: Tensor, into: Iterable[Tensor]) -> None:

@@ -3,13 +3,19 @@
 A `Transfer` is built once for a plan and two storages and run as often as the weights change (every RL iteration):
 everything that can be decided is decided when it is built. Local pieces are copied directly, or not at all where
 source and destination are the same memory.
+
+Rounds overlap: round k+1 is packed and posted while round k is in flight, so two buffers take turns. Local copies are
+made while a round is in flight, those of a tensor beside the round that carries the rest of it. From this order
+follows when each source tensor is read for the last time, and when each destination tensor is written first.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,15 +23,12 @@ from torch import Tensor
 
 from hybridflow.engine3d.offloadable import Memory
 from hybridflow.engine3d.plan.chunks import IN_FLIGHT
-from hybridflow.engine3d.plan.order import Step, make_steps
-from hybridflow.engine3d.plan.plan import BUCKET_BYTES, WeightPlan
-from hybridflow.engine3d.transfer.buffers import Round, messages
-from hybridflow.engine3d.transfer.copies import Lane
-from hybridflow.engine3d.transfer.handshake import Terms
-from hybridflow.engine3d.transfer.local_plan import Binding, Storage
-from hybridflow.engine3d.transfer.peer_memory import Epoch, PeerMemory
-from hybridflow.engine3d.transfer.wire import wire_device
-from hybridflow.errors import LayoutError, WaitTimeoutError
+from hybridflow.engine3d.plan.plan import BUCKET_BYTES, Move, WeightPlan
+from hybridflow.engine3d.transfer.buffers import Message, Round, messages
+from hybridflow.engine3d.transfer.handshake import Handshake, wire_device
+from hybridflow.engine3d.transfer.local_plan import LocalCopies, LocalPlan, Storage, check_resident
+from hybridflow.engine3d.transfer.peer_memory import PeerMemory
+from hybridflow.errors import WaitTimeoutError
 
 
 def execute(
@@ -53,7 +56,7 @@ class Transfer:
     in it), and with `release` that of each source tensor is given back right after its last read: layer by layer, so
     that both copies of the model never stand side by side. Source tensors that this rank does not read are left alone.
 
-    Building is collective over `group` (ranks tell each other their dtypes), and so is `run()`.
+    Building is collective over `group` (ranks report their dtypes), and so is `run()`.
 
     Errors: LayoutError on every rank when on one of them a storage is missing or too small or has a dtype without
     a conversion, and when the ranks' plans differ. Any other error that looking at a storage raises on one rank (a
@@ -80,20 +83,21 @@ class Transfer:
         self.sent_bytes = self.received_bytes = self.peak_bytes = 0
         self._release, self._acquire = release, acquire
         self._device = wire_device(group)
-        bound = Binding(plan, source, destination, rank)
+        bound = LocalPlan(plan, source, destination, rank)
         self._sources, self._destinations, self._gaps = bound.sources, bound.destinations, bound.gaps()
         tensors = (*bound.sources.values(), *bound.destinations.values())
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), self._device)
-        epoch = Epoch()
-        process = epoch.process() if device.type == "cpu" and group is not None else None
-        terms = Terms(plan, rank, bound.dtypes(), bucket_bytes, group, bound.failure, process)
-        self._memory = PeerMemory(epoch, terms.readable, terms.readers)
-        rounds = plan.part(rank).buckets(bucket_bytes, terms.itemsize)
-        self._rounds = [Round(messages(bound.parcels(moves, terms), self._device)) for moves in rounds]
+        self._memory = PeerMemory()
+        process = self._memory.process() if device.type == "cpu" and group is not None else None
+        handshake = Handshake(plan, rank, bound.dtypes(), bucket_bytes, group, bound.failure, process)
+        self._memory.readable, self._memory.readers = handshake.readable, handshake.readers
+        rounds = plan.part(rank).buckets(bucket_bytes, handshake.itemsize)
+        parcels = (bound.parcels(moves, handshake) for moves in rounds)
+        self._rounds = [Round(messages(parts, self._device), self._memory, group) for parts in parcels]
         local = bound.local()
         self._copies = [group.copies for group in local.values()]
         self._steps = make_steps(rounds, [one.messages for one in self._rounds], local)
-        self._lane = Lane(device)
+        self._stream = CopyStream(device)
         self._arenas: list[Tensor] = []
 
     @property
@@ -107,13 +111,13 @@ class Transfer:
         return sum(len(one.messages) for one in self._rounds)
 
     @property
-    def received(self) -> dict[str, int]:
+    def received(self) -> Counter[str]:
         """Bytes received from other ranks in all runs so far, by canonical tensor."""
-        out: dict[str, int] = {}
+        out: Counter[str] = Counter()
         for one in self._rounds:
             for parcel in (parcel for message in one.messages if not message.sent for parcel in message.parcels):
-                out[parcel.tensor] = out.get(parcel.tensor, 0) + parcel.nbytes * one.runs
-        return {tensor: size for tensor, size in out.items() if size}
+                out[parcel.tensor] += parcel.nbytes * one.runs
+        return +out
 
     @torch.no_grad()
     def run(self, timeout: float | None = None) -> None:
@@ -126,28 +130,28 @@ class Transfer:
         if self._acquire is None:
             self._check_memory("destination", self._destinations)
         self._bind()
-        self._memory.epoch.advance()
+        self._memory.advance()
         try:
             self._run(timeout)
         finally:
-            self._memory.epoch.advance()  # who still reads from here, because this rank has failed, learns of it
+            self._memory.advance()  # who still reads from here, because this rank has failed, learns of it
 
     def _run(self, timeout: float | None) -> None:
         leaving: deque[tuple[torch.cuda.Event | None, list[str]]] = deque()
-        self._lane.follow()
+        self._stream.follow()
         for step in self._steps:
             self._give_memory(step.acquire)
-            with self._lane.queued():
+            with self._stream.queued():
                 self._do(step, timeout)
             if step.release and self._release:
-                leaving.append((self._lane.mark(), step.release))
-                if len(leaving) > self._lane.behind:
+                leaving.append((self._stream.mark(), step.release))
+                if len(leaving) > self._stream.behind:
                     self._take_memory(*leaving.popleft(), timeout)
         while leaving:
             self._take_memory(*leaving.popleft(), timeout)
         if timeout is not None:
-            self._lane.reached(self._lane.mark(), timeout)
-        self._lane.join()
+            self._stream.reached(self._stream.mark(), timeout)
+        self._stream.join()
 
     def release(self) -> None:
         """Give the buffers back; the next run allocates them again."""
@@ -180,7 +184,7 @@ class Transfer:
         if not self._arenas:
             self._arenas = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._arena_sizes()]
             for i, one in enumerate(self._rounds):
-                one.bind(self._arenas[i % IN_FLIGHT], self.group, self._memory)
+                one.bind(self._arenas[i % IN_FLIGHT])
         self.peak_bytes = max(self.peak_bytes, sum(arena.nbytes for arena in self._arenas))
 
     def _arena_sizes(self) -> list[int]:
@@ -188,31 +192,135 @@ class Transfer:
             max((one.staged_bytes for one in self._rounds[first::IN_FLIGHT]), default=0) for first in range(IN_FLIGHT)
         ]
 
-    def _give_memory(self, names: list[str]) -> None:
+    def _give_memory(self, names: Sequence[str]) -> None:
         if self._acquire and names:
             fresh = self._acquire.acquire(names)
             for name in fresh & self._gaps:
                 self._destinations[name].zero_()
             self._check_memory("destination", {name: self._destinations[name] for name in names})
-            self._lane.follow()  # the memory may have been in use on the caller's stream
+            self._stream.follow()  # the memory may have been in use on the caller's stream
 
     def _take_memory(self, mark: torch.cuda.Event | None, names: list[str], timeout: float | None) -> None:
         assert self._release
-        self._lane.reached(mark, timeout)
+        self._stream.reached(mark, timeout)
         self._release.release(names)
 
     def _check_memory(self, side: str, tensors: Storage) -> None:
         for name, tensor in tensors.items():
-            if tensor.numel() and not tensor.untyped_storage().nbytes():
-                raise LayoutError(
-                    f"{side} tensor {name!r} of rank {self.rank} has no memory. Acquire it, or give the transfer the "
-                    "residency that does."
-                )
+            check_resident(side, name, tensor, self.rank)
 
 
 def received_by_tensor(transfers: Iterable[Transfer]) -> Counter[str]:
-    """Bytes that all runs of `transfers` took from the wire, by canonical tensor."""
-    total: Counter[str] = Counter()
-    for transfer in transfers:
-        total.update(transfer.received)
-    return total
+    """Bytes that all runs of `transfers` received from other ranks, by canonical tensor."""
+    return sum((transfer.received for transfer in transfers), Counter[str]())
+
+
+@dataclass
+class Step:
+    """One action of a run: "post" or "finish" round `index`, or "copy" tensor number `index` locally.
+
+    `reads` are source storages and `writes` destination storages in use by it. `acquire` are the destination storages
+    that nothing has written before, `release` the source storages that nothing reads after it.
+    """
+
+    kind: str
+    index: int
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    acquire: Sequence[str] = ()
+    release: list[str] = field(default_factory=list)
+
+
+def make_steps(
+    rounds: Sequence[Sequence[Move]], messages: Sequence[Iterable[Message]], local: Mapping[str, LocalCopies]
+) -> list[Step]:
+    """All steps of a run for the rounds (their moves and messages) and the local copies by canonical tensor."""
+    first: dict[str, int] = {}
+    for at, moves in enumerate(rounds):
+        for move in moves:
+            first.setdefault(move.box.tensor, at)
+    copies, at = defaultdict[int, list[Step]](list), 0
+    for i, (tensor, group) in enumerate(local.items()):
+        at = max(at, first.get(tensor, 0))
+        copies[at].append(Step("copy", i, group.reads, group.writes))
+    posted = [_message_steps(i, parts) for i, parts in enumerate(messages)]
+    out = [post for post, _ in posted[:1]] or copies[0]
+    for i, (_, finish) in enumerate(posted):
+        out += [*(post for post, _ in posted[i + 1 : i + 2]), *copies[i], finish]
+    last, seen = dict[str, Step](), set[str]()
+    for step in out:
+        step.acquire = sorted(step.writes - seen)
+        seen |= step.writes
+        last |= dict.fromkeys(step.reads, step)
+    for name, step in last.items():
+        step.release.append(name)
+    return out
+
+
+def _message_steps(index: int, messages: Iterable[Message]) -> tuple[Step, Step]:
+    """Posting and finishing a round. A message without a buffer uses the storage while it is under way."""
+    post, finish = Step("post", index), Step("finish", index)
+    for message in messages:
+        names = {name for parcel in message.parcels for name in parcel.storages}
+        if message.sent:
+            (finish if message.flat is not None else post).reads.update(names)
+        else:
+            (post if message.flat is not None else finish).writes.update(names)
+    return post, finish
+
+
+def reached_by(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A point that is reached when everything queued so far on `stream` is done."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+class CopyStream:
+    """Where a transfer's copies and messages are queued.
+
+    On the host everything is done when the call returns. On CUDA work goes to a stream of its own, beside what the
+    caller's stream does: `follow` and `join` order the two, `mark` and `reached` tell the host how far it got.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def behind(self) -> int:
+        """How many steps are queued beyond the one that the host waits for, so that the stream never runs dry."""
+        return 0 if self._stream is None else 2
+
+    def follow(self) -> None:
+        """What is queued from now on sees what the caller's stream has done so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """What the caller's stream does from now on sees everything that is queued here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """Work of this block goes to the stream."""
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point that is reached when everything queued so far is done; None when it is done."""
+        return None if self._stream is None else reached_by(self._stream)
+
+    def reached(self, mark: torch.cuda.Event | None, timeout: float | None = None) -> None:
+        """Wait for `mark`, at most `timeout` seconds. Errors: WaitTimeoutError."""
+        if mark is None:
+            return
+        if timeout is None:
+            mark.synchronize()
+            return
+        end = time.monotonic() + timeout
+        while not mark.query():
+            if time.monotonic() > end:
+                raise WaitTimeoutError(f"weights were not moved within {timeout} s on {self._device}.")
+            time.sleep(0.0005)

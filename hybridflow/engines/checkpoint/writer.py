@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.transfer.handshake import agree_dtypes, wire_device
 from hybridflow.engine3d.transfer.transfer import execute
-from hybridflow.engine3d.transfer.wire import agree_dtypes, wire_device
 from hybridflow.engines.checkpoint.reader import INDEX, SINGLE
 from hybridflow.errors import CheckpointError
 

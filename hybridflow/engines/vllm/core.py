@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.config import VLLM
 from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engines.vllm import isolation
-from hybridflow.engines.vllm.discovery.probe import LayoutProbe
+from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.groups import ReplicaGroups
 from hybridflow.engines.vllm.requirements import architecture, max_length, resolved_dtype, runs_eagerly
 from hybridflow.engines.vllm.sleep_mode import PooledMemory

@@ -23,8 +23,7 @@ from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.core import memory, model_runner, start_core
-from hybridflow.engines.vllm.discovery.probe import LayoutProbe, flattened, probed_layout
-from hybridflow.engines.vllm.discovery.regions import flat_storages
+from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
 from hybridflow.engines.vllm.engine_loop import (
     StopStrings,
     derived_seed,
@@ -34,7 +33,7 @@ from hybridflow.engines.vllm.engine_loop import (
     submit,
 )
 from hybridflow.engines.vllm.groups import ReplicaGroups, in_use
-from hybridflow.engines.vllm.layout import vllm_layout
+from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check, has_own_layout, max_length, runs_eagerly
 from hybridflow.engines.vllm.sleep_mode import zero_pages
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError

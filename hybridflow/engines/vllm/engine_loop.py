@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,20 +159,18 @@ class StopStrings:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self._tokenizer: Any = None
 
     def watch(self, request: EngineCoreRequest) -> IncrementalDetokenizer:
         """Its `update(new_token_ids, False)` returns the stop string that was completed, or None."""
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-        return IncrementalDetokenizer.from_new_request(self._load(), request)
+        return IncrementalDetokenizer.from_new_request(self._tokenizer, request)
 
-    def _load(self) -> Any:
-        if self._tokenizer is None:
-            if not has_tokenizer(self.checkpoint):
-                raise ConfigError(
-                    f"Sampling(stop=...) needs a tokenizer to see text, {self.checkpoint} has none. Save one there, or "
-                    "end responses by the model's stop token."
-                )
-            self._tokenizer = load_tokenizer(self.checkpoint).raw
-        return self._tokenizer
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if not has_tokenizer(self.checkpoint):
+            raise ConfigError(
+                f"Sampling(stop=...) needs a tokenizer to see text, {self.checkpoint} has none. Save one there, or end "
+                "responses by the model's stop token."
+            )
+        return load_tokenizer(self.checkpoint).raw

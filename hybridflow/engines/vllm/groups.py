@@ -39,18 +39,9 @@ class ReplicaGroups:
         self.context, self.grid = context, grid
         self.members = grid.group(context.rank, "p", "t")
         self.rank = self.members.index(context.rank)
-        word = self._agree(uuid.uuid4().hex[:16])
+        word = self.gather(uuid.uuid4().hex[:16])[0]
         self.seed = int(word, 16)
         self.ident = f"hf{os.environ.get('HYBRIDFLOW_SESSION', '')}{word}"  # the host processes of a session have it
-
-    def _agree(self, mine: str) -> str:
-        """The first member's word, on all members."""
-        if len(self.members) == 1:
-            return mine
-        group = self.context.groups.new("generate/replica", self.members, "gloo")
-        words: list[Any] = [mine]
-        dist.broadcast_object_list(words, group=group, group_src=0)
-        return words[0]
 
     def gather(self, mine: Any) -> list[Any]:
         """What each member gave, in the members' order; collective."""

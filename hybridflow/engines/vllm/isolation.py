@@ -15,7 +15,6 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +91,7 @@ def uncollected() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with replaced(gc, "collect", _no_collection):
+        with replaced(gc, "collect", lambda generation=2: 0):
             yield
     finally:
         if collecting:
@@ -107,16 +106,7 @@ def _fence_cpu(stack: ExitStack) -> None:
     name = "process_weights_after_loading"
     stack.enter_context(replaced(CPUUnquantizedExperts, name, keeping_plain(getattr(CPUUnquantizedExperts, name))))
     stack.enter_context(replaced(linear_layers, "dispatch_cpu_unquantized_gemm", _plain_linear))
-    stack.enter_context(replaced(torch.ops._C, "init_cpu_memory_env", _no_binding))
-
-
-def _no_collection(generation: int = 2) -> int:
-    del generation
-    return 0
-
-
-def _no_binding(nodes: list[int]) -> None:
-    del nodes
+    stack.enter_context(replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None))
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -135,15 +125,14 @@ def keeping_plain(packed: Process) -> Process:
 
     def process(experts: Any, layer: torch.nn.Module) -> None:
         if experts.moe_config.activation.value != "silu" or experts.w1_bias is not None:
-            return packed(experts, layer)
-        experts.apply = partial(_apply, experts)
-        return None
+            packed(experts, layer)
+        else:
+            experts.apply = _apply
 
     return process
 
 
 def _apply(
-    experts: object,
     *,
     output: Tensor,
     hidden_states: Tensor,
@@ -156,7 +145,6 @@ def _apply(
 ) -> None:
     """`output` [N, H] := of `hidden_states` [N, H] what the experts `topk_ids` [N, K] make of it, weighed by
     `topk_weights` [N, K]; `w1` [E, 2 * I, H] gates and rows up, `w2` [E, H, I] rows down."""
-    del experts
     total = torch.zeros_like(hidden_states, dtype=topk_weights.dtype)
     for expert in topk_ids.unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)

@@ -7,9 +7,11 @@ evenly, and has no `lm_head` when embeddings are tied: the last pipeline stage t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
-from hybridflow.engine3d.layout import Box, Layout, Region
+from hybridflow.engine3d.layout import Box, Layout, Region, partition
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import GenerationGrid
@@ -132,3 +134,56 @@ class _Shard:
         share = padded_vocab(self.spec.vocab) // self.t
         first, last = self.t_i * share, min((self.t_i + 1) * share, self.spec.vocab)
         return self.rows({tensor: (first, last - first)}, tensor) if first < last else []
+
+
+Found = tuple[tuple[Region, ...], str | None]
+"""A rank's regions, or why it has none."""
+
+
+@dataclass(frozen=True)
+class _ProbedRegions:
+    """Of every rank of the group; it travels to the driver, so it is no closure."""
+
+    grid: GenerationGrid
+    parts: Mapping[tuple[int, int], tuple[Region, ...]]
+
+    def __call__(self, rank: int) -> Sequence[Region]:
+        return self.parts[self.part(rank)]
+
+    def part(self, rank: int) -> tuple[int, int]:
+        at = self.grid.coords(rank)
+        return at.p, at.t
+
+
+def probed_layout(
+    tensors: Mapping[str, tuple[int, ...]], family: str, grid: GenerationGrid, found: Sequence[Found]
+) -> Layout:
+    """`found` is what the ranks of one replica found, in (p, t) order; all replicas are alike.
+
+    Errors: ModelError when a rank found no layout, or when vLLM holds some of the tensors nowhere.
+    """
+    for rank, (_, failure) in enumerate(found):
+        if failure is not None:
+            raise ModelError(failure if len(found) == 1 else f"{failure} (rank {rank} of the replica)")
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    for regions, _ in found:
+        for region in regions:
+            boxes[region.box.tensor].append(region.box)
+    for name, shape in tensors.items():
+        if missing := prod(shape) - sum(box.numel for box, _ in partition((box, None) for box in boxes[name])):
+            raise ModelError(
+                f"vLLM keeps {missing} elements of {name} {tuple(shape)} of this {family} model in no parameter: it "
+                "would not follow the training. Generate with another model."
+            )
+    parts = {(i // grid.t, i % grid.t): regions for i, (regions, _) in enumerate(found)}
+    regions = _ProbedRegions(grid, parts)
+    return Layout(tensors, grid.size, regions, regions.part)
+
+
+def unbuilt_layout(tensors: Mapping[str, tuple[int, ...]], grid: GenerationGrid) -> Layout:
+    """What is known of such a layout before its engines are built: the tensors. Nothing can be planned with it."""
+    return Layout(tensors, grid.size, _unknown)
+
+
+def _unknown(rank: int) -> Sequence[Region]:
+    raise ModelError(f"where vLLM keeps the weights of rank {rank} is known when its engine is built. Ask the rank.")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TypeGuard
 
 from hybridflow.config import VLLM, DType
@@ -85,6 +81,14 @@ def check_response(spec: Decoder, strategy: VLLM, max_tokens: int | None) -> Non
 
 def _check_probed(spec: Decoder, p: int, t: int, asked: str) -> None:
     """What every model of vLLM's needs; what else this one does is known when its engine is built."""
+    assert isinstance(spec, TransformersSpec)
+    kinds: list[str] = getattr(hf_config(spec.config), "layer_types", None) or []
+    if spec.family in _UNIFORM and len(set(kinds)) > 1:
+        raise ModelError(
+            f"vLLM runs {spec.family} models whose layers all have the same attention window; of the {spec.layers} "
+            f"layers of this one {kinds.count('full_attention')} attend to everything. Use a model without "
+            "windows, or with one for all layers."
+        )
     counts = (("kv-heads", spec.kv_heads), ("padded vocabulary rows", padded_vocab(spec.vocab)))
     for what, count in counts:
         if count % t and (what != "kv-heads" or t % count):
@@ -111,9 +115,19 @@ _OWN = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# not the table of models that vLLM runs on transformers' modules: it changes those classes for the whole process, in
-# which they train
-_TABLE = "_TEXT_GENERATION_MODELS"
+_NAMES = """
+afmoe apertus axk1 bloom cohere cohere2 cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 ernie4_5
+ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba gemma gemma2 gemma3_text gemma3n_text gemma4_text glm4
+glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
+granitemoehybrid granitemoeshared hrm_text hy_v3 hy_v4 hyperclovax inkling_text jamba kimi_linear laguna lfm2
+lfm2_moe llama llama4 llama4_text longcat_flash mamba mamba2 mimo_v2_flash minicpm3 minimax_m2 ministral3 mistral
+mixtral nemotron nemotron_h olmo_hybrid olmoe opt phi3 qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
+qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text stablelm zamba2
+"""
+_FAMILIES = frozenset(_NAMES.split())
+"""Models that vLLM 0.32 has a class of its own for; a test compares them with its table. Those that it runs on
+transformers' modules are not among them: it changes those classes for the whole process, in which they train."""
+_UNIFORM = ("qwen2", "qwen3")  # vLLM's classes of these assert that all layers have the same window
 
 
 def has_own_layout(spec: Decoder) -> TypeGuard[ModelSpec]:
@@ -131,22 +145,9 @@ def architecture(spec: Decoder) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(spec.family))
-    if name not in (known := _known()) and known:
+    if spec.family not in _FAMILIES:
         raise ModelError(
             f"vLLM has no model class {name} of its own, so it cannot generate with this {spec.family} model in the "
             "process that trains it. Use a model that vLLM has."
         )
     return name
-
-
-@cache
-def _known() -> frozenset[str]:
-    """vLLM's classes of text models, read from the table in its source; empty where there is no such table."""
-    found = find_spec("vllm")
-    path = Path(found.origin).parent / "model_executor/models/registry.py" if found and found.origin else None
-    if path is None or not path.is_file():
-        return frozenset()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == _TABLE:
-            return frozenset(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
-    return frozenset()

@@ -18,12 +18,11 @@ from torch import Tensor
 
 
 class PooledMemory:
-    """The memory of `tensors` under one tag of the allocator: all of them, or none.
+    """The `Memory` of `tensors` under one tag of the allocator: all of them, or none.
 
-    A `Memory` as `Residency` is one. It is released with the last name and acquired with the first, like a storage that
-    all names share. `buffers` lie under the same tag: they are kept on the host while the
-    memory is away. `unmap` gives the physical memory back once the device is idle, `map_back` takes some again, of
-    undefined content.
+    It is released with the last name and acquired with the first, like a storage that all names share. `buffers` lie
+    under the same tag: they are kept on the host while the memory is away. `unmap` gives the physical memory back once
+    the device is idle, `map_back` takes some again, of undefined content.
     """
 
     def __init__(
@@ -39,51 +38,27 @@ class PooledMemory:
         self._away: set[str] = set()  # the names that were offloaded
         self._host_tensors: dict[str, Tensor] = {}
         self._host_buffers: dict[str, Tensor] = {}
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of everything that can be released."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that have memory now: all or none."""
         return self.total_bytes if self._users else 0
 
     def resident(self, name: str) -> bool:
-        """Whether `name` has memory; true for names that are not in here."""
         return bool(self._users) or name not in self._tensors
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Give `names` (default: all) up; with the last of them the memory goes, and what it held is lost, also what
-        `offload` moved to the host."""
         gone = self._found(names)
         self._away -= gone
         self._drop(gone)
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """Move what `names` hold to pinned host memory, when the memory goes with the last name."""
+        """To pinned host memory, when the memory goes with the last name."""
         gone = self._found(names) & self._users
         self._away |= gone
         self._drop(gone)
 
-    def _found(self, names: Iterable[str] | None) -> set[str]:
-        return set(self._tensors) if names is None else self._tensors.keys() & set(names)
-
-    def _drop(self, gone: set[str]) -> None:
-        before, self._users = self._users, self._users - gone
-        if before and not self._users:
-            self._host_buffers = {name: _on_host(tensor) for name, tensor in self._buffers.items()}
-            self._host_tensors = {name: _on_host(self._tensors[name]) for name in self._away}
-            self._unmap()
-        elif not self._users:
-            self._host_tensors = {name: host for name, host in self._host_tensors.items() if name in self._away}
-
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
-        """Give `names` (default: all) memory: with what `offload` kept, or of undefined content.
-
-        Returns the names whose content is undefined now, among them all that share the memory of one of `names`.
-        """
         wanted, fresh = self._found(names), set[str]()
         if wanted and not self._users:
             self._map_back()
@@ -96,6 +71,18 @@ class PooledMemory:
         self._users |= wanted
         self._away -= wanted
         return fresh
+
+    def _found(self, names: Iterable[str] | None) -> set[str]:
+        return set(self._tensors) if names is None else self._tensors.keys() & set(names)
+
+    def _drop(self, gone: set[str]) -> None:
+        before, self._users = self._users, self._users - gone
+        if before and not self._users:
+            self._host_buffers = {name: _on_host(tensor) for name, tensor in self._buffers.items()}
+            self._host_tensors = {name: _on_host(self._tensors[name]) for name in self._away}
+            self._unmap()
+        elif not self._users:
+            self._host_tensors = {name: host for name, host in self._host_tensors.items() if name in self._away}
 
 
 def _on_host(tensor: Tensor) -> Tensor:

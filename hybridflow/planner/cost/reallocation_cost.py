@@ -16,7 +16,6 @@ from itertools import islice, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.engine3d.plan.routing import WIDE
 from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.cost.layer_costs import Sizes
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
@@ -36,28 +35,23 @@ def volumes(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequence
     on_NR: Floats = np.zeros((int(at_R.max()) + 1, len(at_R)), dtype=np.float32)
     on_NR[at_R, range(len(at_R))] = 1
     missing_RA = needed_RA * (1 - held_RA)
-    idle_R: Floats = (held_RA.sum(axis=1) == 0).astype(np.float32)
-    held_NA, wanted_NA, idle_NA = on_NR @ held_RA, on_NR @ missing_RA, (on_NR * idle_R) @ missing_RA
+    held_NA, wanted_NA = on_NR @ held_RA, on_NR @ missing_RA
     enters_NA: Floats = ((wanted_NA > 0) & (held_NA == 0)).astype(np.float32)
     some_NA = np.maximum(wanted_NA, 1)
 
     gets_R = (missing_RA * (1 - (enters_NA / some_NA)[at_R])) @ bytes_A
-    copies_NA = _copies(wanted_NA, idle_NA, held_NA)
+    copies_NA = _copies(wanted_NA, held_NA)
     relays_NA = enters_NA * (wanted_NA - 1) / some_NA  # of what comes from outside, each rank passes on its share
     gives_R = (held_RA * copies_NA[at_R] + missing_RA * relays_NA[at_R]) @ bytes_A
 
-    quiet_A = np.where(idle_NA == wanted_NA, enters_NA, 0).sum(axis=0, dtype=np.float32)
-    entered_A, holders_A = enters_NA.sum(axis=0, dtype=np.float32), held_NA.sum(axis=0, dtype=np.float32)
-    sent_A = _copies(entered_A, quiet_A, holders_A)
+    sent_A = _copies(enters_NA.sum(axis=0, dtype=np.float32), held_NA.sum(axis=0, dtype=np.float32))
     between = max(float((enters_NA @ bytes_A).max()), float((held_NA @ (bytes_A * sent_A)).max()))
     return float(max(gets_R.max(), gives_R.max())), between, int(missing_RA.sum(axis=1).max())
 
 
-def _copies(wanted: Floats, idle: Floats, held: Floats) -> Floats:
-    """Copies that each of the `held` holders sends to `wanted` others, `idle` of which can pass them on."""
-    holders = np.maximum(held, 1)
-    copies = np.where(idle <= WIDE * held, wanted / holders, (wanted - idle) / holders + 1)
-    return np.where(held > 0, copies, 0).astype(np.float32)
+def _copies(wanted: Floats, held: Floats) -> Floats:
+    """Copies that each of the `held` holders sends to `wanted` others."""
+    return np.where(held > 0, wanted / np.maximum(held, 1), 0).astype(np.float32)
 
 
 Grid = RankGrid | GenerationGrid

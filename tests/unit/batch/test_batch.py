@@ -266,7 +266,6 @@ def test_empty_batch_in_every_method():
     assert empty.clone().to("cpu").equal(empty)
     assert pickle.loads(pickle.dumps(empty)).equal(empty)
     assert empty["response_ids"].dtype == torch.int64
-    assert len(empty.to_pandas()) == 0
     assert "0 rows" in repr(empty)
     assert "0 rows" in empty._repr_html_()
     assert len(Batch({})) == 0

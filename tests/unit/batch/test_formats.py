@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +11,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects, same
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
-from tests.example_batches import batches, make, quick
+from tests.example_batches import batches, quick
 
 
 def test_from_dicts_chooses_types_by_value_not_by_chance():
@@ -116,29 +115,16 @@ def test_from_dicts_names_the_record():
 
 @quick
 @given(batches)
-def test_dicts_and_pandas_round_trip(batch):
+def test_dicts_round_trip(batch):
     batch = batch.without("hidden")  # [B, 3] comes back as ragged
     if not len(batch):
         assert batch.to_dicts() == []
-        assert batch.to_pandas().shape == (0, 6)
         return
     assert (
         Batch.from_dicts(batch.to_dicts())
         .select("row_id", "response_ids", "reward")
         .equal(batch.select("row_id", "response_ids", "reward"))
     )
-    back = Batch.from_pandas(batch.to_pandas())
-    assert back.select("row_id", "response_ids", "reward", "answer").equal(
-        batch.select("row_id", "response_ids", "reward", "answer")
-    )
-
-
-def test_from_pandas_types():
-    frame = pd.DataFrame({"i": np.arange(2, dtype=np.int32), "f": [0.5, 1.5], "b": [True, False], "s": ["x", "y"]})
-    batch = Batch.from_pandas(frame)
-    assert [batch[name].dtype for name in "ifb"] == [torch.int64, torch.float32, torch.bool]
-    assert batch["s"] == ["x", "y"]
-    assert make(2).to_pandas()["hidden"][0] == make(2)["hidden"][0].tolist()
 
 
 def test_repr_says_rows_types_lengths_and_an_example():

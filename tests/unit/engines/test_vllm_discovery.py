@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.vllm.discovery.encode import checked
-from hybridflow.engines.vllm.discovery.probe import probed_layout, unbuilt_layout
-from hybridflow.engines.vllm.discovery.regions import UnreadableError, check_regions, flat_storages, read_regions
+from hybridflow.engines.vllm.discovery import UnreadableError, check_regions, checked, flat_storages, read_regions
+from hybridflow.engines.vllm.layout import probed_layout, unbuilt_layout
 from hybridflow.errors import ModelError
 from hybridflow.topology import RankGrid
 
@@ -159,7 +158,7 @@ def change(value: Callable[[dict[str, Tensor]], Tensor]) -> Loader:
         pytest.param(change(lambda w: w["q"] * 129), id="too large"),
         pytest.param(change(lambda w: w["q"] * w["norm"]), id="multiplied"),
         pytest.param(change(lambda w: w["q"].where(w["q"] != 3, 0)), id="holes"),
-        pytest.param(change(lambda w: w["norm"].expand(8, 150).sort(-1, descending=True).values), id="sorted"),
+        pytest.param(change(lambda w: w["norm"].expand(8, 150).flip(-1).cumsum(-1)), id="added up"),
     ],
 )
 def test_what_is_no_copy_of_boxes_is_refused(loader) -> None:
@@ -171,7 +170,7 @@ def test_what_is_no_copy_of_boxes_is_refused(loader) -> None:
 def test_rows_that_nobody_writes_are_refused_unless_they_are_padding() -> None:
     loader, shapes, _, _ = LOADERS["fused"]
     for padded in ({}, {"vocab": 7}):
-        with pytest.raises(UnreadableError, match="writes nothing at \\(6, 0\\)"):
+        with pytest.raises(UnreadableError, match="writes 30 of its"):
             read(loader, shapes, padded)
 
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridflow.errors import CheckpointError, ModelError
+from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.models.spec import FAMILIES, Cost, ModelSpec
 
 SMALL = {
@@ -219,3 +220,10 @@ def test_cost_grows_linearly_beyond_a_window():
     pairs = cost(tokens) - 3.0 * tokens
     assert pairs[:4].tolist() == [0.5 * n * n for n in range(1, 5)]
     assert set(pairs[4:].diff().tolist()) == {4.0}
+
+
+@pytest.mark.parametrize(("name", "said"), [("gema2", "Did you mean 'gemma2'?"), ("gemmaverse", "does not know it.")])
+def test_a_family_is_hinted_only_when_it_is_one_letter_away(name, said):
+    with pytest.raises(ModelError) as found:
+        TransformersSpec.of({"model_type": name})
+    assert str(found.value).endswith(said)
