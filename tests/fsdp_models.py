@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hybridflow.engines.fsdp.layout import tensor_parallel_dim
+from hybridflow.models.spec import ModelSpec
 
 
 def wrap(model: Any, mesh: DeviceMesh, *, root_stays_gathered: bool = False) -> Any:
@@ -31,9 +32,10 @@ def wrap(model: Any, mesh: DeviceMesh, *, root_stays_gathered: bool = False) -> 
 
 def _parallel_styles(model: Any) -> dict[str, Any]:
     styles: dict[str, Any] = {}
+    dim_of = tensor_parallel_dim(ModelSpec.from_hf_config(model.config))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            styles[name] = RowwiseParallel() if tensor_parallel_dim(f"{name}.weight") == 1 else ColwiseParallel()
+            styles[name] = RowwiseParallel() if dim_of(f"{name}.weight") == 1 else ColwiseParallel()
     styles["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
     styles["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     return styles

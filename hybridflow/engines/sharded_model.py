@@ -1,7 +1,7 @@
-"""ShardedModel: what a training backend supplies to the engine (`train_engine.ShardedEngine`).
+"""ShardedModel: what a training backend supplies to the engine (`train_engine.TrainEngine`).
 
-A model is cut by `fsdp.sharded.Sharded`, `zero.shards.ZeroShards` or `megatron.buckets.MegatronShards`; micro-batches
-run in a `PlainLoop` or `megatron.pipeline.PipelineLoop`.
+A model is cut by `fsdp.sharded.Sharded` or `flat_shards.FlatShards` (ZeRO, Megatron); micro-batches run in a
+`PlainLoop` or `megatron.engine.PipelineLoop`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.agreement import Replicas
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch
-from hybridflow.engines.offload_manager import OffloadableGradients
-from hybridflow.engines.replicas import Replicas
+from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.token_outputs import TokenOutputs
 
 
@@ -27,32 +27,32 @@ def compute_dtype(strategy: Any, device: torch.device) -> torch.dtype:
     return getattr(torch, strategy.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
-class ShardGradients(OffloadableGradients, Protocol):
-    """This rank's gradients."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """By the names of `storage`, float32, of the parameters that have any now. May be collective."""
-        ...
-
-    def drop(self) -> None:
-        """Set them to zero."""
-        ...
-
-
 class Shards(Protocol):
     """One rank's part of a model whose gradients are sums over data parallel ranks.
 
     `storage` are this rank's parameters by the names of its layout, `memory` the memory behind them. `main` are the
     float32 tensors that the optimizer steps here, by the names of the optimizer's layout; `separate`: they are copies
     of 16-bit parameters (the same on all ranks, also where `main` is empty).
+
+    `gradients` has `tensors` (float32, by the names of `storage`, of the parameters that have any now; may be
+    collective), `drop()` to set them to zero, and `resident`, `offload(zero)`, `reload(zero)` for their memory: what is
+    `zero` is not copied.
     """
 
+    model: Any
     storage: Mapping[str, Tensor]
     memory: Residency
-    gradients: ShardGradients
+    gradients: Any
     main: Mapping[str, Tensor]
     separate: bool
+
+    def before_backward(self, last: bool) -> None:
+        """The next micro-batch of a `PlainLoop` is computed with gradients; `last`: the last of its mini-batch."""
+        ...
+
+    def after_pass(self) -> None:
+        """The micro-batches of a pass are done, with gradients or without."""
+        ...
 
     def reduce(self) -> None:
         """Complete the gradients, once before each step. Collective."""
@@ -116,29 +116,13 @@ class ShardedModel:
     adapters: Adapters | None = None
 
 
-class DataParallelShards(Shards, Protocol):
-    """Shards of a whole model (no pipeline), which observe its passes."""
-
-    model: Any
-
-    def before_backward(self, last: bool) -> None:
-        """The next micro-batch is computed with gradients; `last`: it is the last of its mini-batch."""
-        ...
-
-    def after_pass(self) -> None:
-        """The micro-batches of a pass are done, with gradients or without."""
-        ...
-
-
 class PlainLoop:
     """Micro-batch after micro-batch. Every rank runs equally many, because gathering a layer needs all of them."""
 
     last_stage = True
 
-    def __init__(
-        self, shards: DataParallelShards, replicas: Replicas, empty: Callable[[], MicroBatch], device: torch.device
-    ) -> None:
-        self._shards, self._replicas, self._empty, self._device = shards, replicas, empty, device
+    def __init__(self, context: RankContext, shards: Shards, empty: Callable[[], MicroBatch]) -> None:
+        self._shards, self._replicas, self._empty, self._device = shards, Replicas(context), empty, context.device
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:

@@ -16,9 +16,9 @@ from typing import Any
 
 from hybridflow.config import FSDP, Megatron, Optimizer, TrainStrategy, ZeRO
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.contract import TrainEngine, Unset
+from hybridflow.engines.contract import Unset
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.train_engine import ShardedEngine
+from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import Decoder
 from hybridflow.topology import RankGrid
@@ -33,23 +33,17 @@ class TrainBackend:
 
     def check(self, spec: Decoder, grid: RankGrid, role: str = "the model") -> None:
         """Errors: ModelError, PlacementError when the strategy cannot cut `spec` over `grid`."""
-        self._module("layout").check(self.strategy, spec, grid, role)
+        self.module("layout").check(self.strategy, spec, grid, role)
 
     def layout(self, spec: Decoder, grid: RankGrid) -> Layout:
         """Which rank of `grid` holds which boxes of `spec`. Errors: those of `check`."""
-        return self._module("layout").weights_layout(self.strategy, spec, grid)
+        return self.module("layout").weights_layout(self.strategy, spec, grid)
 
     def state_layout(self, spec: Decoder, grid: RankGrid) -> Layout:
         """The same for one kind of optimizer state. Errors: those of `check`."""
-        return self._module("layout").state_layout(self.strategy, spec, grid)
+        return self.module("layout").state_layout(self.strategy, spec, grid)
 
-    def engine(
-        self, context: RankContext, spec: Decoder, checkpoint: str | Path | Unset | None, optimizer: Optimizer | None
-    ) -> TrainEngine:
-        """One rank's engine. Errors: those of `ShardedEngine`."""
-        return ShardedEngine(self._module("engine").build_model, context, self.strategy, spec, checkpoint, optimizer)
-
-    def _module(self, name: str) -> Any:
+    def module(self, name: str) -> Any:
         return importlib.import_module(f"hybridflow.engines.{self.folder}.{name}")
 
 
@@ -73,4 +67,5 @@ def build_engine(
     optimizer: Optimizer | None = None,
 ) -> TrainEngine:
     """The engine of one rank that the type of `strategy` asks for. Errors: ConfigError, those of the engine."""
-    return backend_of(strategy).engine(context, spec, checkpoint, optimizer)
+    build = backend_of(strategy).module("engine").build_model
+    return TrainEngine(build, context, strategy, spec, checkpoint, optimizer)

@@ -1,4 +1,4 @@
-"""ShardedEngine: one rank of a sharded model that computes and trains, for every training backend.
+"""TrainEngine: one rank of a sharded model that computes and trains, for every training backend.
 
 A backend supplies a `ShardedModel`: how parameters are cut and gradients reduced (`Shards`), how micro-batches run
 (`MicroBatchLoop`), and the layouts of both. Losses are shares of a global sum, so gradients are added over
@@ -9,6 +9,7 @@ Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, C co
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,29 +19,35 @@ import torch
 from torch import Tensor
 
 from hybridflow import config
+from hybridflow.algorithms.losses.aggregation import LossFunction
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
-from hybridflow.engines.contract import LossFunction, Output, TrainState, Unset
+from hybridflow.engines.agreement import Replicas
+from hybridflow.engines.checkpoint.reader import Checkpoint
+from hybridflow.engines.contract import Output, TrainState, Unset
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, in_order
-from hybridflow.engines.offload_manager import OffloadManager
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.replicas import Replicas
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.engines.sharded_model import ShardedModel
 from hybridflow.engines.step_check import StepCheck
 from hybridflow.engines.token_outputs import Positions
-from hybridflow.engines.weights import initialise, load
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, nearest
 from hybridflow.models.spec import Decoder
 
+STANDARD_DEVIATION = 0.02  # of weights that are drawn
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
 
 
-class ShardedEngine:
-    """Fulfils `engines.contract.TrainEngine`. Without an optimizer it only computes and keeps no gradients.
+class TrainEngine:
+    """One rank's part of one model; a `engine3d.interfaces.Trainer`. Without an optimizer it only computes.
+
+    Its inputs are the rows of this rank's data parallel replica as `prompt_ids` and `response_ids` (ragged); outputs
+    are ragged over response tokens, log-probabilities after dividing logits by `temperature`. Rows may be none: all
+    ranks take part in collectives. With `adapters` the weights of `layout()` are frozen: to read `storage()` as the
+    weights that the model computes with, merge them first (`adapters.merge()`), and restore them before it computes.
 
     `build` makes the model of `strategy`, its weights undefined. `checkpoint` is a Hugging Face directory; without one,
     weights are drawn from a fixed seed, equal however the model is cut, and with `UNSET` they are left undefined. A
@@ -52,7 +59,6 @@ class ShardedEngine:
 
     _model: Any = None  # these are None before they are built and after `close`
     _shards: Any = None
-    _offload: Any = None
     _optimizer: ShardOptimizer | None = None
     adapters: Adapters | None = None
 
@@ -75,12 +81,13 @@ class ShardedEngine:
             self._layout, self._optimizer_layout = model.layout, model.optimizer_layout
             if optimizer:
                 self._optimizer = ShardOptimizer(optimizer, model.shards, model.no_decay, model.parts, model.fp16)
-            gradients = model.shards.gradients if optimizer else None
-            self._offload = OffloadManager(context.role, model.shards.memory, gradients, self._optimizer)
+            if not isinstance(checkpoint, Unset):
+                for tensor in self.storage().values():
+                    tensor.zero_()  # also what pads the vocabulary
             if checkpoint is None:
                 initialise(self._layout, context.rank, self.storage(), spec.zeros)
             elif not isinstance(checkpoint, Unset):
-                load(checkpoint, spec, self._layout, context.rank, self.storage())
+                Checkpoint(checkpoint).read_into(self._layout, context.rank, self.storage())
             if self.adapters is not None:
                 self.adapters.start()
             self.weights_loaded()
@@ -91,13 +98,16 @@ class ShardedEngine:
     # Computing
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
-        """Raise, without any collective, what can be said against these rows. Errors: ModelError, BatchError."""
+        """Raise what can be said against these rows without any collective, so that ranks can agree to go on.
+
+        Errors: BatchError naming the row, ModelError for an output that the model's head does not give.
+        """
         self._tokens.check(batch, outputs, temperature)
 
     def forward(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> dict[str, Ragged] | None:
-        """Without gradients: each output ragged [B, R] float32 on the CPU; None off the last stage.
+        """Without gradients: each output ragged [B, R] float32 on the CPU, rows in order; None off the last stage.
 
-        Errors: those of `check`.
+        `values` are at the positions that predict each response token. Errors: those of `check`.
         """
         self._tokens.check(batch, outputs, temperature)
         read = partial(self._tokens.read, names=outputs, temperature=temperature)
@@ -109,7 +119,8 @@ class ShardedEngine:
     def score(self, batch: Batch, tokens: bool = False) -> Tensor | Ragged | None:
         """[B] float32 on the CPU: the value head at the last token; None off the last stage.
 
-        With `tokens` ragged [B, R] float32: at each response token's own position.
+        With `tokens` ragged [B, R] float32, a score for each response token: the head at the token's own position,
+        where the model has read it (one behind those of `values`, which are what is expected before it).
         """
         self._tokens.check(batch, ("values",))
         micro_batches, parts = self._infer(
@@ -124,7 +135,7 @@ class ShardedEngine:
         self, batch: Batch, at: Positions, read: Callable[[MicroBatch, Tensor], Any]
     ) -> tuple[list[MicroBatch], list[Any] | None]:
         """The batch's micro-batches, and `read(micro-batch, rows)` of each; None off the last stage."""
-        self._offload.require("parameters")
+        self._require("parameters")
         micro_batches = self._tokens.micro_batches(batch, at)
         found = self._model.loop.infer(micro_batches, read)
         return micro_batches, found if self._model.loop.last_stage else None
@@ -141,10 +152,13 @@ class ShardedEngine:
 
         A loss that raises does so after the last micro-batch, whose collectives need every rank: then all ranks raise
         and drop their gradients. An error in its backward pass is raised on one rank alone; its peers wait for their
-        timeout. Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
+        timeout. When a column that `loss` reads (its attribute `reads`; without one, any), an output or its value is
+        not finite where it counts, on any rank, the step that follows is skipped on all ranks.
+
+        Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
         """
         optimizer, last_stage = self._training(), self._model.loop.last_stage
-        self._offload.require("parameters", "gradients")
+        self._require("parameters", "gradients")
         self._tokens.check(batch, outputs, temperature)
         micro_batches = self._tokens.micro_batches(batch)
         self._check.begin(batch, loss)
@@ -175,7 +189,11 @@ class ShardedEngine:
         return self._replicas.summed(metrics) if last_stage else {}
 
     def step(self) -> dict[str, float]:
-        """Clip, update, zero the gradients: `grad_norm` (global, unclipped), `lr`, `skipped` (1.0: not finite)."""
+        """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
+
+        `skipped` is 1.0 when gradients, or what they were computed from, were not finite: then nothing has changed,
+        moments and counters included (except the loss scale, by gradients that were too large for float16).
+        """
         result = self._ready_to_step().step(self._check.take())
         self._gradients = "zero"
         return result
@@ -195,12 +213,12 @@ class ShardedEngine:
 
     @property
     def skip_reason(self) -> str:
-        """Why the last step was skipped; "" when it was made."""
+        """Why the last step was skipped, the same on all ranks; "" when it was made."""
         return self._check.reason(self.step_result)
 
     def _ready_to_step(self) -> ShardOptimizer:
         optimizer = self._training()
-        self._offload.require(*get_args(TrainState))
+        self._require(*get_args(TrainState))
         self._reduce()
         return optimizer
 
@@ -208,7 +226,7 @@ class ShardedEngine:
         """This rank's gradients by the names of `storage()` (with LoRA of `adapters.storage`), float32, added up over
         data parallel ranks; valid until `step`. Collective. No `forward_backward` may follow before the step."""
         self._training()
-        self._offload.require("gradients")
+        self._require("gradients")
         self._reduce()
         found = self._shards.gradients.tensors
         trained = self.storage() if self.adapters is None else self.adapters.storage
@@ -260,8 +278,12 @@ class ShardedEngine:
         return self._optimizer_layout
 
     def optimizer_storage(self) -> dict[str, Mapping[str, Tensor]]:
-        """Kind of state -> float32 tensors by the names of `optimizer_layout()`; missing state is created."""
-        self._offload.require("optimizer")
+        """Kind of state -> this rank's float32 tensors by the names of `optimizer_layout()`.
+
+        Kinds are "main" (main parameters; without separate ones, views of the parameters), and "exp_avg",
+        "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum. State that does not exist yet is made, zero.
+        """
+        self._require("optimizer")
         return self._training().storage()
 
     def optimizer_counters(self) -> dict[str, Any]:
@@ -269,24 +291,63 @@ class ShardedEngine:
         return self._training().counters()
 
     def optimizer_moved(self, counters: Mapping[str, Any]) -> None:
-        """`optimizer_storage()` was written from outside: take the counters, and the parameters from `main`."""
+        """`optimizer_storage()` was written from outside: take the counters, and the parameters from `main`.
+
+        Collective over the data parallel ranks.
+        """
         optimizer = self._training()
-        self._offload.require("parameters", "optimizer")
+        self._require("parameters", "optimizer")
         optimizer.moved(counters)
 
     # Memory
 
     def memory(self) -> Residency:
-        """The memory behind `storage()`."""
+        """The memory behind `storage()`, at least every decoder layer on its own; made once.
+
+        While names are released the engine does not compute. What `acquire` leaves undefined is every element that
+        has a box in `layout()`; all others (padding) are as the engine needs them.
+        """
         return self._shards.memory
 
     def offload(self, what: Collection[TrainState]) -> None:
-        """Move these to host memory; the engine does not compute until they are back."""
-        self._offload.offload(what, self._gradients == "zero")
+        """Move these to host memory; the engine does not compute until they are back. Errors: ConfigError."""
+        self._known(what)
+        if "parameters" in what:
+            self._shards.memory.offload()
+        if "optimizer" in what and self._optimizer:
+            self._optimizer.offload()
+        if "gradients" in what and self._optimizer:
+            self._shards.gradients.offload(self._gradients == "zero")
 
     def reload(self, what: Collection[TrainState]) -> None:
-        """Bring back what was moved to host memory; the rest is left alone."""
-        self._offload.reload(what, self._gradients == "zero")
+        """Bring back what was moved to host memory; the rest is left alone. Errors: ConfigError."""
+        self._known(what)
+        if "parameters" in what:
+            self._shards.memory.acquire()
+        if "optimizer" in what and self._optimizer:
+            self._optimizer.reload()
+        if "gradients" in what and self._optimizer:
+            self._shards.gradients.reload(self._gradients == "zero")
+
+    def _known(self, what: Collection[str]) -> None:
+        names = get_args(TrainState)
+        if wrong := [name for name in what if name not in names]:
+            raise ConfigError(f"{self.context.role} holds no {wrong[0]!r}.{nearest(wrong[0], names)}")
+
+    def _require(self, *what: TrainState) -> None:
+        """Errors: ConfigError when one of these is not in device memory."""
+        memory = self._shards.memory
+        held = {
+            "parameters": memory.resident_bytes == memory.total_bytes,
+            "gradients": self._optimizer is None or self._shards.gradients.resident,
+            "optimizer": self._optimizer is None or self._optimizer.resident,
+        }
+        if missing := [name for name in what if not held[name]]:
+            raise ConfigError(
+                f"{self.context.role} was asked to work while its {' and '.join(missing)} are not in device memory. "
+                f"Bring back what was offloaded with reload({missing}); fill parameters that were released, or "
+                f"restore() them."
+            )
 
     def close(self) -> None:
         """Free the model, gradients and optimizer; the process groups belong to the context. May be called twice.
@@ -298,4 +359,26 @@ class ShardedEngine:
             self._optimizer.close()
         if self._model:
             self._model.shards.close()
-        self._optimizer = self._model = self._shards = self._offload = self.adapters = None
+        self._optimizer = self._model = self._shards = self.adapters = None
+
+
+def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: Collection[str] = frozenset()) -> None:
+    """Normal weights with deviation 0.02, norms 1, biases, value heads and `zeros` 0; equal however the model is split.
+
+    Every tensor is drawn whole on the CPU from a seed of its name, one at a time, and this rank keeps its boxes.
+    """
+    by_tensor: dict[str, list] = {}
+    for region in layout.regions(rank):
+        by_tensor.setdefault(region.box.tensor, []).append(region)
+    for name, regions in by_tensor.items():
+        shape = layout.tensors[name]
+        if name == "score.weight" or (len(shape) == 1 and (name.endswith("bias") or name in zeros)):
+            whole = torch.zeros(shape)
+        elif len(shape) == 1:
+            whole = torch.ones(shape)
+        else:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+        for region in regions:
+            box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
+            storage[region.storage][region.index()].copy_(whole[box])

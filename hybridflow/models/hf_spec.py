@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import FSDP, TrainStrategy, ZeRO
 from hybridflow.errors import ModelError
-from hybridflow.models.causal import check_causal
+from hybridflow.models.families import FUSED_LINEAR, check_causal
 from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Decoder, Head, ModelSpec, Part, read_config
 
 if TYPE_CHECKING:
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SCORE = "score.weight"
-FUSED_LINEAR: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"), ("out_proj",)),
-    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer"), ("out_proj",)),
-    **dict.fromkeys(("FalconMambaMixer", "MambaMixer"), ("x_proj", "dt_proj", "out_proj")),
-    "JambaMambaMixer": ("dt_proj",),
-}
-"""Linear layers of transformers' state space mixers whose weights a fused kernel reads; a test keeps the list."""
 _CONTEXT = 2048  # of models that put no limit on it
 
 
@@ -52,6 +45,7 @@ class TransformersSpec:
     hidden: int
     vocab: int
     layers: int
+    heads: int
     kv_heads: int
     context: int
     learned_positions: bool
@@ -91,11 +85,11 @@ class TransformersSpec:
     def check_parallel(
         self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
     ) -> None:
-        """Errors: ModelError for p or t above one: how to cut layers is known of ModelSpec's families only."""
-        if p != 1 or t != 1:
+        """Errors: ModelError for p above one: pipeline stages are made of ModelSpec's families only."""
+        if p != 1:
             raise ModelError(
-                f"{role} is a {self.family} model, which can be cut neither by pp nor by tp, got p={p} and t={t}. "
-                f"Use FSDP() or ZeRO(), whose ranks share any model."
+                f"{role} is a {self.family} model, which cannot be cut by pp, got p={p}. Use FSDP() or ZeRO(), whose "
+                f"ranks share any model."
             )
 
 
@@ -107,7 +101,7 @@ def _read(text: str, head: Head) -> TransformersSpec:
     with torch.device("meta"):
         model = make_model(given)
     config, family = model.config, str(given.get("model_type"))
-    check_causal(model, family)
+    check_causal(config)
     decoder, layer_list = model.base_model_prefix, decoder_layers(model)
     if not hasattr(model, decoder):  # the prefix is that of a larger model which this one is a part of
         decoder = layer_list.partition(".")[0]
@@ -133,6 +127,7 @@ def _read(text: str, head: Head) -> TransformersSpec:
         hidden=hidden,
         vocab=vocab,
         layers=len(model.get_submodule(layer_list)),  # type: ignore[arg-type]
+        heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         context=int(getattr(config, "max_position_embeddings", None) or _CONTEXT),
         learned_positions=_learns_positions(model),
@@ -230,18 +225,27 @@ def checkpoint_pieces(model: PreTrainedModel, family: str) -> dict[str, dict[str
 
     parameters = dict(model.named_parameters())
     owners = {_memory(parameter): name for name, parameter in parameters.items()}
-    with _views_only(), _refused(family):
-        saved = revert_weight_conversion(model, {name: p.detach() for name, p in parameters.items()})
+    no_piece = (
+        f"of a {family} checkpoint is no contiguous piece of a parameter of transformers' model. This model cannot be "
+        "cut over ranks yet."
+    )
+    try:
+        with _views_only():
+            saved = revert_weight_conversion(model, {name: p.detach() for name, p in parameters.items()})
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"how transformers saves the tensors of a {family} model cannot be followed: {error}"
+        ) from None
     found: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {name: [] for name in parameters}
     for name, tensor in saved.items():
         if _memory(tensor) not in owners or not tensor.is_contiguous():
-            raise _no_piece(family, name)
+            raise ModelError(f"{name} {no_piece}")
         found[owners[_memory(tensor)]].append((int(tensor.storage_offset()), name, tuple(tensor.shape)))
     for name, pieces in found.items():
         pieces.sort()
         ends = [at + math.prod(shape) for at, _, shape in pieces]
         if [at for at, _, _ in pieces] != [0, *ends[:-1]] or ends[-1:] != [parameters[name].numel()]:
-            raise _no_piece(family, name)
+            raise ModelError(f"{name} {no_piece}")
     return {name: {piece: shape for _, piece, shape in pieces} for name, pieces in found.items()}
 
 
@@ -258,16 +262,12 @@ def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Dec
         if config.get("model_type") in FAMILIES and any(name not in config for name in NEEDED):
             raise
         made = hf_config(config)
-        if not isinstance(strategy, FSDP | ZeRO) or (isinstance(strategy, FSDP) and strategy.tp > 1):
+        if not isinstance(strategy, FSDP | ZeRO):
             raise ModelError(
-                f"{type(strategy).__name__}{_sizes(strategy)} cannot cut the {made.model_type} model {directory}: "
-                f"{error} It computes {', '.join(FAMILIES)}. Use FSDP() without tp, or ZeRO(), which take any decoder."
+                f"{type(strategy).__name__} cannot cut the {made.model_type} model {directory}: {error} It computes "
+                f"{', '.join(FAMILIES)}. Use FSDP() or ZeRO(), which take any decoder."
             ) from None
     return TransformersSpec.of(config, head)
-
-
-def _sizes(strategy: TrainStrategy) -> str:
-    return f"(tp={strategy.tp})" if isinstance(strategy, FSDP) else ""
 
 
 def _cost(model: PreTrainedModel, layer_list: str, columns: int, hidden: int, heads: int) -> Cost:
@@ -357,20 +357,3 @@ def _views_only() -> Iterator[None]:
 
     with Views():
         yield
-
-
-@contextmanager
-def _refused(family: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        raise ModelError(
-            f"how transformers saves the tensors of a {family} model cannot be followed: {error}"
-        ) from None
-
-
-def _no_piece(family: str, name: str) -> ModelError:
-    return ModelError(
-        f"{name} of a {family} checkpoint is no contiguous piece of a parameter of transformers' model. This model "
-        f"cannot be cut over ranks yet."
-    )

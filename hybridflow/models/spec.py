@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hybridflow.errors import CheckpointError, ModelError, nearest
@@ -62,13 +63,20 @@ class Part:
     tensors: tuple[str, ...]
 
 
+_NO_PARTS: Mapping[str, Part] = MappingProxyType({})  # every parameter is a canonical tensor
+
+
 class Decoder(Protocol):
     """What is known of a decoder with a head before it exists: a ModelSpec, or a TransformersSpec of other families.
 
-    `parts`: by name the parameters of transformers' model that are no canonical tensor of the same name. `decoder` is
-    the name of the model without its head; `layer_tensors` with two dimensions belong to linear layers; `zeros` are
-    the vectors, besides biases, that begin as zero. With `learned_positions` no row may be longer than `context`.
+    `config` is its `config.json`. `parts`: by name the parameters of transformers' model that are no canonical tensor
+    of the same name. `decoder` is the name of the model without its head, `layer_list` that of its layers;
+    `layer_tensors` with two dimensions belong to linear layers; `zeros` are the vectors, besides biases, that begin as
+    zero. With `learned_positions` no row may be longer than `context`.
     """
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
 
     @property
     def family(self) -> str: ...
@@ -80,6 +88,8 @@ class Decoder(Protocol):
     def vocab(self) -> int: ...
     @property
     def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
     @property
     def kv_heads(self) -> int: ...
     @property
@@ -96,6 +106,8 @@ class Decoder(Protocol):
     def parts(self) -> Mapping[str, Part]: ...
     @property
     def decoder(self) -> str: ...
+    @property
+    def layer_list(self) -> str: ...
     @property
     def zeros(self) -> frozenset[str]: ...
 
@@ -132,6 +144,10 @@ class ModelSpec:
     context: int = 4096
     sliding_window: int | None = None
     head: Head = "lm"
+
+    # no fields: the same in all families
+    decoder, layer_list, learned_positions = "model", "model.layers", False
+    parts, zeros = _NO_PARTS, frozenset[str]()
 
     @classmethod
     def from_hf_config(cls, config: Any, head: Head = "lm") -> ModelSpec:
@@ -266,21 +282,32 @@ class ModelSpec:
         return out
 
     @property
-    def parts(self) -> Mapping[str, Part]:
-        """Empty: every parameter of transformers' model is a canonical tensor."""
-        return {}
-
-    @property
-    def decoder(self) -> str:
-        return "model"
-
-    @property
-    def learned_positions(self) -> bool:
-        return False
-
-    @property
-    def zeros(self) -> frozenset[str]:
-        return frozenset()
+    def config(self) -> dict[str, Any]:
+        """A `config.json` of this model, as transformers reads it."""
+        scaling = {name: int(value) if name.startswith("original") else value for name, value in self.rope_scaling}
+        window: dict[str, Any] = {"sliding_window": self.sliding_window}
+        if self.family.startswith("qwen"):
+            window |= {"use_sliding_window": self.sliding_window is not None, "max_window_layers": 0}
+        return {
+            "model_type": self.family,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": {
+                "rope_type": "llama3" if scaling else "default",
+                "rope_theta": self.rope_theta,
+                **scaling,
+            },
+            "tie_word_embeddings": self.tied,
+            "pad_token_id": None,
+            **window,
+        }
 
     @property
     def num_parameters(self) -> int:

@@ -18,7 +18,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
-from hybridflow.engines.contract import TrainEngine
+from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, register

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import FSDP, LoRA
-from hybridflow.engines.lora.injection import check_injection
+from hybridflow.engines.lora.adapters import check_injection
 from hybridflow.engines.lora.saved import check_adapters, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError

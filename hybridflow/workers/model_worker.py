@@ -22,8 +22,9 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
-from hybridflow.engines.contract import UNSET, Output, TrainEngine, TrainState
+from hybridflow.engines.contract import UNSET, Output, TrainState
 from hybridflow.engines.train_backends import backend_of, build_engine
+from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import Cost, Decoder, Head
@@ -84,7 +85,7 @@ def _check_save(settings: Settings, call: Any) -> None:
 
 
 class ModelWorker(Worker):
-    """One rank of a sharded model behind the `TrainEngine` contract."""
+    """One rank of a sharded model as a `TrainEngine`."""
 
     head: ClassVar[Head] = "lm"
     _idle: tuple[TrainState, ...] = ()  # what waits in host memory between calls

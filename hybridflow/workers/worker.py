@@ -14,8 +14,8 @@ from hybridflow.cluster.call_layouts import LayoutsGroup
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.contract import TrainEngine
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.models.spec import Cost
 from hybridflow.placement import GroupPlacement

@@ -293,7 +293,7 @@ def closed(world: World, name: str, strategy: Any, size: int, path: Path, optimi
         engine.forward_backward(rows, loss, loss.outputs)
         engine.step()
         engine.forward_backward(rows, loss, loss.outputs)
-        held += [engine.gradients(), *engine.optimizer_storage().values()]
+        held += [engine._shards.gradients.buffers, *engine.optimizer_storage().values()]
     tensors = [tensor.detach() for kind in held for tensor in kind.values()]
     assert all(tensor.untyped_storage().nbytes() for tensor in tensors)
     engine.offload(away)

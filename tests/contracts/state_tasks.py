@@ -82,26 +82,6 @@ def moving(world: World, name: str, strategies: Sequence[Any], path: Path, optim
     return found
 
 
-def owned_ranges(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> bool:
-    """The pure ranges of every unit are those of this rank's share of Megatron's buffers."""
-    from hybridflow.engines.megatron.units import units
-
-    engine = build(world, name, strategy, size, path, "lm", optimizer)
-    at, d = engine.context.coords, engine.grid.d
-    pure: dict[str, tuple[int, int]] = {}
-    for unit in units(engine.spec, engine.grid, at, strategy.stage_layers):
-        pure |= unit.owned(d, at.d)
-    real, names = {}, {id(parameter): key for key, parameter in engine._shards.model.named_parameters()}
-    for buffer in engine._shards.gradients.buffers:
-        share = buffer.grad_data.numel() // d
-        for parameter, (start, stop, _) in buffer.param_index_map.items():
-            first, last = max(start, at.d * share), min(stop, (at.d + 1) * share)
-            if first < last:
-                real[names[id(parameter)]] = (first - start, last - start)
-    engine.context.groups.close()
-    return pure == real
-
-
 def steps_in_parts(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> list[Boxes]:
     """Two updates in one go and in parts, bitwise equal, and every part final when it is yielded.
 

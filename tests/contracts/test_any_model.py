@@ -15,17 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.config import FSDP, Megatron, ZeRO
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.engines.fsdp.layout import weights_layout
+from hybridflow.engines.fsdp.layout import check_tensor_parallel, weights_layout
 from hybridflow.errors import CheckpointError, ModelError
 from hybridflow.models.hf_spec import TransformersSpec, read_spec
-from hybridflow.models.packing_support import is_packable
 from tests.contracts import any_model_tasks as tasks
 from tests.contracts.any_model_tasks import FAMILIES, expected, make
 from tests.contracts.example_models import relative
-from tests.contracts.train_contract import whole
+from tests.contracts.train_contract import joined, whole
 
 STRATEGIES = {"fsdp-2": FSDP(micro_tokens=40), "zero-2": ZeRO(stage=2, micro_tokens=40)}
-PACKED = {"gemma2", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "granite", "mixtral"}
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +63,34 @@ def test_it_is_transformers_model_that_is_trained(processes, directories, oracle
     assert sum(p.numel() for p in model.parameters()) == spec.num_parameters
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_only_what_can_be_packed_is_packed(directories, name):
-    config = read_spec(directories[name, "lm"], "lm", FSDP()).config
-    assert is_packable(config) == (name in PACKED)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_neox", "phi3", "olmo2", "granite"])
+def test_tensor_parallelism_follows_the_plan_of_the_family(processes, directories, oracle, tmp_path, name):
+    path, strategy, want = directories[name, "lm"], FSDP(tp=2, micro_tokens=40), oracle[name, "lm"]
+    names, target = [processes.name(), processes.name()], tmp_path / "saved"
+    spec = read_spec(path, "lm", strategy)
+    after = tasks.tensors(path.with_name(f"{path.name}-after"), spec.tensors())
+    found = processes.run(2, tasks.trained, names, strategy, path, "lm", target)
+    for part in found:
+        for output in ("log_probs", "entropy"):
+            assert torch.allclose(part["outputs"][output].values, want[output].values, atol=1e-4)
+        assert part["norms"] == pytest.approx(want["norms"], rel=1e-5)
+        assert part["bytes"] < 0.8 * 4 * spec.num_parameters
+    assert relative(whole([part["boxes"] for part in found], spec.tensors()), after) < 1e-6
+    assert relative(tasks.tensors(target, spec.tensors()), after) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "says"),
+    [
+        ("gpt2", 2, "transformers has no plan"),
+        ("mixtral", 2, "styles moe_tp_experts, packed_colwise"),
+        ("gemma2", 4, r"2 kv-heads, which do not divide by tp=4. Use FSDP\(tp=\) in \[1, 2\]"),
+    ],
+)
+def test_plans_that_cannot_be_followed_are_refused(directories, name, tp, says):
+    spec = read_spec(directories[name, "lm"], "lm", FSDP(tp=tp))
+    with pytest.raises(ModelError, match=says):
+        check_tensor_parallel(spec, tp, "actor")
 
 
 def test_ways_to_save_memory_and_16_bits(processes, directories, oracle):
@@ -129,8 +151,7 @@ def test_norms_around_one_begin_as_the_model_itself_begins():
 @pytest.mark.parametrize(
     ("settings", "strategy", "says"),
     [
-        ({"model_type": "gemma2"}, Megatron(), "Megatron cannot cut the gemma2 model .* FSDP.. without tp, or ZeRO"),
-        ({"model_type": "gemma2"}, FSDP(tp=2), r"FSDP.tp=2. cannot cut the gemma2 model"),
+        ({"model_type": "gemma2"}, Megatron(), "Megatron cannot cut the gemma2 model .* FSDP.. or ZeRO"),
         ({"model_type": "gema2"}, FSDP(), "'gema2' is not supported.* Did you mean 'gemma2'"),
         ({"model_type": "llama"}, FSDP(), "lacks hidden_size"),
         ({"model_type": "gemma2", "quantization_config": {"quant_method": "fp8"}}, FSDP(), "is quantized"),

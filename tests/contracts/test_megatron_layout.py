@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Region
-from hybridflow.engines.megatron.layout import megatron_layout
-from hybridflow.engines.megatron.units import padded_vocab, stages
+from hybridflow.engines.megatron.layout import megatron_layout, padded_vocab, stages
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.config import SGD, Adam, Megatron
-from hybridflow.engines.megatron.layout import megatron_layout, state_layout
-from hybridflow.engines.megatron.units import stages, units
-from hybridflow.engines.step_partition import step_groups
+from hybridflow.engines.megatron.layout import megatron_layout, stages, state_layout, units
+from hybridflow.engines.units import step_groups
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts import state_tasks as tasks
@@ -90,12 +89,6 @@ def test_parts_of_a_step_cover_the_model_once_and_fit_the_units_of_every_stage(c
     for rank in range(grid.size):
         part_of = {n: unit.part for unit in units(spec, grid, grid.coords(rank)) for n in unit.parameters}
         assert all(region.box.tensor in groups[part_of[region.storage]] for region in layout.regions(rank))
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (3, 1, 1)], ids=str)
-def test_ranges_are_those_of_megatrons_distributed_optimizer(processes, path, sizes):
-    args = (processes.name(), megatron(sizes), count(sizes), path, ADAM)
-    assert all(processes.run(count(sizes), tasks.owned_ranges, *args))
 
 
 CIRCLE: list[Sizes] = [(1, 2, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (1, 2, 2)]

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, fsdp_layout
-from hybridflow.engines.weights import initialise
+from hybridflow.engines.train_engine import initialise
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
 from tests.contracts import engine_tasks, state_tasks
@@ -81,13 +81,13 @@ def test_no_rank_ever_holds_the_whole_model(processes, tmp_path, strategy):
 
 def saved(directory: Path, spec: ModelSpec) -> Path:
     """The model of `spec` with drawn weights as a Hugging Face directory."""
-    from hybridflow.engines.token_model import hf_config
+    from hybridflow.models.hf_spec import hf_config
 
     storage = {name: torch.empty(shape) for name, shape in spec.tensors().items()}
     initialise(fsdp_layout(spec, 1), 0, storage)
     directory.mkdir()
     save_file(storage, directory / "model.safetensors")
-    hf_config(spec).save_pretrained(directory)
+    hf_config(spec.config).save_pretrained(directory)
     return directory
 
 

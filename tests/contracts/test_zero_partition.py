@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridflow.config import SGD, Adam
-from hybridflow.engines.step_partition import step_groups
-from hybridflow.engines.zero.layout import ALIGNMENT, optimizer_layout, parameter_layout, units
+from hybridflow.engines.units import ALIGNMENT, step_groups
+from hybridflow.engines.zero.layout import optimizer_layout, parameter_layout, whole_units
 from hybridflow.models.spec import ModelSpec
 from tests.contracts import zero_tasks as tasks
 from tests.contracts.example_models import Oracle, load_model, make_batch, make_model, relative, spec_of
@@ -107,7 +107,7 @@ def test_ranks_own_every_element_once_and_equally_much(case):
     spec, ranks = case
     tensors = spec.tensors()
     owners = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in tensors.items()}
-    layout, cut = optimizer_layout(tensors, ranks), units(tensors)
+    layout, cut = optimizer_layout(tensors, ranks), whole_units(tensors)
     for rank in range(ranks):
         owned = {name: span for unit in cut for name, span in unit.owned(ranks, rank).items()}
         stored = {name: torch.zeros(stop - start, dtype=torch.int8) for name, (start, stop) in owned.items()}
@@ -126,11 +126,11 @@ def test_ranks_own_every_element_once_and_equally_much(case):
 def test_units_are_the_model_and_parts_of_a_step_are_units(case):
     spec, _ = case
     tensors = spec.tensors()
-    named = [name for unit in units(tensors) for name in unit.parameters]
+    named = [name for unit in whole_units(tensors) for name in unit.parameters]
     assert named == list(tensors)
     parts = step_groups(tensors)
     assert sorted(name for part in parts for name in part) == sorted(tensors)
-    assert all(any(unit.parameters.keys() <= part for part in parts) for unit in units(tensors))
+    assert all(any(unit.parameters.keys() <= part for part in parts) for unit in whole_units(tensors))
 
 
 def test_a_layout_of_parameters_holds_everything_everywhere():
@@ -236,7 +236,7 @@ def test_bytes_per_rank_are_those_of_the_papers_table(processes, even, stage, dt
     spec = spec_of(even)
     count, own, k = spec.num_parameters, 4 if dtype == "float32" else 2, 8 if dtype == "float32" else 12
     table = {1: (own + 4) * count + k * count // 4, 2: own * count + (4 + k) * count // 4}[stage]
-    cut = units(spec.tensors())
+    cut = whole_units(spec.tensors())
     padding = (own + 4) * sum(4 * unit.share(4) - _numel(unit) for unit in cut)
     buffers = sum(b.nbytes for b in load_model(even).buffers())
     scalars = 4 * len(spec.tensors()) + 1024  # Adam counts steps per tensor; and a few numbers here and there

@@ -17,11 +17,11 @@ from hybridflow import config
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
+from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.shard_optimizer import ShardOptimizer
-from hybridflow.engines.step_partition import step_groups
-from hybridflow.engines.zero.layout import optimizer_layout
-from hybridflow.engines.zero.shards import ZeroShards
+from hybridflow.engines.units import step_groups
+from hybridflow.engines.zero.layout import optimizer_layout, whole_units
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.topology import RankGrid
 from tests.contracts.engine_tasks import share
@@ -30,6 +30,10 @@ from tests.contracts.rank_processes import World
 
 Boxes = list[tuple[str, tuple, tuple, Tensor]]
 MICRO_BATCHES = 2
+
+
+def flat_shards(context: Any, model: Any, tensors: Any, **settings: Any) -> FlatShards:
+    return FlatShards(context, model, whole_units(tensors), context.groups.everyone(), **settings)
 
 
 class Trained:
@@ -50,7 +54,7 @@ class Trained:
         self.head, self.tensors = head, spec_of(path, head).tensors()
         self.context = world.context(name, RankGrid(d=ranks), kept=True)
         self.model: Any = load_model(path, head).to(dtype)
-        self.shards = ZeroShards(self.context, self.model, self.tensors, **settings)
+        self.shards = flat_shards(self.context, self.model, self.tensors, **settings)
         flat = [name for name, shape in self.tensors.items() if len(shape) == 1]
         self.optimizer = ShardOptimizer(
             optimizer, self.shards, flat, step_groups(self.tensors), fp16=dtype == torch.float16
@@ -166,7 +170,7 @@ def bytes_held(world: World, name: str, path: Path, dtype: str, optimizer: Any, 
     most that a backward pass adds to them."""
     trained = Trained(world, name, path, "lm", optimizer, dtype=getattr(torch, dtype), stage=stage)
     trained.update(0)
-    held, gradients, during = _live_bytes(), trained.shards._gradients.memory.total_bytes, [0]
+    held, gradients, during = _live_bytes(), trained.shards.gradients.memory.total_bytes, [0]
     parameters, known = list(trained.model.parameters()), []
     for parameter in parameters:  # hooks run in the order in which they were registered
         parameter.register_post_accumulate_grad_hook(lambda _: during.append(_live_bytes(parameters, known)))
@@ -302,7 +306,7 @@ def any_order(world: World, name: str, stage: int, overlap: bool) -> tuple[bool,
     model, alone = Branches(), Branches()
     tensors = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
     context = world.context(name, RankGrid(d=4))
-    shards = ZeroShards(context, model, tensors, stage=stage, overlap=overlap)
+    shards = flat_shards(context, model, tensors, stage=stage, overlap=overlap)
     inputs = torch.randn(3, 4, 2, 8, generator=torch.Generator().manual_seed(1))
     for inputs_of_pass in inputs:
         shards.before_backward()
@@ -327,13 +331,13 @@ def meta_and_frozen(world: World, name: str, path: Path) -> dict[str, Any]:
     spec, context = spec_of(path), world.context(name, RankGrid(d=4))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
-    shards = ZeroShards(context, model.requires_grad_(False), spec.tensors(), stage=2)
+    shards = flat_shards(context, model.requires_grad_(False), spec.tensors(), stage=2)
     found = {
         "devices": {str(parameter.device) for parameter in model.parameters()},
         "dtypes": {parameter.dtype for parameter in model.parameters()},
         "same": all(p.data_ptr() == shards.storage[n].data_ptr() for n, p in model.named_parameters()),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "kept": (shards._gradients.memory.total_bytes, len(shards.main), len(shards.gradients.tensors)),
+        "kept": (shards.gradients.memory.total_bytes, len(shards.main), len(shards.gradients.tensors)),
     }
     shards.close()
     found["left"] = sum(tensor.untyped_storage().nbytes() for tensor in shards.storage.values())
@@ -347,7 +351,7 @@ def left_after_close(world: World, name: str, path: Path, settings: Mapping[str,
     trained.update(0)
     shards, optimizer = trained.shards, trained.optimizer
     state = [tensor for kind in optimizer.storage().values() for tensor in kind.values()]
-    held = [*shards.storage.values(), *trained.model.parameters(), *shards._gradients.pieces.values(), *state]
+    held = [*shards.storage.values(), *trained.model.parameters(), *shards.gradients.own.values(), *state]
     if away:
         shards.memory.offload()
         shards.gradients.offload(zero=True)
@@ -363,7 +367,7 @@ def refusals(world: World, name: str, path: Path) -> dict[str, str]:
     def built(stage: int = 2, frozen: bool = False, head: tuple[int, ...] = tensors["lm_head.weight"]) -> str:
         model: Any = load_model(path)
         model.lm_head.requires_grad_(not frozen)
-        return _error(lambda: ZeroShards(context, model, {**tensors, "lm_head.weight": head}, stage=stage))
+        return _error(lambda: flat_shards(context, model, {**tensors, "lm_head.weight": head}, stage=stage))
 
     found = {"stage": built(stage=3), "frozen": built(frozen=True), "other": built(head=(7, 7))}
     context.groups.close()

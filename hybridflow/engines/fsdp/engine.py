@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from hybridflow.config import FSDP, Optimizer, ZeRO
+from hybridflow.config import FSDP, SGD, Adam, Optimizer, ZeRO
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
-from hybridflow.engines.fsdp.host_memory import require_host_memory
 from hybridflow.engines.fsdp.layout import check, state_layout, weights_layout
-from hybridflow.engines.fsdp.parallelize import parallelize
+from hybridflow.engines.fsdp.sharded import Sharded
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.lora.targets import adapter_tensors
 from hybridflow.engines.micro_batches import Split
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.replicas import Replicas
-from hybridflow.engines.sharded_model import DataParallelShards, PlainLoop, ShardedModel, compute_dtype
-from hybridflow.engines.step_partition import step_groups
+from hybridflow.engines.sharded_model import PlainLoop, ShardedModel, Shards, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
+from hybridflow.engines.units import step_groups
+from hybridflow.errors import ConfigError
 from hybridflow.models.spec import Decoder
+
+_GIB = 1 << 30
 
 
 def build_model(context: RankContext, strategy: FSDP, spec: Decoder, optimizer: Optimizer | None) -> ShardedModel:
@@ -30,7 +32,7 @@ def build_model(context: RankContext, strategy: FSDP, spec: Decoder, optimizer: 
     dtype, lora = compute_dtype(strategy, context.device), strategy.lora
     weights, state = (found(strategy, spec, context.grid) for found in (weights_layout, state_layout))
     check_host_memory(context, strategy, weights, dtype, optimizer)
-    shards = parallelize(context, strategy, spec, dtype, optimizer is not None)
+    shards = Sharded(context, strategy, spec, dtype, trains=optimizer is not None)
     adapters = None
     if lora is not None:
         local = {**shards.storage, **shards.adapters}
@@ -61,7 +63,7 @@ def assemble(
     context: RankContext,
     strategy: FSDP | ZeRO,
     spec: Decoder,
-    shards: DataParallelShards,
+    shards: Shards,
     weights: Layout,
     state: Layout | None,
     adapters: Adapters | None = None,
@@ -76,7 +78,7 @@ def assemble(
     parts = step_groups(tensors | (adapter_tensors(spec, adapters.lora) if adapters else {}))
     return ShardedModel(
         shards=shards,
-        loop=PlainLoop(shards, Replicas(context), split.empty, context.device),
+        loop=PlainLoop(context, shards, split.empty),
         tokens=TokenOutputs(context.role, spec, split, (first, min(spec.vocab, first + columns)), group),
         layout=weights,
         optimizer_layout=state,
@@ -86,3 +88,72 @@ def assemble(
         fp16=compute_dtype(strategy, context.device) == torch.float16,
         adapters=adapters,
     )
+
+
+# Host memory
+
+
+def require_host_memory(
+    context: RankContext,
+    strategy: FSDP | ZeRO,
+    layout: Layout,
+    dtype: torch.dtype,
+    optimizer: Optimizer | None,
+    free: int | None = None,
+) -> None:
+    """Refuse `offload=True`, before anything is allocated, where the ranks of this rank's node do not fit.
+
+    `layout` are the parameters, which compute in `dtype`; `free` bytes are what the node has (default: what the system
+    calls available; where it says nothing, nothing is refused).
+
+    Errors: ConfigError.
+    """
+    free = available() if free is None else free
+    if not strategy.offload or free is None:
+        return
+    nodes = context.nodes or (0,) * context.grid.size
+    neighbours = nodes.count(nodes[context.rank])
+    width = bytes_kept(strategy, dtype, optimizer, context.grid.d)
+    needed = neighbours * width * sum(region.box.numel for region in layout.regions(context.rank))
+    if needed > free:
+        raise ConfigError(
+            f"{context.role}: offload=True keeps {needed / _GIB:.3g} GiB of {neighbours} ranks in host memory, this "
+            f"node has {free / _GIB:.3g} GiB free. Use more devices on more nodes, or offload=False."
+        )
+
+
+def bytes_kept(strategy: FSDP | ZeRO, dtype: torch.dtype, optimizer: Optimizer | None, ranks: int) -> float:
+    """Bytes in host memory for each parameter that a rank holds."""
+    stage, lora = getattr(strategy, "stage", 3), getattr(strategy, "lora", None)
+    partly, frozen = stage < 3, optimizer is None or lora is not None
+    if frozen:
+        return 0.0 if partly else float(dtype.itemsize)
+    momentum = optimizer.momentum if isinstance(optimizer, SGD) else 0.0
+    moments = 2 if isinstance(optimizer, Adam) else int(momentum > 0)
+    if partly:  # main parameters, moments and, with stage 2, gradients are cut over the ranks
+        return 4.0 * (1 + moments + (stage == 2)) / ranks
+    return 4.0 * (2 + moments)
+
+
+def available(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that a process can still have here: of the machine, or of the container that it runs in if that is less."""
+    found = [size for size in (_of_machine(meminfo), _of_container(group)) if size is not None]
+    return min(found, default=None)
+
+
+def _of_machine(meminfo: Path) -> int | None:
+    try:
+        lines = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    return int(lines[0][1]) * 1024 if lines else None
+
+
+def _of_container(group: Path) -> int | None:
+    """Bytes that control group v2 leaves; pages of unused files are given back when they are needed."""
+    try:
+        limit, used = ((group / f"memory.{what}").read_text().strip() for what in ("max", "current"))
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - int(used) + int(pages.get("inactive_file", 0)))

@@ -7,20 +7,30 @@ ones are smaller or empty.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hybridflow.config import FSDP, ZeRO
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.fsdp.fused_params import boxes_of, parameter_shapes
 from hybridflow.engines.lora.targets import trained_tensors
+from hybridflow.engines.units import Tensors, ends_and_layers
 from hybridflow.errors import ModelError, PlacementError
-from hybridflow.models.spec import Decoder, ModelSpec, Part
+from hybridflow.models.spec import Decoder, Part
 from hybridflow.topology import RankGrid
 
-# the dimension that tensor parallelism cuts: outputs of the first linear layer of a pair, inputs of the second
-_OUTPUTS = frozenset({"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
-_INPUTS = frozenset({"o_proj", "down_proj"})
+EMBEDDING, PER_HEAD = "embedding", "replicated_with_grad_allreduce"
+_WEIGHT_DIM: dict[str, int | None] = {
+    "colwise": 0,
+    "colwise_gather_output": 0,
+    "rowwise": 1,
+    "rowwise_split_input": 1,
+    EMBEDDING: 0,
+    PER_HEAD: None,
+}
+"""Style of tensor parallelism, as transformers calls it -> the dimension of a weight that it cuts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +44,56 @@ class Axis:
 Cut = tuple[Axis, int]  # along this axis of the mesh, this dimension of the tensor
 
 
-def tensor_parallel_dim(tensor: str) -> int | None:
-    """The dimension of a Llama-style decoder's tensor that tensor parallelism cuts; None: every rank holds all."""
-    module, _, kind = tensor.rpartition(".")
-    layer = module.rpartition(".")[2]
-    if layer in _OUTPUTS:
-        return 0
-    return 1 if layer in _INPUTS and kind == "weight" else None
+@lru_cache(maxsize=16)
+def _plan(family: str) -> Mapping[str, str]:
+    """How transformers cuts the modules of a family, by their names below the decoder; empty where it does not."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family].base_model_tp_plan or {}
+
+
+def tensor_parallel_styles(spec: Decoder) -> dict[str, str]:
+    """Module of transformers' model -> the style that its family's plan has for it. Embedding and output layer are cut
+    along the vocabulary, which `vocab_parallel_log_probs` takes so; a value head of one column is everybody's."""
+    plan, found = _plan(spec.family), {}
+    before, _, behind = ends_and_layers(spec.tensors())
+    owners = {part.tensors[0]: name for name, part in spec.parts.items()}
+    ends = {owners.get(n, n): style for names, style in ((before, EMBEDDING), (behind, "colwise")) for n in names}
+    for name, shape in parameter_shapes(spec.tensors(), spec.parts).items():
+        module = name.rpartition(".")[0]
+        below = re.sub(r"\.\d+(?=\.|$)", ".*", module.removeprefix(f"{spec.decoder}."))
+        if below in plan:
+            found[module] = plan[below]
+        elif name in ends and shape[:1] == (spec.vocab,):
+            found[module] = ends[name]
+    return found
+
+
+def tensor_parallel_dim(spec: Decoder) -> Callable[[str], int | None]:
+    """The dimension of a parameter that tensor parallelism cuts; None: every rank holds all."""
+    styles = tensor_parallel_styles(spec)
+
+    def dim_of(tensor: str) -> int | None:
+        module, _, kind = tensor.rpartition(".")
+        dim = _WEIGHT_DIM.get(styles.get(module, PER_HEAD))
+        return None if dim == 1 and kind == "bias" else dim
+
+    return dim_of
 
 
 def fsdp_layout(
-    model: Decoder | Mapping[str, tuple[int, ...]],
+    model: Decoder | Tensors,
     shard: int,
     *,
     replicate: int = 1,
     tp: int = 1,
-    tp_dim: Callable[[str], int | None] = tensor_parallel_dim,
+    tp_dim: Callable[[str], int | None] | None = None,
 ) -> Layout:
     """Layout of `model` (a spec, or canonical names and shapes) over a mesh (replicate, shard, tp), tp fastest.
 
     `fully_shard` over `shard` ranks chunks dimension 0; `replicate > 1` is HSDP; with `tp > 1` each tensor is first
-    cut along `tp_dim(name)`, and what is left along dimension 0. Storage names are the canonical names. Rank
-    `(r * shard + s) * tp + t` is at (r, s, t); replicas hold equal boxes.
+    cut along `tp_dim(name)` (default: the plan of the spec's family), and what is left along dimension 0. Storage names
+    are the canonical names. Rank `(r * shard + s) * tp + t` is at (r, s, t); replicas hold equal boxes.
 
     Errors: PlacementError when a size is below one.
     """
@@ -66,16 +104,17 @@ def fsdp_layout(
     ranks = range(replicate * shard * tp)
     rows, columns = Axis(shard, tuple(r // tp % shard for r in ranks)), Axis(tp, tuple(r % tp for r in ranks))
     cuts: dict[str, list[Cut]] = {}
+    if tp_dim is None and tp > 1 and not isinstance(model, Mapping):
+        tp_dim = tensor_parallel_dim(model)
     for name in parameter_shapes(tensors, parts):
-        dim = tp_dim(name)
-        cuts[name] = [(columns, dim), (rows, 0)] if tp > 1 and dim is not None else [(rows, 0)]
+        dim = None if tp_dim is None or tp == 1 else tp_dim(name)
+        cuts[name] = [(rows, 0)] if dim is None else [(columns, dim), (rows, 0)]
     return cut_layout(tensors, len(ranks), cuts, parts)
 
 
 def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the model") -> None:
     """Errors: PlacementError when `grid`, which may be a caller's own, has other sizes than the strategy's: both say
-    how a model is cut. ModelError when heads, kv-heads or MLP columns do not divide by its tensor parallel size:
-    transformers' attention has no kv-head that several ranks share."""
+    how a model is cut. ModelError when the model does not divide by its tensor parallel size."""
     fits = strategy.grid(grid.size)
     if (grid.p, grid.t, grid.d) != (fits.p, fits.t, fits.d):
         raise PlacementError(
@@ -102,18 +141,44 @@ def state_layout(strategy: FSDP, spec: Decoder, grid: RankGrid) -> Layout:
 
 
 def check_tensor_parallel(spec: Decoder, tp: int, role: str = "the model") -> None:
-    """Errors: ModelError when heads, kv-heads or MLP columns do not divide by `tp`."""
+    """Errors: ModelError when transformers has no plan for the family, or one with styles that are not computed here;
+    when heads, kv-heads or what else is cut does not divide by `tp`."""
     spec.check_parallel(1, tp, role)
-    if isinstance(spec, ModelSpec) and spec.kv_heads % tp:
-        sizes = [n for n in range(1, spec.kv_heads + 1) if not (spec.kv_heads % n or spec.intermediate % n)]
+    if tp == 1:
+        return
+    plan = _plan(spec.family)
+    if not plan or (unknown := sorted({*plan.values()} - _WEIGHT_DIM.keys())):
+        why = f"needs the styles {', '.join(unknown)}" if plan else "transformers has no plan for"
         raise ModelError(
-            f"{role} has {spec.kv_heads} kv-heads, which do not divide by tp={tp}. Use FSDP(tp=) in {sizes}, or "
-            f"Megatron, where ranks share a kv-head."
+            f"{role} is a {spec.family} model, whose tensor parallelism {why}: FSDP(tp={tp}) cannot cut it. Use FSDP() "
+            f"without tp, or ZeRO(), whose ranks share any model."
         )
+    dim_of = tensor_parallel_dim(spec)
+    counts = {
+        f"rows or columns of {name}": shape[dim]
+        for name, shape in parameter_shapes(spec.tensors(), spec.parts).items()
+        if (dim := dim_of(name)) is not None and shape[0] != spec.vocab
+    }
+    if any(style == "colwise" and "att" in module for module, style in tensor_parallel_styles(spec).items()):
+        counts = {"heads": spec.heads, "kv-heads": spec.kv_heads, **counts}
+    most = math.gcd(*counts.values())
+    for what, count in counts.items():
+        if count % tp:
+            raise ModelError(
+                f"{role} has {count} {what}, which do not divide by tp={tp}. Use FSDP(tp=) in "
+                f"{[n for n in range(1, most + 1) if most % n == 0]} (ranks of Megatron can share a kv-head)."
+            )
+
+
+def parameter_shapes(tensors: Tensors, parts: Mapping[str, Part]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters that consist of the canonical `tensors`."""
+    inside = {name for part in parts.values() for name in part.tensors}
+    whole = {name: shape for name, shape in tensors.items() if name not in inside}
+    return whole | {name: part.shape for name, part in parts.items() if part.tensors[0] in tensors}
 
 
 def cut_layout(
-    tensors: Mapping[str, tuple[int, ...]],
+    tensors: Tensors,
     ranks: int,
     cuts: Mapping[str, Sequence[Cut]],
     parts: Mapping[str, Part] | None = None,
@@ -130,7 +195,7 @@ def cut_layout(
 
     def regions(rank: int) -> list[Region]:
         held = (_box(name, shape, cuts.get(name, ()), rank) for name, shape in parameters.items())
-        boxes = [box for whole in held if whole.numel for box in boxes_of(whole, tensors, parts.get(whole.tensor))]
+        boxes = [box for whole in held if whole.numel for box in _boxes_of(whole, tensors, parts.get(whole.tensor))]
         boxes.sort(key=lambda box: order[box.tensor])
         return [Region(box, box.tensor, (0,) * len(box.start)) for box in boxes]
 
@@ -144,3 +209,26 @@ def _box(name: str, shape: Sequence[int], cuts: Sequence[Cut], rank: int) -> Box
         first = min(start[dim] + axis.index[rank] * chunk, stop[dim])
         start[dim], stop[dim] = first, min(first + chunk, stop[dim])
     return Box(name, tuple(start), tuple(stop))
+
+
+def _boxes_of(held: Box, tensors: Tensors, part: Part | None) -> list[Box]:
+    """The boxes of canonical tensors in `held` rows of a parameter; of one that is canonical itself it alone.
+
+    A rank holds rows of a parameter, so a contiguous range of its memory: of each tensor in it all, none, or rows.
+    Errors: ModelError for a tensor of which a rank would hold a part of a row.
+    """
+    if part is None or part.shape == tensors[part.tensors[0]]:
+        return [Box(part.tensors[0] if part else held.tensor, held.start, held.stop)]
+    first, last = (row * math.prod(part.shape[1:]) for row in held.rows)
+    found, start = [], 0
+    for name in part.tensors:
+        shape = tensors[name]
+        width = math.prod(shape[1:])
+        low, high = max(first - start, 0), min(last - start, math.prod(shape))
+        start += math.prod(shape)
+        if low >= high:
+            continue
+        if low % width or high % width:
+            raise ModelError(f"ranks cannot share {held.tensor}: one of them would hold half a row of {name}.")
+        found.append(Box(name, (low // width, *(0 for _ in shape[1:])), (high // width, *shape[1:])))
+    return found

@@ -1,4 +1,4 @@
-"""Sharded: a TokenModel cut by tensor parallelism and FSDP2, with its gradients, in this rank's part.
+"""Sharded: a TransformersModel cut by tensor parallelism and FSDP2, with its gradients, in this rank's part.
 
 Losses are shares of a global sum, so gradients are added up over data parallel ranks and never averaged.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,57 +20,58 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from hybridflow.config import FSDP
+from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import Residency
-from hybridflow.engines.causal_model import CausalModel
-from hybridflow.engines.fsdp.layout import tensor_parallel_dim
-from hybridflow.engines.lora.targets import is_adapter
+from hybridflow.engines.flat_shards import canonical_name
+from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_styles, weights_layout
+from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.sharded_model import ShardGradients
-from hybridflow.engines.token_model import TokenModel
+from hybridflow.engines.transformers_model import TransformersModel
+from hybridflow.models.spec import Decoder, Part
 
 AXES = ("replicate", "shard", "tp")
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, torch.compile
-_WRAPPERS += ("base_layer.", "default.")  # a layer with adapters; peft's name of an adapter without one
-_PER_HEAD = (".q_norm.weight", ".k_norm.weight")  # of all ranks, but each rank sees the gradient of its own heads
-
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    EMBEDDING: partial(RowwiseParallel, input_layouts=Replicate()),
+}
 
 Views = Callable[[str, Tensor], Mapping[str, Tensor]]
 """What this rank holds of a parameter (its name, the local tensor), as canonical tensors that share its memory."""
 
 
-def itself(name: str, local: Tensor) -> dict[str, Tensor]:
-    """Views of a parameter that is a canonical tensor."""
-    return {name: local}
-
-
 class Sharded:
-    """Fulfils `engines.sharded_model.DataParallelShards`.
+    """Fulfils `Shards` for the model of `spec`, which computes in `dtype`. What `trains` is kept in float32.
 
-    Cuts `model`, whose parameters are on the meta device still, and gives this rank's parts memory.
-
-    `storage` are those parts by canonical name, in memory that stays the same; their contents are undefined. Adapters
-    are in `adapters` instead. Parameters that need no gradient are frozen.
-    `compute` is the dtype that layers compute in, where parameters have another; `views` are the canonical tensors of
-    each parameter.
+    `storage` are this rank's parts by canonical name, in memory that stays the same; their contents are undefined.
+    Adapters are in `adapters` instead. Parameters that need no gradient are frozen.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        strategy: FSDP,
-        model: TokenModel | CausalModel,
-        compute: torch.dtype | None,
-        views: Views = itself,
-    ) -> None:
-        self.model: Any
-        grid, copies = context.grid, strategy.replicate
+    def __init__(self, context: RankContext, strategy: FSDP, spec: Decoder, dtype: torch.dtype, trains: bool) -> None:
+        grid, copies, lora = context.grid, strategy.replicate, strategy.lora
+        kept = torch.float32 if trains and lora is None else dtype
+        self.model: Any = TransformersModel(spec, kept, recompute=strategy.recompute and trains, lora=lora)
+        model, renamed = self.model, adapter_names(spec, lora) if lora else {}
+        model.requires_grad_(trains)
+        if lora is not None:
+            learned = trained_tensors(spec, lora)
+            for full, parameter in model.named_parameters():
+                name = canonical_name(full)
+                parameter.requires_grad_(trains and renamed.get(name, name) in learned)
+        mixed = dtype != kept or (lora is not None and dtype != torch.float32)  # adapters are float32
+        compute, views = dtype if mixed else None, _views(context, strategy, spec, renamed)
         mesh = make_mesh(context, (copies, grid.d // copies, grid.t))
         assert mesh.mesh_dim_names is not None
         replicate, shard, tp = mesh.mesh_dim_names
-        self.model, self.tp, self._often = model, mesh[tp].get_group(), strategy.reduce_often
+        self.tp, self._often, self._per_head = mesh[tp].get_group(), strategy.reduce_often, frozenset[str]()
         if grid.t > 1:
-            parallelize_module(model, mesh[tp], _parallel_styles(model), src_data_rank=None)  # pyright: ignore
-            model.tie()
+            styles = tensor_parallel_styles(spec)
+            parallelize_module(model, mesh[tp], _parallel_styles(model, styles), src_data_rank=None)  # pyright: ignore
+            self._per_head = frozenset(f"{name}.weight" for name, style in styles.items() if style == PER_HEAD)
+            if spec.tied and model.output is not None:
+                model.tie()
         pin = context.device.type == "cuda"
         settings: dict[str, Any] = {
             "mesh": mesh[replicate, shard] if copies > 1 else mesh[shard],
@@ -92,7 +94,7 @@ class Sharded:
         self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
         self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
         self.memory, self.separate = Residency(self.storage, device=context.device), False
-        self.gradients: ShardGradients = LocalGradients(self.parameters, views, context.device)
+        self.gradients: Any = LocalGradients(self.parameters, views, context.device)
         trained = {
             piece for name, parameter in self.parameters.items() if parameter.requires_grad for piece in pieces[name]
         }
@@ -121,9 +123,9 @@ class Sharded:
     def reduce(self) -> None:
         """Complete the gradients before a step: FSDP2 has added them up over data parallel ranks, and left are those
         of the norms of queries and keys, of which every tensor parallel rank knows what its own heads say."""
-        if self.tp.size() == 1:
+        if not self._per_head:
             return
-        shared = [grad for name, grad in self.gradients.tensors.items() if name.endswith(_PER_HEAD) and grad.numel()]
+        shared = [grad for name, grad in self.gradients.tensors.items() if name in self._per_head and grad.numel()]
         if shared:
             flat = torch.cat([grad.flatten() for grad in shared]).to(self._device)
             dist.all_reduce(flat, group=self.tp)
@@ -213,17 +215,42 @@ def _is_cut(parameter: Tensor, axis: str) -> bool:
     return axis in names and isinstance(parameter.placements[names.index(axis)], Shard)
 
 
-def _parallel_styles(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Column and row parallel pairs in every layer; embeddings and output are cut along the vocabulary.
-
-    Logits stay cut: `vocab_parallel_log_probs` takes them so. A value head of one column is everybody's.
-    """
-    styles: dict[str, ParallelStyle] = {}
+def _parallel_styles(model: TransformersModel, styles: Mapping[str, str]) -> dict[str, ParallelStyle]:
+    """By the full names of modules. Logits stay cut: `vocab_parallel_log_probs` takes them so."""
+    found = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (dim := tensor_parallel_dim(f"{canonical_name(name)}.weight")) is not None:
-            styles[name] = RowwiseParallel() if dim == 1 else ColwiseParallel()
-    styles["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    return styles
+        style = "colwise" if module is model.output else styles.get(canonical_name(name))
+        if style in _STYLES:
+            found[name] = _STYLES[style]()
+    return found
+
+
+def _views(context: RankContext, strategy: FSDP, spec: Decoder, renamed: Mapping[str, str]) -> Views:
+    """The canonical tensors of each parameter on this rank; `renamed` are parameters with another name."""
+    parts, tensors = spec.parts, spec.tensors()
+    regions = weights_layout(strategy, spec, context.grid).regions(context.rank) if parts else ()
+    boxes = {region.box.tensor: region.box for region in regions}
+
+    def of(name: str, local: Tensor) -> dict[str, Tensor]:
+        return _pieces(local, boxes, tensors, parts[name]) if name in parts else {renamed.get(name, name): local}
+
+    return of
+
+
+def _pieces(
+    local: Tensor, boxes: Mapping[str, Box], tensors: Mapping[str, tuple[int, ...]], part: Part
+) -> dict[str, Tensor]:
+    """What this rank holds of a parameter, as its canonical tensors; `boxes` are those of this rank by name."""
+    if part.shape == tensors[part.tensors[0]]:  # one tensor by another name
+        return {part.tensors[0]: local}
+    flat, at = local.view(-1), 0
+    found = {}
+    for name in part.tensors:
+        rows = boxes[name].shape[0] if name in boxes else 0
+        size = rows * math.prod(tensors[name][1:])
+        found[name] = flat[at : at + size].view(rows, *tensors[name][1:])
+        at += size
+    return found
 
 
 def make_mesh(context: RankContext, sizes: Sequence[int]) -> DeviceMesh:
@@ -250,10 +277,3 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, detached, sharing its memory."""
     with torch.no_grad():
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def canonical_name(name: str) -> str:
-    """The Hugging Face name of a parameter, whatever its module is wrapped in."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -1,5 +1,7 @@
 """Adapters: what is trained of a sharded model with LoRA, and its merging into the weights (Hu et al. 2021, eq. 3).
 
+`inject` puts peft's layers in a transformers decoder, before it is cut over ranks.
+
 Shapes: r rank of the adapters, I inputs and O outputs of a linear layer, o those rows of O that this rank holds.
 """
 
@@ -8,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +20,14 @@ from torch import Tensor, nn
 
 from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Layout, Region
-from hybridflow.engines.lora.injection import without_adapters
 from hybridflow.engines.lora.saved import load_adapters, save_adapters
-from hybridflow.engines.lora.targets import modules, parts
+from hybridflow.engines.lora.targets import module_names, modules, parts, suffixes
 from hybridflow.engines.process_groups import RankContext
+from hybridflow.errors import ConfigError
+from hybridflow.models.hf_spec import TransformersSpec, make_model
 from hybridflow.models.spec import Decoder
+
+_NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 
 
 class Adapters:
@@ -111,26 +117,23 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model computes without adapters within: it is its own reference policy."""
-        with without_adapters(self._decoder):
+        """The model computes without adapters within, what they add times zero: it is its own reference policy."""
+        layers = list(_layers(self._decoder))
+        try:
+            for layer in layers:
+                layer.set_scale(_NAME, 0)
             yield
+        finally:
+            for layer in layers:
+                layer.set_scale(_NAME, 1)
 
     def save(self, directory: str | os.PathLike[str], base: str | os.PathLike[str]) -> None:
         """Write them in peft's format, as those of the model `base`. Collective over the model group.
 
         Errors: CheckpointError, on all ranks.
         """
-        group = self._context.groups.everyone()
-        save_adapters(
-            directory,
-            self.layout,
-            self.storage,
-            spec=self.spec,
-            lora=self.lora,
-            base=base,
-            group=group,
-            rank=self._context.rank,
-        )
+        who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
+        save_adapters(directory, self.layout, self.storage, spec=self.spec, lora=self.lora, base=base, **who)
 
 
 def _draw(region: Region, shape: tuple[int, ...], storage: Tensor) -> None:
@@ -138,3 +141,49 @@ def _draw(region: Region, shape: tuple[int, ...], storage: Tensor) -> None:
     bound = 1 / math.sqrt(shape[1])
     whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
     storage.copy_(whole[slice(*region.box.rows)])
+
+
+# Injection
+
+
+def inject(decoder: nn.Module, spec: Decoder, lora: LoRA) -> None:
+    """Give `decoder`, the `spec.decoder` of canonical names, its adapters: float32, on the meta device, undefined.
+
+    Errors: ConfigError where peft does not add them to exactly the layers that `lora` names.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    within = [name.removeprefix(f"{spec.decoder}.") for name in module_names(spec, lora)]
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=within)  # type: ignore[arg-type]
+    # Of a model that has a config peft takes names for those of older checkpoints, `down_proj` for that of all experts.
+    nameless = nn.Module()
+    nameless.add_module(spec.decoder.replace(".", "_"), decoder)
+    try:
+        inject_adapter_in_model(config, nameless, adapter_name=_NAME, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"{_asked(spec, lora, within)}: peft does not add adapters to them: {error}") from None
+    layers = set(_layers(decoder))
+    given = {name for name, module in decoder.named_modules() if module in layers}
+    if wrong := sorted(given ^ set(within)):
+        raise ConfigError(f"{_asked(spec, lora, within)}: peft takes them otherwise, see {wrong[0]}. Name others.")
+    for layer in layers:
+        layer.lora_A.to(torch.float32)
+        layer.lora_B.to(torch.float32)
+
+
+def check_injection(spec: Decoder, lora: LoRA) -> None:
+    """On the meta device, for other families than those of ModelSpec. Errors: those of `inject`."""
+    if isinstance(spec, TransformersSpec):
+        with torch.device("meta"):
+            model = make_model(spec.config)
+        inject(model.get_submodule(spec.decoder), spec, lora)
+
+
+def _asked(spec: Decoder, lora: LoRA, names: Sequence[str]) -> str:
+    return f"LoRA(targets={list(lora.targets)}) of a {spec.family} decoder means {', '.join(suffixes(list(names)))}"
+
+
+def _layers(decoder: nn.Module) -> Iterator[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return (module for module in decoder.modules() if isinstance(module, LoraLayer))

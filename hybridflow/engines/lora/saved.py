@@ -15,8 +15,7 @@ from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
 from hybridflow.engines.checkpoint.writer import save_tensors, writing
-from hybridflow.engines.lora.injection import write_config
-from hybridflow.engines.lora.targets import ALL
+from hybridflow.engines.lora.targets import ALL, modules, suffixes
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.spec import Decoder
 
@@ -110,17 +109,28 @@ def save_adapters(
 
     def start(directory: Path) -> None:
         with writing(directory / CONFIG):
-            write_config(directory, spec=spec, lora=lora, base=str(base))
+            _write_config(directory, spec, lora, str(base))
 
-    save_tensors(
-        directory,
-        _renamed(layout),
-        storage,
-        {WEIGHTS: [_PREFIX + name for name in layout.tensors]},
-        start,
-        group=group,
-        rank=rank,
-    )
+    files = {WEIGHTS: [_PREFIX + name for name in layout.tensors]}
+    save_tensors(directory, _renamed(layout), storage, files, start, group=group, rank=rank)
+
+
+def _write_config(directory: Path, spec: Decoder, lora: LoRA, base: str) -> None:
+    """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""
+    from peft import LoraConfig
+
+    value = spec.head == "value"
+    targets = suffixes(modules(spec, lora)) if lora.targets == (ALL,) else list(lora.targets)
+    LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        modules_to_save=["score"] if value else None,
+        task_type="SEQ_CLS" if value else "CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).save_pretrained(str(directory))
 
 
 def _renamed(layout: Layout) -> Layout:

@@ -1,4 +1,4 @@
-"""Training with Megatron-core: `engine.MegatronEngine` fulfils `engines.contract.TrainEngine`."""
+"""Training with Megatron-core."""
 
 import warnings
 

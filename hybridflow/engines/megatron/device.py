@@ -1,6 +1,6 @@
 """Running Megatron-core where there is no CUDA. Everything here is inert when the device is a CUDA one.
 
-Megatron writes `device="cuda"`, `torch.cuda.current_device()` and type names into its code. On a CPU its modules are
+Megatron writes `device="cuda"` and `torch.cuda.current_device()` into its code. On a CPU its modules are
 given a namespace of their own in the place of `torch`, so nothing that other libraries see is patched.
 """
 
@@ -17,7 +17,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _MODULES = (
-    "distributed.param_and_grad_buffer",
     "models.gpt.gpt_model",
     "pipeline_parallel.p2p_communication",
     "pipeline_parallel.schedules",
@@ -44,9 +43,8 @@ def prepare(device: torch.device) -> None:
 
 
 def building(device: torch.device) -> AbstractContextManager:
-    """For the construction of models and optimizers: they call `.cuda()` and compare type names like
-    `torch.cuda.FloatTensor`, both methods of tensors."""
-    return contextlib.nullcontext() if device.type == "cuda" else _CudaTypes()
+    """For the construction of models, which call `Tensor.cuda()`."""
+    return contextlib.nullcontext() if device.type == "cuda" else _StayOnCpu()
 
 
 class _CpuCuda(types.ModuleType):
@@ -83,13 +81,8 @@ def _on_cpu(factory: Callable) -> Callable:
     return make
 
 
-class _CudaTypes(TorchFunctionMode):
-    """Tensors name their type as if on CUDA and stay where they are."""
+class _StayOnCpu(TorchFunctionMode):
+    """Tensors that are sent to CUDA stay where they are."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.cuda:
-            return args[0]
-        out = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.type and isinstance(out, str):
-            return out.replace("torch.", "torch.cuda.", 1)
-        return out
+        return args[0] if func is torch.Tensor.cuda else func(*args, **(kwargs or {}))

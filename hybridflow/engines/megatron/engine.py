@@ -1,4 +1,4 @@
-"""Megatron-core's 3D parallelism as a `ShardedModel`: its model and schedules, its buffers of gradients.
+"""Megatron-core's 3D parallelism as a `ShardedModel`: its model and schedules, our flat shards.
 
 Paper, section 5: training runs with 3D parallelism and a distributed optimizer, whose state is split over data
 parallel ranks.
@@ -6,21 +6,38 @@ parallel ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from hybridflow import config
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.megatron import device as devices
-from hybridflow.engines.megatron.buckets import MegatronShards
-from hybridflow.engines.megatron.layout import state_layout, weights_layout
+from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
+from hybridflow.engines.megatron.layout import (
+    EMBEDDING,
+    OUTPUT,
+    stages,
+    state_layout,
+    units,
+    vocabulary_rows,
+    weights_layout,
+)
 from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config
-from hybridflow.engines.megatron.pipeline import PipelineLoop
-from hybridflow.engines.megatron.units import stages, units, vocabulary_rows
-from hybridflow.engines.micro_batches import Split
+from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
-from hybridflow.engines.step_partition import step_groups
 from hybridflow.engines.token_outputs import TokenOutputs
+from hybridflow.engines.units import Unit, step_groups
 from hybridflow.models.spec import ModelSpec
 
 
@@ -37,8 +54,8 @@ def build_model(
     with devices.building(device):
         settings = transformer_config(spec, strategy, grid, dtype, device)
         model, selection = build_gpt(spec, settings, at, len(of_stages[at.p]), groups, device)
-        model.requires_grad_(optimizer is not None)
-        shards = MegatronShards(context, spec, model, of_stage, groups)
+    model.requires_grad_(optimizer is not None)
+    shards = MegatronShards(context, spec, model, of_stage, groups)
     micro_batches = Split(
         strategy.micro_tokens,
         multiple=grid.t if sequence_parallel(strategy, grid) else 1,
@@ -79,24 +96,133 @@ def process_group_collection(context: RankContext) -> ProcessGroupCollection:
     tp, pp, dp = group(grid.group(rank, "t")), group(grid.group(rank, "p")), group(grid.group(rank, "d"))
     ends = [grid.rank(0, at.t, at.d), grid.rank(-1, at.t, at.d)]
     return ProcessGroupCollection(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        mp=model,
-        cp=alone,
-        dp_cp=dp,
-        intra_dp_cp=dp,
-        tp_cp=tp,
-        tp_dp_cp=group(grid.group(rank, "t", "d")),
+        **dict.fromkeys(("tp", "tp_cp", "expt_tp", "tp_ep"), tp),
+        **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp),
+        **dict.fromkeys(("mp", "tp_ep_pp"), model),
+        **dict.fromkeys(("cp", "ep"), alone),
         hcp=[alone],
-        ep=alone,
-        expt_tp=tp,
-        expt_dp=dp,
-        intra_expt_dp=dp,
-        tp_ep=tp,
-        tp_ep_pp=model,
+        pp=pp,
+        tp_dp_cp=group(grid.group(rank, "t", "d")),
         inter_dist_opt=None,
         intra_dist_opt=everyone,
         embd=group(ends) if grid.p > 1 and rank in ends else None,
         pos_embd=None,
     )
+
+
+class MegatronShards(FlatShards):
+    """The flat shards of a GPTModel, by the names of its parameters.
+
+    Gradients are also summed over ranks that share a parameter, by Megatron, to which this looks like a wrapped model
+    (`module`, `config`, `ddp_config`, `finish_grad_sync`, and `main_grad` of its parameters). Rows that pad the
+    vocabulary must be finite, or they would spoil what they are multiplied with by zero: they are zero from the start,
+    and again whenever memory comes back.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        spec: ModelSpec,
+        model: GPTModel,
+        of_stage: Sequence[Unit],
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(context, model, of_stage, groups.dp)
+        self.module, self.config, self.ddp_config = model, model.config, DistributedDataParallelConfig()
+        self._groups, self._first = groups, context.coords.t == 0
+        self._named: dict[str, Any] = dict(model.named_parameters())
+        for name, gradient in self.gradients.buffers.items():
+            self._named[name].main_grad = gradient
+        start, stop = vocabulary_rows(spec.vocab, context.grid.t, context.coords.t)
+        padded = (EMBEDDING,) if spec.head == "value" else (EMBEDDING, OUTPUT)
+        padding = {name: self.storage[name][stop - start :] for name in padded if name in self.storage}
+        for rows in padding.values():
+            rows.zero_()
+        self.memory: Residency = _PaddedMemory(self.storage, padding)
+
+    def reduce(self) -> None:
+        finalize_model_grads([self], None, pg_collection=self._groups)  # type: ignore[list-item]
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Called by Megatron for the sum over data parallel ranks."""
+        self.gradients.reduce()
+
+    def counts(self, name: str) -> bool:
+        """Each parameter once: not its tensor parallel copies, not the second of tied embeddings."""
+        cut = self._first or getattr(self._named[name], "tensor_model_parallel", False)
+        return cut and not getattr(self._named[name], "shared", False)
+
+    def close(self) -> None:
+        super().close()
+        self.model = self.module = None
+        self._named = {}
+
+
+class _PaddedMemory(Residency):
+    """Zeroes the padding whose memory it gives back."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], padding: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._padding = padding
+
+    def acquire(self, names: Iterable[str] | None = None) -> set[str]:
+        fresh = super().acquire(names)
+        for name in fresh & self._padding.keys():
+            self._padding[name].zero_()
+        return fresh
+
+
+class PipelineLoop:
+    """Fulfils `sharded_model.MicroBatchLoop` for stage `at` of `stages`.
+
+    `selection` receives the positions that the output layer computes for each micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        selection: SelectedPositions,
+        groups: ProcessGroupCollection,
+        at: int,
+        stages: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.selection, self.groups, self.stages, self.device = model, selection, groups, stages, device
+        self.last_stage = at == stages - 1
+
+    def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
+        """Without gradients, by the same schedule with `forward_only`."""
+        return self._run(micro_batches, lambda micro, out, **_: read(micro, out[0]), forward_only=True)
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]) -> None:
+        # Megatron expects (loss, number of tokens to average over, metrics)
+        self._run(micro_batches, lambda micro, out: (loss(micro, out[0]), 0, {}), forward_only=False)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], read: Callable, forward_only: bool) -> list[Any]:
+        """`read(micro-batch, model output [1, N, C])` of each on the last stage; on others nothing of use."""
+
+        def forward_step(batches: Iterator[MicroBatch], model: GPTModel):
+            micro = next(batches).to(self.device)
+            self.selection.index = micro.position_major
+            packed = PackedRow(sequences=micro.sequences) if micro.sequences is not None else None
+            out = model(input_ids=micro.ids, position_ids=None, attention_mask=None, packed_seq_params=packed)  # type: ignore[arg-type]
+            return out, partial(read, micro)
+
+        self.model.train(not forward_only)
+        extra: dict[str, Any] = {}
+        if self.stages > 1:
+            extra["p2p_communicator"] = P2PCommunicator(self.groups.pp, self.model.config)
+        rows, length = micro_batches[0].ids.shape
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func(pp_size=self.stages, vp_size=None)(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=[self.model],
+                num_microbatches=len(micro_batches),
+                seq_length=length,  # of the first: stages exchange the shapes
+                micro_batch_size=rows,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self.groups,
+                **extra,
+            )

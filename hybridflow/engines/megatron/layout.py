@@ -1,10 +1,14 @@
-"""The boxes of canonical tensors that each Megatron rank holds. Pure.
+"""The boxes of canonical tensors that each Megatron rank holds, and the units of its pipeline stage. Pure.
 
 Storage names are the local parameter names of Megatron's GPTModel: layers are counted from 0 on every pipeline stage,
 query, key and value rows are interleaved per kv-head (`q q k v | q q k v`), gate and up rows follow each other, the
 vocabulary is padded to a multiple of t, and with tied embeddings the last of several stages has a copy of its own.
 The interleaved rows are cut into t equal parts, also where that cuts through a kv-head because there are fewer of them
-than ranks (Megatron then gathers activations, not weights; see `attention.SharedHeadAttention`).
+than ranks (Megatron then gathers activations, not weights; see `layers.SharedHeadAttention`).
+
+The units of a stage are the embedding, the fused query, key and value of each decoder layer, the rest of that layer,
+the final norm and the output layer. So their memory can be released alone, or shared with generation, which stores the
+rest of a layer alike but seldom the fused rows; and an optimizer step can update and gather each alone.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from collections.abc import Sequence
 
 from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.flat_regions import flat_regions
-from hybridflow.engines.megatron.units import EMBEDDING, OUTPUT, stages, units, vocabulary_rows
+from hybridflow.engines.units import Unit, owned_layout
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 
 
 def check(strategy: Megatron, spec: ModelSpec, grid: RankGrid, role: str = "the model") -> None:
@@ -32,23 +38,15 @@ def weights_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layou
 def state_layout(strategy: Megatron, spec: ModelSpec, grid: RankGrid) -> Layout:
     """Layout of one kind of optimizer state (main parameters, or a moment); all kinds have the same.
 
-    As in Megatron's distributed optimizer, of every unit's buffer each data parallel rank owns one contiguous range,
-    which cuts parameters anywhere. State is stored flat, one tensor per parameter that the range touches. Padding of
-    the vocabulary has state too, which is zero and in no box.
-
-    Errors: those of `megatron_layout`.
+    As in Megatron's distributed optimizer, of every unit's buffer each data parallel rank owns one contiguous range.
+    Padding of the vocabulary has state too, which is zero and in no box. Errors: those of `megatron_layout`.
     """
-    parameters = weights_layout(strategy, spec, grid)
 
-    def regions(rank: int) -> list[Region]:
+    def of_rank(rank: int) -> tuple[list[Unit], int, int]:
         at = grid.coords(rank)
-        owned: dict[str, tuple[int, int]] = {}
-        for unit in units(spec, grid, at, strategy.stage_layers):
-            owned |= unit.owned(grid.d, at.d)
-        whole = (region for region in parameters.regions(rank) if region.storage in owned)
-        return [part for region in whole for part in flat_regions(region, *owned[region.storage])]
+        return units(spec, grid, at, strategy.stage_layers), grid.d, at.d
 
-    return Layout(parameters.tensors, grid.size, regions)
+    return owned_layout(weights_layout(strategy, spec, grid), of_rank)
 
 
 def megatron_layout(spec: ModelSpec, grid: RankGrid, stage_layers: Sequence[int] | None = None) -> Layout:
@@ -149,3 +147,69 @@ class _Stage:
     def _whole(self, name: str, to: str) -> Sequence[Region]:
         shape = self.tensors[name]
         return [Region(Box.whole(name, shape), to, (0,) * len(shape))]
+
+
+# Units
+
+
+def stages(layers: int, p: int, stage_layers: Sequence[int] | None = None) -> tuple[range, ...]:
+    """Decoder layers of each pipeline stage; by default as even as can be, larger stages first."""
+    counts = stage_layers or [layers // p + (stage < layers % p) for stage in range(p)]
+    starts = [sum(counts[:stage]) for stage in range(p)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def padded_vocab(vocab: int, t: int) -> int:
+    """Rows of the embedding over all t ranks: the vocabulary rounded up to a multiple of t."""
+    return -(-vocab // t) * t
+
+
+def vocabulary_rows(vocab: int, t: int, at: int) -> tuple[int, int]:
+    """The token ids whose rows tensor parallel rank `at` holds; the rest of its rows are padding."""
+    here = padded_vocab(vocab, t) // t
+    return min(vocab, at * here), min(vocab, (at + 1) * here)
+
+
+def units(spec: ModelSpec, grid: RankGrid, at: Coords, stage_layers: Sequence[int] | None = None) -> list[Unit]:
+    """The units of the stage of a rank at `at`."""
+    here, hidden = stages(spec.layers, grid.p, stage_layers)[at.p], spec.hidden
+    vocabulary = (padded_vocab(spec.vocab, grid.t) // grid.t, hidden)
+    first, last = at.p == 0, at.p == grid.p - 1
+    ends = _end_parts(spec)
+    found = [Unit({EMBEDDING: vocabulary}, part=ends["embedding"])] if first else []
+    parts = max(ends.values()) + 1
+    found += [unit for local in range(len(here)) for unit in _layer(spec, grid.t, local, parts + local)]
+    if last:
+        found.append(Unit({"decoder.final_layernorm.weight": (hidden,)}, part=ends["norm"]))
+    if last and spec.head == "value":
+        found.append(Unit({OUTPUT: (1, hidden)}, part=ends["output"]))
+    elif last and not (spec.tied and first):
+        # a copy of tied embeddings steps with the original, and is cut over data parallel ranks like it
+        found.append(Unit({OUTPUT: vocabulary}, part=ends["embedding" if spec.tied else "output"]))
+    return found
+
+
+def _end_parts(spec: ModelSpec) -> dict[str, int]:
+    """The part of each end of the model; a final norm without an output layer of its own is too small for one."""
+    own_output = spec.head == "value" or not spec.tied
+    return {"embedding": 0, "norm": int(own_output), "output": int(own_output)}
+
+
+def _layer(spec: ModelSpec, t: int, local: int, part: int) -> list[Unit]:
+    """The fused query, key and value of a decoder layer, and the rest of it."""
+    at, hidden, query = f"decoder.layers.{local}.", spec.hidden, spec.heads * spec.head_dim
+    rows = (query + 2 * spec.kv_heads * spec.head_dim) // t
+    fused: dict[str, tuple[int, ...]] = {"self_attention.linear_qkv.weight": (rows, hidden)}
+    if spec.qkv_bias:
+        fused["self_attention.linear_qkv.bias"] = (rows,)
+    rest: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attention.linear_proj.weight": (hidden, query // t),
+        "pre_mlp_layernorm.weight": (hidden,),
+        "mlp.linear_fc1.weight": (2 * spec.intermediate // t, hidden),
+        "mlp.linear_fc2.weight": (hidden, spec.intermediate // t),
+    }
+    if spec.qk_norm:
+        rest["self_attention.q_layernorm.weight"] = (spec.head_dim,)
+        rest["self_attention.k_layernorm.weight"] = (spec.head_dim,)
+    return [Unit({at + name: shape for name, shape in names.items()}, part=part) for names in (fused, rest)]

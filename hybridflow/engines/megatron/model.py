@@ -24,9 +24,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import nn
 
 from hybridflow.config import Megatron
-from hybridflow.engines.megatron.core_attention import CoreAttention, Rotary, SharedHeadAttention
-from hybridflow.engines.megatron.layers import RMSNorm, SelectedPositions, SwiGLU, ValueHead, use_onednn
-from hybridflow.engines.megatron.units import padded_vocab
+from hybridflow.engines.megatron.layers import (
+    CoreAttention,
+    RMSNorm,
+    Rotary,
+    SelectedPositions,
+    SharedHeadAttention,
+    SwiGLU,
+    ValueHead,
+    use_onednn,
+)
+from hybridflow.engines.megatron.layout import padded_vocab
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import Coords, RankGrid
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hybridflow.config import Optimizer, ZeRO
+from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.fsdp import engine as fsdp
-from hybridflow.engines.fsdp.parallelize import transformers_model
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
-from hybridflow.engines.zero.layout import as_fsdp, check, state_layout, weights_layout
-from hybridflow.engines.zero.shards import ZeroShards
+from hybridflow.engines.transformers_model import TransformersModel
+from hybridflow.engines.zero.layout import as_fsdp, check, state_layout, weights_layout, whole_units
 from hybridflow.models.spec import Decoder
 
 
@@ -21,8 +21,9 @@ def build_model(context: RankContext, strategy: ZeRO, spec: Decoder, optimizer: 
     dtype = compute_dtype(strategy, context.device)
     weights, state = (found(strategy, spec, context.grid) for found in (weights_layout, state_layout))
     fsdp.check_host_memory(context, strategy, weights, dtype, optimizer)
-    model = transformers_model(spec, dtype, recompute=strategy.recompute and optimizer is not None)
+    model = TransformersModel(spec, dtype, recompute=strategy.recompute and optimizer is not None)
     model.requires_grad_(optimizer is not None)
-    shards = ZeroShards(context, model, spec.tensors(), spec.parts, stage=strategy.stage, offload=strategy.offload)
+    cut, everyone = whole_units(spec.tensors(), spec.parts), context.groups.everyone()
+    shards = FlatShards(context, model, cut, everyone, stage=strategy.stage, offload=strategy.offload)
     model.make_buffers(context.device)
     return fsdp.assemble(context, strategy, spec, shards, weights, state if optimizer else None)

@@ -13,7 +13,7 @@ from hybridflow.config import FSDP, LoRA
 from hybridflow.engines.lora.saved import read_config
 from hybridflow.engines.lora.targets import adapter_tensors, modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.models.hf_spec import FUSED_LINEAR
+from hybridflow.models.families import FUSED_LINEAR
 from hybridflow.models.spec import ModelSpec
 
 SPEC = ModelSpec(

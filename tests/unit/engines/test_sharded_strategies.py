@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridflow as hf
-from hybridflow.engines.fsdp.host_memory import available, bytes_kept, require_host_memory
+from hybridflow.engines.fsdp.engine import available, bytes_kept, require_host_memory
 from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.train_backends import backend_of

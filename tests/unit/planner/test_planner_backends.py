@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
 from hybridflow.engines.lora.targets import adapter_tensors
-from hybridflow.engines.token_model import TokenModel
+from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.backends import Backend, adapters
@@ -202,7 +202,7 @@ def test_a_layer_of_transformers_keeps_what_is_counted(dtype):
 
 def _saved(spec: ModelSpec, dtype: torch.dtype) -> float:
     """Bytes per token that a forward pass saves for the backward pass, parameters apart."""
-    model = TokenModel(spec, dtype)
+    model = TransformersModel(spec, dtype)
     model.to_empty(device="cpu")
     model.make_buffers(torch.device("cpu"))
     for parameter in model.parameters():

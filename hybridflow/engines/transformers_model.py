@@ -1,4 +1,4 @@
-"""CausalModel: any language model of transformers, computed by its own forward pass (soft caps, logit scales, biases).
+"""TransformersModel: any language model of transformers, computed by its own forward pass (soft caps, logit scales).
 
 Shapes: b rows of a micro-batch, S positions, N positions that are read, C columns of the head.
 """
@@ -18,37 +18,40 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hybridflow.config import LoRA
 from hybridflow.engines.attention import register_packed_attention
-from hybridflow.engines.lora.injection import inject
+from hybridflow.engines.lora.adapters import inject
 from hybridflow.engines.micro_batches import Sequences
-from hybridflow.models.hf_spec import TransformersSpec, make_model
-from hybridflow.models.packing_support import is_packable
+from hybridflow.models.families import is_packable
+from hybridflow.models.hf_spec import make_model
+from hybridflow.models.spec import Decoder
 
 
-class CausalModel(nn.Module):
-    """What `TokenModel` is for other models: parameters have the names of transformers' module and are on the meta
-    device, `score` is the head of a value model. `packable`: it takes packed rows; else rows come one by one.
+class TransformersModel(nn.Module):
+    """The decoder with its output layer, or with `score` in a value model; the head is computed where it is read.
+
+    Parameters have the names of transformers' module and are on the meta device: nothing is allocated before the model
+    is cut. `packable`: it takes packed rows; else rows come one by one. With `recompute` activations of a decoder layer
+    are computed again in the backward pass. With `lora` the decoder has adapters, float32 whatever `dtype` is.
 
     It computes without dropout in training too: log-probabilities must be those of the policy that drew the tokens.
     """
 
-    def __init__(
-        self, spec: TransformersSpec, dtype: torch.dtype, *, recompute: bool = False, lora: LoRA | None = None
-    ) -> None:
+    def __init__(self, spec: Decoder, dtype: torch.dtype, *, recompute: bool = False, lora: LoRA | None = None) -> None:
         super().__init__()
-        self.packable = is_packable(spec.config)
+        self.packable, self._value = is_packable(spec.config), spec.head == "value"
         with _parameters_on_meta():
             whole: Any = make_model(spec.config, dtype, register_packed_attention() if self.packable else None)
-        kept = [(name, child) for name, child in whole.named_children() if spec.head == "lm" or name == spec.decoder]
-        for name, child in kept:
-            self.add_module(name, child)
-        self._score = spec.head == "value"
-        if self._score:
+        for name, child in whole.named_children():
+            if not self._value or name == spec.decoder:
+                self.add_module(name, child)
+        if self._value:
             with torch.device("meta"):
                 self.score = nn.Linear(spec.hidden, 1, bias=False, dtype=torch.float32 if lora else dtype)
-        self._all: tuple[Any] = (whole,)  # no child: its children are those of this module
+        self._whole: tuple[Any] = (whole,)  # no child: its children are those of this module
+        self._index: Tensor | None = None
+        whole.get_output_embeddings().register_forward_pre_hook(lambda _, args: (self._read(args[0]),))
         self._names = (spec.decoder, spec.layer_list)
-        forward = whole.forward if spec.head == "lm" else self.decoder.forward
-        self._takes = frozenset(inspect.signature(forward).parameters)
+        forward = self.decoder.forward if self._value else whole.forward
+        self._positions = "position_ids" in inspect.signature(forward).parameters
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # its embedding would not be trained
@@ -62,21 +65,27 @@ class CausalModel(nn.Module):
 
     @property
     def decoder(self) -> Any:
-        return getattr(self._all[0], self._names[0])
+        return getattr(self._whole[0], self._names[0])
 
     @property
     def layers(self) -> Any:
-        return self._all[0].get_submodule(self._names[1])
+        return self._whole[0].get_submodule(self._names[1])
+
+    @property
+    def output(self) -> nn.Module | None:
+        """The output layer; None in a value model."""
+        return None if self._value else self._whole[0].get_output_embeddings()
 
     def tie(self) -> None:
-        """Embeddings are tied by transformers itself."""
+        """Make tied embeddings one parameter again, after something replaced one of them."""
+        self.output.weight = self._whole[0].get_input_embeddings().weight  # type: ignore[union-attr]
 
     def make_buffers(self, device: torch.device) -> None:
         """Put what is no parameter where the model computes, as its constructors made it."""
         for module, name, buffer in self._made:
             module._buffers[name] = buffer if buffer is None else buffer.to(device, copy=True)
 
-    def train(self, mode: bool = True) -> CausalModel:
+    def train(self, mode: bool = True) -> TransformersModel:
         """Only adapters know training from computing."""
         super().train(False)
         for name, module in self.named_modules():
@@ -85,18 +94,24 @@ class CausalModel(nn.Module):
         return self
 
     def forward(self, ids_bS: Tensor, index_N: Tensor, positions_bS: Tensor, sequences: Sequences | None) -> Tensor:
-        """[N, C] or [1, N, C]: the head at `index_N`; as that of `TokenModel`."""
+        """[N, C]: the head at `index_N`, positions in the flattened [b * S].
+
+        `ids_bS` and `positions_bS`, each token's place in its row, int64. With `sequences` ids are one packed row;
+        else rows are padded on the right, where a causal mask needs no other.
+        """
         given: dict[str, Any] = {"input_ids": ids_bS, "use_cache": False}
-        if "position_ids" in self._takes:
+        if self._positions:
             given["position_ids"] = positions_bS
         if sequences is not None:
             assert self.packable, "rows of this model are not packed"
             given["sequences"] = sequences
-        if self._score:
-            return self.score(self.decoder(**given)[0].flatten(0, 1)[index_N])
-        if len(ids_bS) == 1 and "logits_to_keep" in self._takes:
-            return self._all[0](**given, logits_to_keep=index_N).logits
-        return self._all[0](**given).logits.flatten(0, 1)[index_N]
+        self._index = index_N
+        if self._value:
+            return self.score(self._read(self.decoder(**given)[0]))
+        return self._whole[0](**given).logits
+
+    def _read(self, hidden_bSH: Tensor) -> Tensor:
+        return hidden_bSH.flatten(0, 1)[self._index]
 
 
 @contextmanager

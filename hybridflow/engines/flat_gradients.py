@@ -1,0 +1,211 @@
+"""Gradients of whole parameters, of which each data parallel rank keeps the sums of its own share.
+
+Stage 1 of ZeRO (the paper's P_os) adds up a mini-batch in whole buffers and sends them once. Stage 2 (P_os+g) sends
+those of a unit to their owners as soon as its backward pass is over and forgets them, in every backward pass; it needs
+1/N of the memory and, with m micro-batches, m times the traffic (section 7: one pass costs what data parallelism
+costs). Numbers are float32 and travel as float32, whatever the parameters' dtype. Losses are shares of a global sum, so
+gradients are added up and never averaged.
+
+Shapes: n elements of a unit's buffer, n/N of a rank's share of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.units import Unit
+
+
+class FlatGradients:
+    """Takes the gradient of every parameter away from it as autograd completes it.
+
+    `own` are, by name, the flat pieces of this rank's shares [n/N]; `memory` is what is kept between backward passes:
+    with `whole` the buffers [n] (`buffers`), else the shares alone. `devices` are those of buffers and of shares. With
+    `overlap` a unit may still be on its way while the one before it is computed: two whole units exist at a time.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        units: Sequence[Unit],
+        group: dist.ProcessGroup,
+        *,
+        whole: bool,
+        devices: tuple[torch.device, torch.device],
+        overlap: bool,
+    ) -> None:
+        self._named, self._units, self._group, self._whole = named, units, group, whole
+        self._ranks, self._rank, self._in_flight = group.size(), group.rank(), int(overlap)
+        self._device, kept_on = devices
+        if whole:
+            kept = [self._buffer(i) for i in range(len(units))]
+            self._shares, self._open = [buffer.view(self._ranks, -1)[self._rank] for buffer in kept], {}
+            self._open.update(enumerate(kept))
+        else:
+            kept = [torch.zeros(unit.share(self._ranks), dtype=torch.float32, device=kept_on) for unit in units]
+            self._shares, self._open = kept, dict[int, Tensor]()
+        self._kept = kept
+        self.memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, device=self._device)
+        self.own = self.pieces(self._shares)
+        self._missing: list[set[str]] = [set() for _ in units]  # parameters without a gradient so far
+        self._sent: list[tuple[int, Tensor, Any, Tensor]] = []
+        self._next = -1  # the unit that is sent next; all ranks send from the last to the first
+        # the collector does not see through hooks: they must not refer to an owner of their parameters
+        arrived = weakref.WeakMethod(self._arrived)
+        self._hooks = [
+            named[name].register_post_accumulate_grad_hook(partial(_call, arrived, i, name))
+            for i, unit in enumerate(units)
+            for name in unit.modules
+        ]
+
+    def _buffer(self, unit: int) -> Tensor:
+        return torch.zeros(self._units[unit].share(self._ranks) * self._ranks, dtype=torch.float32, device=self._device)
+
+    def pieces(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What `shares` ([n/N] for each unit) hold of the parameters that this rank owns part of: flat views."""
+        found = {}
+        for unit, share in zip(self._units, shares):
+            for name, (first, last) in unit.owned(self._ranks, self._rank).items():
+                at = unit.places[name][0] + first - self._rank * len(share)
+                found[name] = share[at : at + last - first]
+        return found
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Whole gradients where they are kept, by name, in the shapes of the parameters."""
+        return self._views(self._kept if self._whole else ())
+
+    def _views(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {
+            name: buffer[a:b].view(unit.parameters[name])
+            for unit, buffer in zip(self._units, buffers)
+            for name, (a, b) in unit.places.items()
+        }
+
+    def before_backward(self) -> None:
+        """A backward pass follows; the one before it, if any, is over."""
+        self.after_backward()
+        if not self._whole:
+            self._missing = [set(unit.modules) for unit in self._units]
+            self._next = len(self._units) - 1
+
+    def after_backward(self) -> None:
+        """The backward pass is over: send what is left of it, also of units that took no part on this rank."""
+        while self._next >= 0:
+            self._send()
+        self._receive(0)
+
+    @torch.no_grad()
+    def _arrived(self, unit: int, name: str, parameter: Tensor) -> None:
+        """Autograd has completed the gradient of one parameter."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        assert self._whole or name in self._missing[unit], f"{name} has two gradients in one backward pass"
+        if unit not in self._open:
+            self._open[unit] = self._buffer(unit)
+        first, last = self._units[unit].modules[name]
+        self._open[unit][first:last].add_(gradient.flatten())
+        if self._whole:
+            return
+        self._missing[unit].discard(name)
+        while self._next >= 0 and not self._missing[self._next]:
+            self._send()
+
+    def _send(self) -> None:
+        """The next unit's gradients to the ranks that own them. The order is the same on every rank, whatever came
+        when, as it must be for collectives."""
+        unit, self._next = self._next, self._next - 1
+        buffer = self._open.pop(unit, None)
+        if buffer is None:
+            buffer = self._buffer(unit)
+        if self._ranks == 1:
+            self._shares[unit].add_(buffer.to(self._shares[unit].device))
+            return
+        sums = buffer.new_empty(len(buffer) // self._ranks)
+        self._sent.append((unit, sums, self._reduce_scatter(sums, buffer), buffer))
+        del buffer
+        self._receive(self._in_flight)
+
+    def _receive(self, left: int) -> None:
+        """Add what has come to this rank's shares, until at most `left` units are on their way."""
+        while len(self._sent) > left:
+            unit, sums, work, _ = self._sent.pop(0)
+            work.wait()
+            self._shares[unit].add_(sums.to(self._shares[unit].device))
+
+    def _reduce_scatter(self, share: Tensor, buffer: Tensor) -> Any:
+        """Starts `share` [n/N] := this rank's part of the sum of all ranks' `buffer` [n], which it may be a part of."""
+        return dist.reduce_scatter_single(share, buffer, group=self._group, async_op=True)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Make shares the sums over data parallel ranks of all that was added since they were zero. Collective.
+
+        May be called again, and backward passes may follow.
+        """
+        self.after_backward()
+        if not self._whole or self._ranks == 1:
+            return
+        works = [self._reduce_scatter(own, buffer) for own, buffer in zip(self._shares, self._kept, strict=True)]
+        for own, buffer, work in zip(self._shares, self._kept, works, strict=True):
+            work.wait()
+            first = self._rank * len(own)  # what others own is in their sums now
+            buffer[:first].zero_()
+            buffer[first + len(own) :].zero_()
+
+    @property
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Whole gradients by canonical name, float32, summed over data parallel ranks; copies. Collective."""
+        self.reduce()
+        whole = [self._buffer(i) for i in range(len(self._units))]
+        for buffer, share in zip(whole, self._shares, strict=True):
+            dist.all_gather_single(buffer, share.to(self._device), group=self._group)
+        return self._views(whole)
+
+    def drop(self) -> None:
+        """Gradients are zero from here on, also after a backward pass that failed half-way."""
+        self._receive(0)
+        self._next = -1
+        if not self._whole:
+            self._open.clear()
+        for parameter in self._named.values():
+            parameter.grad = None
+        if not self.resident:
+            self.memory.release()
+            return
+        for buffer in self._kept:
+            buffer.zero_()
+
+    @property
+    def resident(self) -> bool:
+        return self.memory.resident_bytes == self.memory.total_bytes
+
+    def offload(self, zero: bool) -> None:
+        self.memory.release() if zero else self.memory.offload()
+
+    def reload(self, zero: bool) -> None:
+        if not self.resident:
+            self.memory.acquire()
+            if zero:
+                self.drop()
+
+    def close(self) -> None:
+        """Free the memory, and leave the parameters to themselves."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._open = [], {}
+        self.memory.release()
+
+
+def _call(arrived: weakref.WeakMethod, unit: int, name: str, parameter: Tensor) -> None:
+    if (method := arrived()) is not None:
+        method(unit, name, parameter)

@@ -1,0 +1,196 @@
+"""FlatShards: parameters whole on every data parallel rank in one flat buffer per unit, and 1/N of what trains them.
+
+Bytes on each of N ranks, for P parameters of b bytes each (2 or 4) whose optimizer keeps K bytes for one (Rajbhandari
+et al. 2020, section 5 and table 1, with gradients in float32; Adam's K is 12, in float32 8, since its main parameters
+are the parameters themselves):
+
+    stage 1     (b + 4) P + K P / N
+    stage 2     b P + (4 + K) P / N, and the gradients of one unit while a backward pass runs
+
+Stage 3 cuts the parameters too: that is FSDP. Megatron's distributed optimizer is stage 1 of what a rank of its
+pipeline and tensor parallelism holds.
+
+Shapes: n elements of a unit's buffer, n/N of a rank's share of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.flat_gradients import FlatGradients
+from hybridflow.engines.process_groups import RankContext
+from hybridflow.engines.units import Unit
+from hybridflow.errors import ConfigError, ModelError
+
+# activation checkpointing, torch.compile; a layer with adapters, peft's name of an adapter without one
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.", "default.")
+
+
+class FlatShards:
+    """Fulfils `Shards` over the data parallel ranks of `group`.
+
+    Puts new parameters on the context's device in the place of `model`'s (which may be on the meta device: then their
+    contents are zero); `units` are their names and shapes. A frozen model keeps only its parameters. `offload` keeps
+    main parameters, optimizer state and, with stage 2, gradients in host memory (Ren et al. 2021, "ZeRO-Offload").
+    With `overlap` (default: on CUDA) a unit's gradients travel while the next one's are computed.
+
+    Storage of `main` is flat, of what this rank owns. `memory` of a unit goes with the last of its names.
+
+    Errors: ConfigError for another stage, ModelError when the parameters are not those of `units` or partly frozen.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        model: nn.Module,
+        units: Sequence[Unit],
+        group: dist.ProcessGroup,
+        *,
+        stage: int = 1,
+        offload: bool = False,
+        overlap: bool | None = None,
+    ) -> None:
+        if stage not in (1, 2):
+            raise ConfigError(f"stage={stage!r} does not keep parameters whole: use 1 or 2 here, FSDP for stage 3.")
+        _check(model, units)
+        self.model: Any = model
+        self._units, self._group, device = units, group, context.device
+        self._everyone, on_cuda = context.groups.everyone(), device.type == "cuda"
+        self._host = torch.device("cpu") if offload else device
+        ranks, dtype = group.size(), next(model.parameters()).dtype
+        self._buffers = [torch.zeros(unit.share(ranks) * ranks, dtype=dtype, device=device) for unit in units]
+        self.storage: Mapping[str, Tensor] = {
+            name: buffer[a:b].view(unit.parameters[name])
+            for unit, buffer in zip(units, self._buffers, strict=True)
+            for name, (a, b) in unit.places.items()
+        }
+        places = {n: buffer[a:b] for unit, buffer in zip(units, self._buffers) for n, (a, b) in unit.modules.items()}
+        named = _install(model, places)
+        self.memory: Residency = Residency(self.storage, device=device)
+        trained = any(parameter.requires_grad for parameter in named.values())
+        self.gradients: Any = FlatGradients(
+            named if trained else {},
+            units if trained else (),
+            group,
+            whole=stage == 1 or (ranks == 1 and not offload),  # on one rank a share is the whole: nothing is sent
+            devices=(device, self._host if stage == 2 else device),
+            overlap=on_cuda if overlap is None else overlap,
+        )
+        self._own = self.gradients.pieces([buffer.view(ranks, -1)[group.rank()] for buffer in self._buffers])
+        self.separate = trained and (dtype != torch.float32 or offload)
+        self.main: Mapping[str, Tensor] = self._own
+        if self.separate:
+            self.main = {
+                name: torch.empty(piece.shape, dtype=torch.float32, device=self._host, pin_memory=offload and on_cuda)
+                for name, piece in self._own.items()
+            }
+            self.parameters_changed()
+
+    def before_backward(self, last: bool = True) -> None:
+        """The next micro-batch is computed with gradients. With stage 2 ranks run equally many of them."""
+        self.gradients.before_backward()
+
+    def after_pass(self) -> None:
+        """The micro-batches of a pass are done. Collective after those with gradients."""
+        self.gradients.after_backward()
+
+    def reduce(self) -> None:
+        """Complete the gradients: this rank's are the sums over all ranks. Collective."""
+        self.gradients.reduce()
+
+    def main_gradients(self) -> dict[str, Tensor]:
+        """Reduced gradients by the names of `main`, float32, where `main` is; views where they are there already."""
+        return {name: piece.to(self._host) for name, piece in self.gradients.own.items()}
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts the gradient of a parameter that several ranks hold alike."""
+        return True
+
+    def square_sum(self) -> Tensor:
+        """float64, the same on all ranks: of all reduced gradients, matrices first. Collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.memory.device)
+        pieces = sorted(self.gradients.own.items(), key=lambda item: self.storage[item[0]].ndim == 1)
+        if counted := [piece for name, piece in pieces if self.counts(name)]:
+            total += torch.stack(torch._foreach_norm(counted)).double().square_().sum().to(total.device)
+        dist.all_reduce(total, group=self._everyone)
+        return total
+
+    @torch.no_grad()
+    def updated(self, names: Collection[str]) -> None:
+        """`main` of these tensors was updated on the ranks that have it: parameters follow. Collective."""
+        if self.separate and (mine := [name for name in names if name in self.main]):
+            torch._foreach_copy_([self._own[name] for name in mine], [self.main[name] for name in mine])
+        if (ranks := self._group.size()) == 1:
+            return
+        units = zip(self._units, self._buffers, strict=True)
+        wanted = [buffer for unit, buffer in units if not unit.parameters.keys().isdisjoint(names)]
+        works: list[Any] = [
+            dist.all_gather_single(buffer, buffer.view(ranks, -1)[self._group.rank()], group=self._group, async_op=True)
+            for buffer in wanted
+        ]
+        for work in works:
+            work.wait()
+
+    @torch.no_grad()
+    def parameters_changed(self) -> None:
+        """Parameters were written from outside: `main` follows them."""
+        if self.separate and self.main:
+            torch._foreach_copy_(list(self.main.values()), list(self._own.values()))
+
+    def close(self) -> None:
+        """Free all memory, also where others still refer to it."""
+        self.gradients.close()
+        self.memory.release()
+        if self.separate:
+            Residency(self.main, device=self.memory.device).release()
+        self.main, self._own = {}, {}
+
+
+def canonical_name(name: str) -> str:
+    """The Hugging Face name of a parameter, whatever its module is wrapped in."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _check(model: nn.Module, units: Sequence[Unit]) -> None:
+    expected: dict[str, tuple[int, ...]] = {}
+    for unit in units:
+        shapes = {name: part.shape for name, part in unit.parts.items()}
+        expected |= {name: shapes.get(name) or unit.parameters[name] for name in unit.modules}
+    found = {canonical_name(name): tuple(p.shape) for name, p in model.named_parameters()}
+    if found != expected:
+        name = next(n for n in {**expected, **found} if expected.get(n) != found.get(n))
+        raise ModelError(
+            f"this model should have {name} {expected.get(name, 'not at all')}, the module has "
+            f"{found.get(name, 'no such parameter')}. Tie embeddings that are tied before they are partitioned."
+        )
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if 0 < len(frozen) < len(found):
+        raise ModelError(
+            f"ZeRO stages 1 and 2 train all parameters of a model; {len(frozen)} of {len(found)} are frozen, among "
+            f"them {frozen[0]}. Use FSDP, or ZeRO(stage=3), to train a part of a model."
+        )
+
+
+def _install(model: nn.Module, flat: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Parameters that live in `flat`, by name, with the attributes of those before them, tied ones still tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
+    for full_name, old in model.named_parameters():
+        name = canonical_name(full_name)
+        place = flat[name].view(old.shape)
+        if not old.is_meta:
+            place.copy_(old.detach())
+        named[name] = made[old] = nn.Parameter(place, requires_grad=old.requires_grad)
+        vars(made[old]).update(vars(old))
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, made[old])
+    return named
