@@ -16,7 +16,7 @@ from hybridflow.cluster.future import Future
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
-from hybridflow.cluster.weight_transfer import WEIGHTS
+from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, LayoutError, PlacementError

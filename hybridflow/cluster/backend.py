@@ -6,13 +6,12 @@ There are two: Ray's processes (`ray_backend.py`), and a trace, which only write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridflow.cluster.failure import Failure
+from hybridflow.cluster.future import Failure
 from hybridflow.cluster.row_refs import RankOutput
-from hybridflow.errors import PlacementError
 from hybridflow.protocols import Operation
 from hybridflow.topology import RankGrid
 
@@ -26,15 +25,22 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
+class HostProcess:
+    """The process of one device: its `handle`, a reference to the `address` of its `LivenessServer`, the index of its
+    node in the pool, and the cluster's own name of that node."""
+
+    handle: Any = field(repr=False)
+    address: Any = field(default=None, repr=False)
+    node: int = 0
+    machine: str = ""
+
+
+@dataclass(frozen=True)
 class PoolHosts:
-    """The host processes of a pool by device: handle, reference to the address of its `LivenessServer`, index of its
-    node, and the cluster's own name of that node. `reserved` is what the backend holds for them."""
+    """The host processes of a pool by device. `reserved` is what the backend holds for them."""
 
     name: str
-    hosts: Sequence[Any] = field(repr=False)
-    addresses: Sequence[Any] = field(repr=False)
-    nodes: Sequence[int]
-    machines: Sequence[str] = ()
+    hosts: tuple[HostProcess, ...]
     reserved: Any = field(default=None, repr=False)
 
 
@@ -43,7 +49,7 @@ class RankGroup:
     """Where the ranks of the group `name` are: rank i runs in the process `hosts[i]`, of rank `members[i]` in its pool.
 
     `settings` are those of the worker class, all of them; with `own_grid` the grid was given beside them. Hosts know
-    these ranks by `key`, which is never used again. Errors: PlacementError when the grid does not fit.
+    these ranks by `key`, which is never used again.
     """
 
     name: str
@@ -52,18 +58,9 @@ class RankGroup:
     grid: RankGrid
     pool_name: str
     members: tuple[int, ...]
-    hosts: tuple[Any, ...] = field(repr=False)
-    addresses: tuple[Any, ...] = field(repr=False)
-    machines: tuple[str, ...]
+    hosts: tuple[HostProcess, ...]
     key: str
     own_grid: bool = False
-
-    def __post_init__(self) -> None:
-        if (grid := self.grid).size != len(self.members):
-            raise PlacementError(
-                f"{self.name} has a grid of p*t*d = {grid.p}*{grid.t}*{grid.d} = {grid.size} ranks, "
-                f"the pool has {len(self.members)} devices."
-            )
 
     def __str__(self) -> str:
         return f"(p,t,d)=({self.grid.p},{self.grid.t},{self.grid.d})"
@@ -120,8 +117,8 @@ class SessionBackend(Protocol):
         """Issue a call on each rank that has one, in rank order; returns at once with what each will return."""
         ...
 
-    def ask(self, ranks: RankGroup, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(worker, *arguments)` of every rank; waits. Errors: WorkerError of a rank where it raised."""
+    def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
+        """`worker.method(*arguments)` of every rank; waits. Errors: WorkerError of a rank where it raised."""
         ...
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:

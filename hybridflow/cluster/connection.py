@@ -1,4 +1,5 @@
-"""Connection: the driver joins a Ray cluster, or starts a local one that no other user and no network reaches."""
+"""Connection: the driver joins a Ray cluster, or starts a local one that no other user and no network reaches; SIGTERM
+ends it as Ctrl-C does, with status 143."""
 
 from __future__ import annotations
 
@@ -11,9 +12,14 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
 import ray
+import ray._private.services as services
+import ray._private.utils as utils
 import ray.exceptions
 from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
@@ -25,6 +31,8 @@ from hybridflow.cluster.orphan_cleanup import marked
 from hybridflow.errors import ConfigError
 
 LOCAL_DEVICES = 16
+STATUS = 128 + signal.SIGTERM
+_WITHIN_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0
 _LONGEST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 """Bytes of Ray's directory: a socket's path has at most 107."""
@@ -45,7 +53,7 @@ def connect(session: str, address: str | None, devices: int | None) -> str:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
-    with _terminal_signals_not_inherited(), marked(session), _loopback_only():
+    with marked(session), _loopback_only():
         ray.init(
             "local",
             num_cpus=cores,
@@ -126,14 +134,80 @@ def _private_directory() -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _terminal_signals_not_inherited():
-    """Let Ctrl-C reach the driver only: Ray's processes would die first and take the clean-up with them."""
-    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
-        yield
-        return
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+class Termination:
+    """What SIGTERM does to the driver between `taken` and `give_back`.
+
+    KeyboardInterrupt is raised in the main thread, which is the only exception that Ray's waits let through as it is;
+    what it ends leaves no traceback. More signals change nothing. A driver that has not ended `_WITHIN_SECONDS` later
+    is ended as it stands, and its watcher cleans up. A handler that the user installed stays, and so does SIG_IGN;
+    sessions of other threads, and of a prompt or notebook, where an exception ends a cell only, change nothing.
+    """
+
+    def __init__(self) -> None:
+        self._came = self._held = False
+        self._hook = sys.excepthook
+        self._main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGTERM) if self._main else None
+        if getattr(before, "__module__", "").startswith("ray."):
+            before = signal.SIG_DFL
+        self._before = before
+        self._ours = before == signal.SIG_DFL and not hasattr(sys, "ps1")
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take the signal over from Ray, which is started inside; what comes meanwhile has its effect at the end.
+
+        Ray's own handler ends Ray's processes first, whereupon the driver aborts, and so does a second signal. What
+        goes to the driver's process group (Ctrl-C, `timeout`) would end them first too: they get groups of their own.
+        """
+        if not self._main or self._before is None:
+            yield
+            return
+        rays, popen, self._held = utils.set_sigterm_handler, services.ConsolePopen, True
+        utils.set_sigterm_handler = lambda handler: None
+        services.ConsolePopen = partial(popen, process_group=0)
+        try:
+            self._install()
+            yield
+        except BaseException:
+            self.give_back()
+            self._ours = False
+            raise
+        finally:
+            utils.set_sigterm_handler, services.ConsolePopen = rays, popen
+            self._install()  # Ray has put one of C++ before it
+            self._held = False
+        if self._ours:
+            sys.excepthook = self._ended
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _install(self) -> None:
+        signal.signal(signal.SIGTERM, self._handle if self._ours else self._before)
+
+    def give_back(self) -> None:
+        """Leave the signal as it was found, unless it came: more of them must not interrupt the end."""
+        if self._came or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._before)
+        if sys.excepthook == self._ended:
+            sys.excepthook = self._hook
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            return
+        self._came = True
+        limit = threading.Timer(_WITHIN_SECONDS, os._exit, (STATUS,))
+        limit.daemon = True
+        limit.start()
+        if not self._held:
+            raise KeyboardInterrupt
+
+    def _ended(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        """The hook for uncaught exceptions."""
+        if not self._came:
+            return self._hook(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt):
+            self._hook(kind, error, trace)
+        raise SystemExit(STATUS)

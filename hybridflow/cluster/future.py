@@ -1,22 +1,83 @@
-"""Future: a value that a call will return; and the wait for the results of calls, on the driver and on hosts."""
+"""Future: a value that a call will return, or the failure in its place that says who failed where; and the wait for
+the results of calls, on the driver and on hosts."""
 
 from __future__ import annotations
 
+import logging
+import pickle
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from hybridflow.cluster.failure import first_failure
 from hybridflow.cluster.liveness import WaitNotice, blamed, unfinished, whom
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
-from hybridflow.errors import WaitTimeoutError, WorkerError
+from hybridflow.engines.process_groups import is_communication_error
+from hybridflow.errors import CheckpointError, HybridFlowError, WaitTimeoutError, WorkerError
 
+logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _TIMEOUT = 600.0  # of results that no call of this process writes
+
+
+@dataclass(slots=True)
+class Failure:
+    """Stands where a result would be. `upstream` says that the call never ran because an input had failed."""
+
+    error: WorkerError
+    upstream: bool = False
+    at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call went on one rank: kept by the driver when the data is no longer held.
+
+    `seconds` are those of the method once its inputs were there, and of the stages that it recorded.
+    """
+
+    failure: Failure | None
+    seconds: tuple[tuple[str, float], ...] = ()
+
+
+def first_failure(values: Sequence[Any]) -> Failure | None:
+    """What failed first, if anything did; a rank that failed itself comes before those that heard of it."""
+    found = [value.failure if isinstance(value, Status) else value for value in values]
+    failures = [value for value in found if isinstance(value, Failure)]
+    return min(failures, key=lambda failure: (failure.upstream, failure.at), default=None)
+
+
+def failure_of(
+    error: Exception, role: str, rank: int, method: str, rows: tuple[int, int] | None = None, upstream: bool = False
+) -> Failure:
+    """Keep the original error of a worker; wrap anything else with role, rank, method and traceback.
+
+    `rows` are where the rank's rows lie in the call's batch. An error of torch.distributed or of one of its backends
+    becomes a WaitTimeoutError: a peer did not take part.
+    """
+    if isinstance(error, WorkerError):
+        return Failure(error, upstream)
+    if isinstance(error, CheckpointError) and error.rank is not None:
+        rank = error.rank
+    span = f", rows {rows[0]}..{rows[1] - 1}" if rows and rows[0] < rows[1] else ""
+    text = "".join(traceback.format_exception(error))
+    if not isinstance(error, HybridFlowError):
+        logger.debug("%s", text)
+        if is_communication_error(error):
+            error = WaitTimeoutError(f"a peer did not take part: {error}")
+    message = f"{role}.{method} failed on rank {rank}{span}: {type(error).__name__}: {error}"
+    try:
+        pickle.loads(pickle.dumps(error))
+        cause: Exception | None = error
+    except Exception:  # an exception that cannot be pickled still has its text
+        logger.debug("the exception of %s cannot be pickled", method, exc_info=True)
+        cause = None
+    found = WorkerError(message, role=role, rank=rank, method=method, rows=rows, cause=cause, remote_traceback=text)
+    return Failure(found, upstream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +175,19 @@ def _get(
                 notice.look(lambda: unfinished(writers) or writers)
             if end <= time.monotonic():
                 return None
+
+
+def as_done(outputs: Sequence[RankOutput], seconds: float) -> Iterator[list[RankOutput]]:
+    """The outputs as their calls end; stops after `seconds`. Says on the console whom a long wait is for."""
+    end, notice, waiting = time.monotonic() + seconds, WaitNotice(), {output.ref: output for output in outputs}
+    while waiting:
+        left = max(0.0, end - time.monotonic())
+        # short waits leave room for Ctrl-C
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(_LOOK_SECONDS, left))
+        yield [waiting.pop(ref) for ref in ready]
+        notice.look(lambda: list(waiting.values()))
+        if not left:
+            return
 
 
 def raise_failure(values: Sequence[Any], calls: Sequence[IssuedCall]) -> None:

@@ -5,24 +5,32 @@ group.method(batch, key=value)
   -> protocol.distribute     -> one input per rank    references are rearranged
   -> backend.issue           -> one call per rank     returns at once
   -> protocol.collect        -> BatchRef | Future
+
+Calls of a group may have different layouts (ReaL, section 4): its own ranks, the primary, train and do whatever no
+replica does; replicas are ranks in other layouts or on other devices, with weights of their own, each for some calls:
+call -> weights stale? -> primary --weights--> replica -> the call. Nothing waits: weights travel in the order of the
+calls, and a replica that is up to date gets none.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.backend import RankCall, RankGroup
+from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
-from hybridflow.cluster.failure import Failure
-from hybridflow.cluster.future import Future
-from hybridflow.cluster.row_refs import ColumnRef, RankOutput, SplitSpec
+from hybridflow.cluster.future import Failure, Future
+from hybridflow.cluster.group_call import GroupCall, bound_settings
+from hybridflow.cluster.row_refs import ColumnRef, SplitSpec
 from hybridflow.cluster.session import Session
-from hybridflow.cluster.store import Reader
+from hybridflow.cluster.weight_channels import WEIGHTS
+from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import (
     ConfigError,
     EmptyBatchError,
@@ -32,7 +40,7 @@ from hybridflow.errors import (
     nearest,
 )
 from hybridflow.models.spec import Cost
-from hybridflow.protocols import SKIP, Operation
+from hybridflow.protocols import ONE_TO_ALL, Operation, kind_of
 from hybridflow.topology import RankGrid
 
 _CLOSE_SECONDS = 60.0
@@ -41,20 +49,38 @@ _DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute
 _DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat(n)"}
 
 
+CallSchedule = Mapping[str, Sequence[int | None]]
+"""By operation, for each of its calls in an iteration: the number of a replica, or None for the primary. Further calls
+begin again at the first."""
+
+
 class WorkerGroup:
     """Ranks of one model on the devices of a pool (or slice); registered methods of the worker class are methods here.
 
     They return at once with a `BatchRef` (when the operation writes columns) or a `Future`. Built by
-    `SomeWorker.on(pool, ...)` or `hf.place(SomeClass, pool, ...)`.
-    Errors: WorkerError when a rank cannot be built.
+    `SomeWorker.on(pool, ...)` or `hf.place(SomeClass, pool, ...)`. The session knows a `listed` group by its name.
+
+    `schedule` says which calls are a replica's; calls that train are the primary's always. Whatever goes to every rank
+    (`ONE_TO_ALL`) goes to those of replicas too, and their answers come after those of the primary.
+    Errors: WorkerError when a rank cannot be built, and then nothing is left.
     """
 
-    def __init__(self, session: Session, ranks: RankGroup, listed: bool = True) -> None:
-        """The session knows a `listed` group by its name."""
+    def __init__(
+        self,
+        session: Session,
+        ranks: RankGroup,
+        replicas: Sequence[RankGroup] = (),
+        schedule: CallSchedule = MappingProxyType({}),
+        listed: bool = True,
+    ) -> None:
         self.session, self.ranks, self.name = session, ranks, ranks.name
         self.operations = session.backend.operations(ranks.worker_class, ranks.settings)
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
         self._closed, self._listed = "", listed
+        self._replicas: list[WorkerGroup] = []
+        self._schedule, self._version = schedule, 0  # of the weights; all ranks start with those of the checkpoint
+        self._calls_made: Counter[str] = Counter()  # of each operation in this iteration
+        self._iteration = session.iterations.current if replicas else 0
         if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
             raise ConfigError(
                 f"{self.worker_class.__name__} calls an operation {taken[0]!r}, which every group already has as an "
@@ -64,6 +90,8 @@ class WorkerGroup:
             session.groups[self.name] = self
         try:
             session.backend.build(ranks)
+            for other in replicas:
+                self._replicas.append(WorkerGroup(session, other, listed=False))
         except BaseException:
             self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
             raise
@@ -71,23 +99,19 @@ class WorkerGroup:
     @property
     def all_ranks(self) -> tuple[RankGroup, ...]:
         """Everything that has been placed for it."""
-        return (self.ranks,)
+        return (self.ranks, *(replica.ranks for replica in self._replicas))
 
     def weights_changed(self) -> None:
         """Called when its weights are written from outside, or stepped."""
+        self._version += 1
 
     def has_replica_for(self, name: str) -> bool:
         """Whether calls of this operation run on other ranks than `ranks`."""
-        return False
+        return any(number is not None for number in self._schedule.get(name, ()))
 
     @property
     def worker_class(self) -> type:
         return self.ranks.worker_class
-
-    @property
-    def hosts(self) -> list[Any]:
-        """Handles of the host processes, in rank order."""
-        return list(self.ranks.hosts)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -100,7 +124,6 @@ class WorkerGroup:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings of the worker class, all of them."""
         return self.ranks.settings
 
     @property
@@ -127,16 +150,61 @@ class WorkerGroup:
         return [*super().__dir__(), *self.operations]
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self.worker_class.__name__} at {self.ranks}>"
+        others = []
+        for name, numbers in self._schedule.items():
+            grids = [self._replicas[n].grid for n in dict.fromkeys(numbers) if n is not None]
+            others += [f", {name} at ({grid.p},{grid.t},{grid.d})" for grid in grids]
+        return f"<{self.name}: {self.worker_class.__name__} at {self.ranks}{''.join(others)}>"
 
     def _invoke(self, operation: Operation, *args: Any, **kwargs: Any) -> Any:
         self.check_open()
+        if not self._replicas:
+            return self._issued(operation, args, kwargs)
+        trains = kind_of(operation) == "training"
+        if trains:
+            self.weights_changed()  # first: an update that fails half-way has changed them too
+        elif (replica := self._next(operation.name)) is not None:
+            return replica._following(self, operation.name, args, kwargs)
+        result = self._issued(operation, args, kwargs)
+        if operation.protocol is not ONE_TO_ALL or trains:
+            return result
+        others = [replica for replica in self._replicas if operation.name in replica.operations]
+        results = [result, *(other._following(self, operation.name, args, kwargs) for other in others)]
+        futures = [answers for answers in results if isinstance(answers, Future)]
+        return Future.concat(futures, "list") if futures else [answer for answers in results for answer in answers]
+
+    def _next(self, name: str) -> WorkerGroup | None:
+        """The replica that runs the next call of this operation."""
+        if self._iteration != self.session.iterations.current:
+            self._iteration = self.session.iterations.current
+            self._calls_made.clear()
+        if not (numbers := self._schedule.get(name)):
+            return None
+        number = numbers[self._calls_made[name] % len(numbers)]
+        self._calls_made[name] += 1
+        return None if number is None else self._replicas[number]
+
+    def _following(self, primary: WorkerGroup, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of a replica, with the weights of `primary` from here on; the call observes a move that fails."""
+        channels = self.session.backend.channels
+        if self._version != primary._version or channels.failed(primary.ranks, self.ranks):
+
+            def layouts() -> tuple[Layout, Layout]:
+                return weights_layout(self.session, primary.ranks), weights_layout(self.session, self.ranks)
+
+            channels.send(primary.ranks, self.ranks, WEIGHTS, layouts, required=True)
+            self._version = primary._version
+        return self._issued(self.operations[name], args, kwargs)
+
+    def _issued(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of the group's own ranks."""
         call = self._bind(operation, args, kwargs)
-        inputs = call.inputs(self.grid)
-        issued = self.session.backend.issue(self.ranks, self._calls(call, inputs))
+        inputs, seq = call.inputs(self.grid), self.session.iterations.sequence()
+        issued = self.session.backend.issue(self.ranks, call.asked(inputs, seq, self.ranks.key))
         result = operation.protocol.collect(self.grid, call.results(inputs, issued))
         if operation.carries:
-            result = operation.carried(next(iter(call.rows.values())), call.factor) | result
+            rows = next(iter(call.rows.values()))
+            result = (rows.repeat(call.factor) if call.factor > 1 else rows) | result
         if isinstance(result, list) and result and all(isinstance(item, Future) for item in result):
             result = Future.concat(result, "list")
         if operation.blocking:
@@ -145,22 +213,11 @@ class WorkerGroup:
             return result.get() if isinstance(result, Future) else result
         return result
 
-    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> _GroupCall:
+    def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> GroupCall:
         """Name the arguments, and check everything that can be checked before a process is asked."""
-        signature = self._signatures[operation.name]
-        try:
-            bound = signature.bind(None, *args, **kwargs)
-        except TypeError as error:
-            known = [name for name in signature.parameters if name != "self"]
-            unknown = next((name for name in kwargs if name not in known), None)
-            hint = f" It has no setting {unknown!r}.{nearest(unknown, known)}" if unknown else ""
-            raise ConfigError(f"{self.name}.{operation.name}: {error}.{hint}") from None
-        if not operation.protocol.prepared:  # a default is one value, not a list with one per rank
-            bound.apply_defaults()
-        settings = dict(list(bound.arguments.items())[1:])
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                settings |= settings.pop(name, {})
+        signature, where = self._signatures[operation.name], f"{self.name}.{operation.name}"
+        defaults = not operation.protocol.prepared  # a default is one value, not a list with one per rank
+        settings = bound_settings(signature, where, args, kwargs, defaults)
         for name, value in settings.items():
             if isinstance(value, Batch):
                 settings[name] = BatchRef.from_batch(value)
@@ -174,7 +231,7 @@ class WorkerGroup:
         rows = {name: replace(ref, split_spec=spec, part=None) for name, ref in rows.items()}
         factor = operation.repeat(self.settings, settings) if operation.repeat else 1
         writes = operation.columns_written(self.settings, settings)
-        return _GroupCall(operation, settings, rows, reads, writes, factor)
+        return GroupCall(operation, settings, rows, reads, writes, factor)
 
     def _reads(self, operation: Operation, settings: dict[str, Any], ref: BatchRef) -> tuple[str, ...]:
         """The columns that travel."""
@@ -223,29 +280,14 @@ class WorkerGroup:
 
     def usually_writes(self, name: str) -> tuple[str, ...]:
         """Columns that an operation writes when it is called with its default settings."""
+        if numbers := [n for n in self._schedule.get(name, ()) if n is not None]:
+            return self._replicas[numbers[0]].usually_writes(name)
         parameters = self._signatures[name].parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         try:
             return self.operations[name].columns_written(self.settings, defaults)
         except (KeyError, HybridFlowError):  # it depends on a setting without a default
             return ()
-
-    def _calls(self, call: _GroupCall, inputs: Sequence[_RankInput]) -> list[RankCall | None]:
-        """What each rank is asked, in rank order; None for a rank that is not called."""
-        seq = self.session.iterations.sequence()
-        called = tuple(rank for rank, mine in enumerate(inputs) if mine is not None)
-        agree = called if len(called) > 1 and call.may_fail(inputs) else ()
-        out: list[RankCall | None] = []
-        for mine in inputs:
-            if mine is None:
-                out.append(None)
-                continue
-            source = _source(mine)
-            due = None if source is None or call.operation.resizes else source.rows * call.factor
-            sent = {name: value.to_rank() if isinstance(value, BatchRef) else value for name, value in mine.items()}
-            span = source.span if source else None
-            out.append(RankCall(seq, self.ranks.key, call.operation.name, sent, call.writes, agree, due, span))
-        return out
 
     def check_open(self) -> None:
         """Errors: PlacementError when the group is closed."""
@@ -257,13 +299,14 @@ class WorkerGroup:
 
         Errors: WorkerError of a rank that could not free all that it had; the group is closed nevertheless.
         """
-        wait = min(_CLOSE_SECONDS, self.session.deadlines.peers)
+        wait = min(_CLOSE_SECONDS, self.session.backend.deadlines.peers)
         if not self._closed and (failure := self._drop(wait)) is not None:
             raise failure.error.as_cause()
 
     def _drop(self, wait: float) -> Failure | None:
         self._leave(" by close()")
-        return self.session.backend.drop(self.ranks, wait)
+        failures = [self.session.backend.drop(ranks, wait) for ranks in self.all_ranks]
+        return next((failure for failure in failures if failure is not None), None)
 
     def _leave(self, how: str) -> None:
         self._closed = self._closed or how
@@ -273,79 +316,16 @@ class WorkerGroup:
     def forget_hosts(self) -> None:
         """Called when the pool closes: there is nothing left to free."""
         self._leave(" with its pool")
-        self.session.backend.channels.close(self.ranks.key)
+        for ranks in self.all_ranks:
+            self.session.backend.channels.close(ranks.key)
 
 
-_RankInput = dict[str, Any] | None
-"""The settings of one rank in a call; None for a rank that is not called."""
+def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> Layout:
+    """The layout of the weights of ranks; of ranks that are not `built` yet, it may be good for its tensors only.
 
-
-@dataclass(frozen=True)
-class _GroupCall:
-    """One call on a group. `settings` by name; those in `rows` are batches, of which `reads` names the columns that
-    travel. `factor` output rows come from each input row."""
-
-    operation: Operation
-    settings: dict[str, Any]
-    rows: dict[str, BatchRef]
-    reads: dict[str, tuple[str, ...]]
-    writes: tuple[str, ...]
-    factor: int
-
-    def inputs(self, grid: RankGrid) -> list[_RankInput]:
-        """The settings of each rank; None for a rank that is not called."""
-        protocol = self.operation.protocol
-        per_rank: list[_RankInput] = [{} for _ in range(grid.size)]
-        for name, value in self.settings.items():
-            if name in self.rows:
-                parts = protocol.split(grid, self.rows[name])
-                parts = [part if part is SKIP else part.select(*self.reads[name]) for part in parts]
-            elif protocol.prepared:
-                parts = protocol.split(grid, value)
-            else:
-                parts = [value] * grid.size
-            for rank, part in enumerate(parts):
-                mine = per_rank[rank]
-                if part is SKIP:
-                    per_rank[rank] = None
-                elif mine is not None:
-                    mine[name] = part
-        if not self.rows and not protocol.prepared:  # who is called does not depend on rows
-            asked = protocol.split(grid, _Nothing())
-            per_rank = [None if part is SKIP else mine for part, mine in zip(asked, per_rank, strict=True)]
-        return per_rank
-
-    def may_fail(self, inputs: Sequence[_RankInput]) -> bool:
-        """Whether an input comes from a call, which may have failed."""
-        return any(v.may_fail for mine in inputs if mine for v in mine.values() if isinstance(v, BatchRef))
-
-    def results(self, inputs: Sequence[_RankInput], outputs: Sequence[RankOutput | None]) -> list[Any]:
-        """What each rank will return, as a protocol collects it.
-
-        Row counts that only the workers know are the documented exception that waits."""
-        if not self.writes:
-            return [SKIP if output is None else Future((output,)) for output in outputs]
-        unknown = [output for output in outputs if output is not None and output.rows is None]
-        rows = dict(zip(map(id, unknown), Reader().rows(unknown) if unknown else (), strict=True))
-        out = []
-        for mine, output in zip(inputs, outputs, strict=True):
-            if mine is None or output is None:
-                out.append(SKIP)
-            elif output.rows is None:
-                out.append(BatchRef.of_output(replace(output, rows=rows[id(output)]), self.writes))
-            else:
-                source = _source(mine)
-                out.append(BatchRef.of_output(output, self.writes, source.part if source else None))
-        return out
-
-
-def _source(mine: dict[str, Any]) -> BatchRef | None:
-    """The rows that a rank is given, if it is given any."""
-    return next((value for value in mine.values() if isinstance(value, BatchRef)), None)
-
-
-class _Nothing:
-    """Rows of a call that has none."""
-
-    def split(self, parts: int) -> list[_Nothing]:
-        return [self] * parts
+    Errors: ConfigError when its class has none; WorkerError of a rank that is asked for its layout.
+    """
+    worker_class: Any = ranks.worker_class
+    layout = worker_class.weights_layout(ranks.settings, ranks.grid)
+    found = built and worker_class.finds_layout(ranks.settings)
+    return session.backend.ask(ranks, "found_layout")[0] if found else layout

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,12 +24,11 @@ import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall
-from hybridflow.cluster.failure import Failure, Status, failure_of, first_failure
-from hybridflow.cluster.future import fetch
+from hybridflow.cluster.future import Failure, Status, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.store import Manifest, Reader, write
-from hybridflow.cluster.weight_transfer import ChannelSpec, Setup, TransferTask, WeightChannel, incomplete
+from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError
@@ -77,27 +75,16 @@ class Event:
     end: float
 
 
-@dataclass
-class _Member:
-    spec: GroupSpec
-    rank: int
-    groups: ProcessGroups | None
-    worker: Any = None
-    failure: Failure | None = None
-    incomplete: Failure | None = None  # of a transfer that left its weights half written
-
-
 @dataclass(repr=False)
 class Host:
     """Runs in a Ray actor; see the module's text. Methods are called by the session, the pool and groups only."""
 
     spec: HostSpec
-    _members: dict[str, _Member] = field(default_factory=dict)
+    _members: dict[str, Member] = field(default_factory=dict)
     _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
     _joined: bool = False
-    _liveness: LivenessServer | None = None
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
         return f"host {self.spec.rank}"
@@ -108,15 +95,11 @@ class Host:
         if not self.spec.use_cuda:
             torch.set_num_threads(self.spec.threads)
         self.device = torch.device("cuda", 0) if self.spec.use_cuda else torch.device("cpu")
-        self.reader = Reader(self.spec.deadlines.peers)
+        self.reader, self._liveness = Reader(self.spec.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
 
-    def listen(self) -> tuple[str, int]:
-        """Start to tell what this process does; returns where."""
-        self._liveness = LivenessServer(ray.util.get_node_ip_address())
+    def address(self) -> tuple[str, int]:
+        """Host and port where this process tells what it does."""
         return self._liveness.address
-
-    def _during(self, call: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._liveness is None else self._liveness.during(call)
 
     def join(self, store: tuple[str, int]) -> None:
         """Join the torch world of the pool, by way of the session's rendezvous store at this host and port."""
@@ -144,23 +127,21 @@ class Host:
 
         A failure is kept and returned by every later call as well.
         """
-        rank = spec.members.index(self.spec.rank)
-        groups = None
+        rank, context, start = spec.members.index(self.spec.rank), None, time.time()
         if self.spec.size:
-            groups = ProcessGroups(
-                self._store, spec.name, spec.members, rank, self.device, self.spec.deadlines.collective
+            limit = self.spec.deadlines.collective
+            groups = ProcessGroups(self._store, spec.name, spec.members, rank, self.device, limit)
+            context = RankContext(
+                spec.role, rank, spec.grid, self.device, groups, unset=uninitialized, nodes=spec.nodes
             )
-        member = self._members[spec.name] = _Member(spec, rank, groups)
-        start = time.time()
+        member = self._members[spec.name] = Member(spec.role, rank, context)
         try:
             if self.spec.size and not self._joined:
                 raise PlacementError("this host could not join the others of its pool; its log says why.")
             worker = member.worker = object.__new__(worker_class)  # known at once: `drop` closes half-built ones too
-            if groups is not None:
-                worker.context = RankContext(
-                    spec.role, rank, spec.grid, self.device, groups, unset=uninitialized, nodes=spec.nodes
-                )
-            with self._during(f"{spec.role}.__init__"):
+            if context is not None:
+                worker.context = context
+            with self._liveness.during(f"{spec.role}.__init__"):
                 worker.__init__(**settings)
         except Exception as error:
             member.failure = self._failure(member, "__init__", None, error)
@@ -174,7 +155,7 @@ class Host:
         start = ready = time.time()
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
-        with self._during(f"{member.spec.role}.{call.method}"):
+        with self._liveness.during(f"{member.role}.{call.method}"):
             result = self._inputs(member, call)
             if not isinstance(result, Failure):
                 ready = time.time()
@@ -182,32 +163,33 @@ class Host:
         seconds = self._record(member, call, start, ready)
         return result, Status(result if isinstance(result, Failure) else None, seconds)
 
-    def _record(self, member: _Member, call: RankCall, start: float, ready: float) -> tuple[tuple[str, float], ...]:
-        role, rank = member.spec.role, member.rank
-        context = getattr(member.worker, "context", None)
-        stages = [] if context is None else context.stages
+    def _record(self, member: Member, call: RankCall, start: float, ready: float) -> tuple[tuple[str, float], ...]:
+        role, rank = member.role, member.rank
+        stages = [] if member.context is None else member.context.stages
         events = [Event(call.seq, role, f"{call.method}/{name}", rank, a, a, b) for name, a, b in stages]
         events.append(Event(call.seq, role, call.method, rank, start, ready, time.time()))
         self._events.extend(events)
         stages.clear()
         return tuple((event.method, event.end - event.ready) for event in events)
 
-    def _inputs(self, member: _Member, call: RankCall) -> dict[str, Any] | Failure:
+    def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
         """Read the inputs; agree with the other ranks that all have them, or return the error of one that has not."""
         outcome: dict[str, Any] | Failure
         try:
             outcome = {n: self.reader.read(v) if isinstance(v, RankRows) else v for n, v in call.settings.items()}
         except Exception as error:
             outcome = self._failure(member, call.method, call, error, upstream=True)
-        if not call.agree or member.groups is None:
+        if not call.agree or member.context is None:
             return outcome
         try:
-            control = member.groups.new("control", call.agree, "gloo", self.spec.deadlines.peers)
+            control = member.context.groups.new("control", call.agree, "gloo", self.spec.deadlines.peers)
             return agree_on(control, outcome if isinstance(outcome, Failure) else None)[0] or outcome
         except Exception as error:
             return self._failure(member, call.method, call, error)
 
-    def _run(self, member: _Member, call: RankCall, settings: dict[str, Any]) -> Any:
+    def _run(self, member: Member, call: RankCall, settings: dict[str, Any]) -> Any:
+        if member.context is not None:
+            member.context.method = call.method
         try:
             result = getattr(member.worker, call.method)(**settings)
             return self._written(result, call) if call.writes else result
@@ -233,10 +215,10 @@ class Host:
         return write(result)
 
     def _failure(
-        self, member: _Member, method: str, call: RankCall | None, error: Exception, upstream: bool = False
+        self, member: Member, method: str, call: RankCall | None, error: Exception, upstream: bool = False
     ) -> Failure:
         rows = call.span if call is not None else None
-        return failure_of(error, member.spec.role, member.rank, method, rows, upstream)
+        return failure_of(error, member.role, member.rank, method, rows, upstream)
 
     @ray.method(num_returns=2)
     def transfer(self, task: TransferTask, setup: Setup | None) -> tuple[Any, Status]:
@@ -247,9 +229,8 @@ class Host:
         assert mine is not None
         failed = partial(self._failure, mine, task.method, None)
         try:
-            channel = self._channel(task, setup, failed)
-            with self._during(f"{mine.spec.role}.{task.method}"):
-                result = channel
+            with self._liveness.during(f"{mine.role}.{task.method}"):
+                result = channel = self._channel(task, setup, failed)
                 if isinstance(channel, WeightChannel):
                     result = channel.run(task, setup, sender, receiver, failed)
         except Exception as error:
@@ -257,7 +238,7 @@ class Host:
         if task.required and receiver is not None and isinstance(result, Failure):
             receiver.incomplete = receiver.incomplete or incomplete(result)
         end = time.time()
-        self._events.append(Event(task.seq, mine.spec.role, task.method, mine.rank, start, start, end))
+        self._events.append(Event(task.seq, mine.role, task.method, mine.rank, start, start, end))
         return result, Status(result if isinstance(result, Failure) else None, ((task.method, end - start),))
 
     def open_channel(self, spec: ChannelSpec, origin: CallOrigin) -> Failure | None:
@@ -291,14 +272,14 @@ class Host:
         if isinstance(channel := self._channels.pop(name, None), WeightChannel):
             channel.close()
 
-    def apply(self, group: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(worker, *arguments)` on this rank of a group; a failure is a value, as of a call."""
+    def apply(self, group: str, method: str, *arguments: Any) -> Any:
+        """`worker.method(*arguments)` on this rank of a group; failures are returned, as in `call`."""
         member = self._members[group]
         try:
-            with self._during(f"{member.spec.role}.{function.__name__}"):
-                return function(member.worker, *arguments)
+            with self._liveness.during(f"{member.role}.{method}"):
+                return getattr(member.worker, method)(*arguments)
         except Exception as error:
-            return self._failure(member, function.__name__, None, error)
+            return self._failure(member, method, None, error)
 
     def events(self) -> list[Event]:
         return list(self._events)
@@ -313,8 +294,8 @@ class Host:
                 if (close := getattr(member.worker, "close", None)) is not None:
                     close()
             finally:
-                if member.groups is not None:
-                    member.groups.close()
+                if member.context is not None:
+                    member.context.groups.close()
         except Exception as error:
             logger.warning("%s could not be freed", name, exc_info=True)
             return self._failure(member, "close", None, error)
@@ -328,5 +309,4 @@ class Host:
             self.drop(name)
         if dist.is_initialized():
             dist.destroy_process_group()
-        if self._liveness is not None:
-            self._liveness.close()
+        self._liveness.close()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import ray
 
-from hybridflow.cluster.failure import Status
-from hybridflow.cluster.future import fetch, raise_failure
-from hybridflow.cluster.liveness import Deadline, WaitNotice, whom
+from hybridflow.cluster.future import Status, as_done, fetch, raise_failure
+from hybridflow.cluster.liveness import unfinished, whom
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.errors import WaitTimeoutError
 
@@ -19,14 +17,13 @@ _KEPT = 64
 _LOOK_BACK = 256  # statuses that a driver may hold before it looks which calls are done
 _MOST = 16384  # ... and before it waits for them
 
-
 PerRank = dict[tuple[str, int], float]
 """(role.method, rank) -> seconds."""
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """The seconds of each call of one iteration, as figures for a tracker."""
+    """The seconds of each call of one iteration, as metrics for a tracker."""
 
     iterations: Iterations
     iteration: int
@@ -37,20 +34,24 @@ class StageSeconds:
 
 
 @dataclass
+class _Iteration:
+    waiting: list[RankOutput] = field(default_factory=list)  # statuses that the driver has not looked at
+    seconds: PerRank = field(default_factory=dict)  # of the calls that are done
+
+
+@dataclass
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
 
-    `reported` are the ids of errors that the driver has raised already: they are not raised again.
+    `current` is the index of the iteration that the driver is in. `reported` are the ids of errors that the driver has
+    raised already: they are not raised again.
     """
 
     timeout: float
     reported: set[str] = field(default_factory=set)
-    _pending: deque[list[RankOutput]] = field(default_factory=lambda: deque([[]]))
-    _seconds: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _early: PerRank = field(default_factory=dict)
-    _kept: dict[int, PerRank] = field(default_factory=dict)
+    current: int = 0
+    _all: dict[int, _Iteration] = field(default_factory=lambda: {0: _Iteration()})
     _look_at: int = _LOOK_BACK
-    _settled: int = 0
     _has_loader: bool = False
     _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -62,13 +63,8 @@ class Iterations:
         """A call whose statuses are still to be filled in."""
         return IssuedCall([], self.reported, self.timeout)
 
-    @property
-    def current(self) -> int:
-        """Index of the iteration that the driver is in."""
-        return self._settled + len(self._pending) - 1
-
     def stage_seconds(self) -> StageSeconds:
-        """The figures of the iteration that the driver is in, once it is done. Without a loader it ends here."""
+        """The metrics of the iteration that the driver is in, once it is done. Without a loader it ends here."""
         found = StageSeconds(self, self.current)
         if not self._has_loader:
             self._next(in_flight=2)
@@ -76,76 +72,66 @@ class Iterations:
 
     def issued(self, statuses: Sequence[RankOutput]) -> None:
         """Remember calls until their iteration is waited for; forget, now and then, those that are done."""
-        now = self._pending[-1]
-        now.extend(statuses)
-        if len(now) < self._look_at:
+        now = self._all[self.current]
+        now.waiting.extend(statuses)
+        if len(now.waiting) < self._look_at:
             return
-        self._look_at = len(now) + _LOOK_BACK
-        oldest = now[: len(now) // 2]
-        if len(now) < _MOST:
-            ready, _ = ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)
-            done = set(ready)
+        self._look_at = len(now.waiting) + _LOOK_BACK
+        oldest = now.waiting[: len(now.waiting) // 2]
+        if len(now.waiting) < _MOST:
+            done = set(ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)[0])
             oldest = [output for output in oldest if output.ref in done]
-        gone = {id(output) for output in oldest}
-        self._pending[-1] = [output for output in now if id(output) not in gone]
-        self._look_at = len(self._pending[-1]) + _LOOK_BACK
-        _add(self._early, self.wait(oldest))
+        self._settle(now, oldest)
+        self._look_at = len(now.waiting) + _LOOK_BACK
 
     def begin(self, in_flight: int) -> None:
         """Begin an iteration; wait until at most `in_flight`, this one included, are under way."""
         self._has_loader = True
         self._next(in_flight)
 
-    def _next(self, in_flight: int) -> None:
-        self._open()
-        while len(self._pending) > in_flight:
-            self._settle_oldest()
-
     def drain(self) -> None:
         """Wait for everything issued so far; no loader is at work any more."""
         self._has_loader = False
-        self._open()
-        while len(self._pending) > 1:
-            self._settle_oldest()
+        self._next(in_flight=1)
+
+    def _next(self, in_flight: int) -> None:
+        self.current += 1
+        self._all[self.current], self._look_at = _Iteration(), _LOOK_BACK
+        over = self.current - in_flight
+        for number in [number for number in self._all if number <= over]:
+            self._settle(self._all[number])
+            if number <= over - _KEPT:
+                del self._all[number]
+
+    def _settle(self, one: _Iteration, outputs: Sequence[RankOutput] | None = None) -> None:
+        """Wait for these calls of an iteration, or all of them, and forget them whatever comes."""
+        outputs = one.waiting if outputs is None else outputs
+        gone = set(map(id, outputs))
+        one.waiting = [output for output in one.waiting if id(output) not in gone]
+        for output, status in self.wait(outputs):
+            for name, spent in status.seconds:
+                key = (f"{output.origin.role}.{name}", output.origin.rank)
+                one.seconds[key] = one.seconds.get(key, 0.0) + spent
 
     def seconds(self, iteration: int) -> dict[str, float]:
         """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits if it is under way."""
-        place = iteration - self._settled
-        if place < 0:
-            return self._seconds[place] if -place <= len(self._seconds) else {}
-        if place >= len(self._pending):
-            return {}
-        early = dict(self._early) if place == len(self._pending) - 1 else dict(self._kept.get(iteration, {}))
-        return _slowest(_add(early, self.wait(self._pending[place])))
-
-    def _open(self) -> None:
-        self._kept[self.current], self._early = self._early, {}
-        self._pending.append([])
-        self._look_at = _LOOK_BACK
-
-    def _settle_oldest(self) -> None:
-        statuses = self._pending.popleft()
-        early = self._kept.pop(self._settled, {})
-        self._settled += 1
-        self._seconds.append({})
-        self._seconds[-1] = _slowest(_add(early, self.wait(statuses)))
+        out: dict[str, float] = {}
+        if (one := self._all.get(iteration)) is not None:
+            self._settle(one)
+            for (name, _), spent in one.seconds.items():
+                out[name] = max(out.get(name, 0.0), spent)
+        return out
 
     def wait(self, outputs: Sequence[RankOutput]) -> list[tuple[RankOutput, Status]]:
         """The statuses of all calls. Errors: WorkerError of the first that failed, WaitTimeoutError."""
-        deadline, notice = Deadline(self.timeout), WaitNotice()
-        waiting = {output.ref: output for output in outputs}
         done: list[tuple[RankOutput, Status]] = []
-        while waiting:
-            # short waits leave room for Ctrl-C
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(1.0, deadline.left))
-            finished = [waiting.pop(ref) for ref in ready]
+        for finished in as_done(outputs, self.timeout):
             statuses: list[Status] = fetch([output.ref for output in finished], finished, 60.0, follow=False)
             self._raise_new(zip(finished, statuses, strict=True))
             done += zip(finished, statuses, strict=True)
-            notice.look(lambda: list(waiting.values()))
-            if waiting and not deadline.left:
-                late = whom(list(waiting.values()))
-                raise WaitTimeoutError(f"waited {self.timeout:g} s for {late} without a result.")
+        if len(done) < len({output.ref for output in outputs}):
+            late = whom(unfinished(outputs) or outputs)
+            raise WaitTimeoutError(f"waited {self.timeout:g} s for {late} without a result.")
         return done
 
     def _raise_new(self, statuses: Iterable[tuple[RankOutput, Status]]) -> None:
@@ -159,18 +145,3 @@ class Iterations:
         ]
         if new:
             raise_failure([status for _, status in new], [output.call for output, _ in new if output.call])
-
-
-def _add(seconds: PerRank, statuses: Iterable[tuple[RankOutput, Status]]) -> PerRank:
-    for output, status in statuses:
-        for name, spent in status.seconds:
-            key = (f"{output.origin.role}.{name}", output.origin.rank)
-            seconds[key] = seconds.get(key, 0.0) + spent
-    return seconds
-
-
-def _slowest(seconds: PerRank) -> dict[str, float]:
-    out: dict[str, float] = {}
-    for (name, _), spent in seconds.items():
-        out[name] = max(out.get(name, 0.0), spent)
-    return out

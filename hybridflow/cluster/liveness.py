@@ -7,6 +7,7 @@ not answer. So errors and notices name the rank that is waited for, and not one 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import socket
@@ -180,18 +181,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(shown) == 1 else f"ranks {text}"
 
 
-class Deadline:
-    """The end of a number of seconds from now."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds, at least 0."""
-        return max(0.0, self._end - time.monotonic())
-
-
 class WaitNotice:
     """Says on the console whom a wait is for, once it is long."""
 
@@ -216,16 +205,12 @@ def blamed(error: WorkerError, calls: Sequence[IssuedCall]) -> WorkerError:
     (part, said), others = absent[0], sorted({part.origin.rank for part, _ in absent[1:]})
     origin = part.origin
     whose = "" if origin.role == error.role else f" of {origin.role}"
-    found = WorkerError(
+    found = copy.copy(error)
+    found.args = (
         f"{error.role}.{error.method} failed: rank {origin.rank}{whose} did not take part ({said}), and its peers "
         f"waited in vain." + (f" Nor did {_ranks(others)}." if others else ""),
-        role=origin.role,
-        rank=origin.rank,
-        method=origin.method,
-        cause=error.cause,
-        remote_traceback=error.remote_traceback,
     )
-    found.id = error.id
+    found.role, found.rank, found.method, found.rows = origin.role, origin.rank, origin.method, None
     return found
 
 

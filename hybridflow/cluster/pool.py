@@ -61,7 +61,7 @@ class ResourcePool:
         hosts = session.backend.start_hosts(f"{session.name}-{uuid.uuid4().hex[:6]}", per_node)
         pool = _part(_Reserved(hosts, session, shared), range(sum(per_node)))
         session.pools.append(pool)
-        if not session.has_controller:
+        if CONTROLLER not in session.groups:
             try:
                 _start_controller(session)
             except BaseException:
@@ -82,14 +82,9 @@ class ResourcePool:
         return self._reserved.session
 
     @property
-    def hosts(self) -> list[Any]:
-        """Handles of this pool's (or slice's) host processes."""
-        return [self._reserved.hosts.hosts[i] for i in self.members]
-
-    @property
     def nodes(self) -> list[int]:
         """Index of the node of each device."""
-        return [self._reserved.hosts.nodes[i] for i in self.members]
+        return [self._reserved.hosts.hosts[i].node for i in self.members]
 
     @property
     def devices_of_nodes(self) -> tuple[int, ...]:
@@ -101,23 +96,9 @@ class ResourcePool:
 
     def ranks(self, name: str, worker_class: type, settings: Any, grid: RankGrid, own_grid: bool = False) -> RankGroup:
         """One rank of a group on every device of this pool or slice; none is built yet."""
-        hosts = self._reserved.hosts
-        handles, addresses, machines = (
-            tuple(each[i] for i in self.members) for each in (hosts.hosts, hosts.addresses, hosts.machines)
-        )
-        return RankGroup(
-            name=name,
-            worker_class=worker_class,
-            settings=settings,
-            grid=grid,
-            pool_name=self.name,
-            members=self.members,
-            hosts=handles,
-            addresses=addresses,
-            machines=machines,
-            key=f"{self.name}/{name}/{self.session.iterations.sequence()}",
-            own_grid=own_grid,
-        )
+        hosts = tuple(self._reserved.hosts.hosts[i] for i in self.members)
+        key = f"{self.name}/{name}/{self.session.iterations.sequence()}"
+        return RankGroup(name, worker_class, settings, grid, self.name, self.members, hosts, key, own_grid)
 
     def __len__(self) -> int:
         return self.size
@@ -138,7 +119,8 @@ class ResourcePool:
     def events(self) -> list[Event]:
         """What the hosts of this pool ran and when, by start time; waits for calls under way."""
         self.check_open()
-        found = ray.get([host.events.remote() for host in self.hosts], timeout=self.session.deadlines.peers)
+        asked = [self._reserved.hosts.hosts[i].handle.events.remote() for i in self.members]
+        found = ray.get(asked, timeout=self.session.backend.deadlines.peers)
         return sorted({event for host in found for event in host}, key=lambda e: (e.start, e.rank))
 
     def close(self) -> None:
@@ -171,9 +153,9 @@ def _part(reserved: _Reserved, members: Sequence[int]) -> ResourcePool:
 def _start_controller(session: Session) -> None:
     """A process without a device; it outlives pools, so that a notebook can close one and make the next."""
     hosts = session.backend.start_hosts(f"{session.name}-controller", ())
+    session.controller_pool = pool = _part(_Reserved(hosts, session), (0,))
     try:
-        ranks = _part(_Reserved(hosts, session), (0,)).ranks(CONTROLLER, ControllerWorker, {}, RankGrid())
-        session.set_controller(WorkerGroup(session, ranks), hosts)
+        WorkerGroup(session, pool.ranks(CONTROLLER, ControllerWorker, {}, RankGrid()))
     except BaseException:
-        session.backend.stop_hosts(hosts)
+        pool.close()
         raise

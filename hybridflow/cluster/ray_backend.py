@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import pickle
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,16 +22,14 @@ from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.cluster.backend import Deadlines, PoolHosts, RankCall, RankGroup
-from hybridflow.cluster.connection import connect
-from hybridflow.cluster.failure import Failure, first_failure
-from hybridflow.cluster.future import fetch
+from hybridflow.cluster.backend import Deadlines, HostProcess, PoolHosts, RankCall, RankGroup
+from hybridflow.cluster.connection import Termination, connect
+from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.host import GroupSpec, Host, HostSpec
 from hybridflow.cluster.iterations import Iterations
-from hybridflow.cluster.liveness import NOTICE_SECONDS, Deadline, WaitNotice, listening_socket, unfinished
+from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
-from hybridflow.cluster.termination import Termination
 from hybridflow.cluster.weight_channels import WeightChannels, node_numbers
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
@@ -89,7 +88,7 @@ class RayBackend:
         if not per_node:
             spec = HostSpec(pool, 0, 0, False, 1, self.deadlines)
             host = self._start(spec, {"num_cpus": 0})
-            return PoolHosts(pool, [host], [host.listen.remote()], [0], [""])
+            return PoolHosts(pool, (HostProcess(host, host.address.remote()),))
         reserved = self._reserve(per_node)
         nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
         threads = 1 if self.started_ray else max(1, (os.cpu_count() or 1) // len(nodes))
@@ -99,11 +98,12 @@ class RayBackend:
             spec = HostSpec(pool, rank, len(nodes), self.has_cuda, threads, self.deadlines)
             where = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
             hosts.append(self._start(spec, {**device, "scheduling_strategy": where}))
-        addresses = [host.listen.remote() for host in hosts]
+        addresses = [host.address.remote() for host in hosts]
         for host in hosts:
             host.join.remote(self._store_address)
         machines = placement_group_table(reserved)["bundles_to_node_id"]
-        return PoolHosts(pool, hosts, addresses, nodes, [machines[node] for node in nodes], reserved)
+        processes = [HostProcess(*each, machines[each[-1]]) for each in zip(hosts, addresses, nodes, strict=True)]
+        return PoolHosts(pool, tuple(processes), reserved)
 
     def _start(self, spec: HostSpec, options: dict[str, Any]) -> Any:
         environment = {"env_vars": self._environment(spec.threads)}
@@ -131,11 +131,11 @@ class RayBackend:
         if not ray.is_initialized():
             return
         with contextlib.suppress(ray.exceptions.RayError):
-            closing = [host.close.remote() for host in hosts.hosts]
+            closing = [host.handle.close.remote() for host in hosts.hosts]
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
         with contextlib.suppress(ray.exceptions.RayError):
             for host in hosts.hosts:
-                ray.kill(host)
+                ray.kill(host.handle)
             if hosts.reserved is not None:
                 remove_placement_group(hosts.reserved)
 
@@ -146,20 +146,14 @@ class RayBackend:
         asked = f"ResourcePool({list(per_node)}) asks for {wanted} devices ({kind}s)"
         logical = self.started_ray and kind == "CPU"
         if wanted > total:
-            more = "Make the pool smaller" + (
-                f", or open the session with hybridflow.init(devices={wanted})."
-                if logical
-                else " or add nodes to the cluster."
-            )
-            raise PlacementError(f"{asked}, the cluster has {total}. {more}")
+            larger = f", or open the session with hybridflow.init(devices={wanted})."
+            more = larger if logical else " or add nodes to the cluster."
+            raise PlacementError(f"{asked}, the cluster has {total}. Make the pool smaller{more}")
         if (free := _free(kind, wanted)) < wanted:
             raise PlacementError(f"{asked}, {free} of the cluster's {total} are free. Close a pool or share this one.")
-        nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
-        fitting = sorted(nodes, reverse=True)[: len(per_node)]
-        fits = len(fitting) == len(per_node) and all(
-            n >= k for n, k in zip(fitting, sorted(per_node, reverse=True), strict=True)
-        )
-        if not logical and not fits:
+        nodes = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+        largest = zip(nodes, sorted(per_node, reverse=True), strict=False)
+        if not logical and (len(nodes) < len(per_node) or any(there < asks for there, asks in largest)):
             raise PlacementError(f"{asked} on {len(per_node)} nodes, the cluster's nodes have {nodes}.")
         bundles = [{kind: float(count)} for count in per_node]
         placement = placement_group(bundles, strategy="PACK" if logical or len(per_node) == 1 else "STRICT_SPREAD")
@@ -177,15 +171,17 @@ class RayBackend:
         return operations(worker_class)
 
     def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
-        spec = GroupSpec(ranks.key, ranks.name, ranks.grid, ranks.members, node_numbers(ranks.machines))
+        machines = node_numbers([host.machine for host in ranks.hosts])
+        spec = GroupSpec(ranks.key, ranks.name, ranks.grid, ranks.members, machines)
         seq, settings = self.iterations.sequence(), dict(ranks.settings)
         with _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
-            built = [host.create.remote(seq, spec, ranks.worker_class, settings, uninitialized) for host in ranks.hosts]
+            arguments = (seq, spec, ranks.worker_class, settings, uninitialized)
+            built = [host.handle.create.remote(*arguments) for host in ranks.hosts]
         self._results(ranks, "__init__", built)
 
-    def ask(self, ranks: RankGroup, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        refs = [host.apply.remote(ranks.key, function, *arguments) for host in ranks.hosts]
-        return self._results(ranks, function.__name__, refs)
+    def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
+        refs = [host.handle.apply.remote(ranks.key, method, *arguments) for host in ranks.hosts]
+        return self._results(ranks, method, refs)
 
     def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any]) -> list[Any]:
         call = self.iterations.new_call()
@@ -200,29 +196,25 @@ class RayBackend:
 
     def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
-        for rank, (host, address, call) in enumerate(zip(ranks.hosts, ranks.addresses, calls, strict=True)):
+        for rank, (host, call) in enumerate(zip(ranks.hosts, calls, strict=True)):
             if call is None:
                 out.append(None)
                 continue
             with _arguments_sent(f"{ranks.name}.{call.method}", call.settings):
-                ref, status = host.call.remote(call)
+                ref, status = host.handle.call.remote(call)
             origin = CallOrigin(ranks.name, rank, call.method)
-            issued.statuses.append(RankOutput(status, None, origin, issued, address))
-            out.append(RankOutput(ref, call.rows, origin, issued, address))
+            issued.statuses.append(RankOutput(status, None, origin, issued, host.address))
+            out.append(RankOutput(ref, call.rows, origin, issued, host.address))
         self.iterations.issued(issued.statuses)
         return out
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:
         self.channels.close(ranks.key)
-        dropping = [host.drop.remote(ranks.key) for host in ranks.hosts]
-        done, deadline, notice = [], Deadline(wait), WaitNotice()
-        while len(done) < len(dropping) and deadline.left:
-            done, _ = ray.wait(dropping, num_returns=len(dropping), timeout=min(1.0, deadline.left))
-            notice.look(lambda: unfinished(_outputs(ranks, "close", dropping)))
+        dropping = [host.handle.drop.remote(ranks.key) for host in ranks.hosts]
         answers = []
-        for ref in done:
+        for output in itertools.chain.from_iterable(as_done(_outputs(ranks, "close", dropping), wait)):
             with contextlib.suppress(ray.exceptions.RayError):  # a host that is gone holds nothing
-                answers.append(ray.get(ref))
+                answers.append(ray.get(output.ref))
         if (failure := first_failure(answers)) is not None:
             logger.warning("%s was not freed everywhere: %s", ranks.name, failure.error)
         return failure
@@ -240,15 +232,15 @@ class RayBackend:
 
 def _outputs(ranks: RankGroup, method: str, refs: Sequence[Any], call: IssuedCall | None = None) -> list[RankOutput]:
     return [
-        RankOutput(ref, 0, CallOrigin(ranks.name, rank, method), call, address)
-        for rank, (ref, address) in enumerate(zip(refs, ranks.addresses, strict=True))
+        RankOutput(ref, 0, CallOrigin(ranks.name, rank, method), call, host.address)
+        for rank, (ref, host) in enumerate(zip(refs, ranks.hosts, strict=True))
     ]
 
 
 def _free(kind: str, wanted: int) -> int:
     """Free devices; those of a pool that was just closed come back only after a moment."""
-    deadline = Deadline(_RETURN_SECONDS)
-    while (free := int(ray.available_resources().get(kind, 0))) < wanted and deadline.left:
+    end = time.monotonic() + _RETURN_SECONDS
+    while (free := int(ray.available_resources().get(kind, 0))) < wanted and time.monotonic() < end:
         time.sleep(0.05)
     return free
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ class RankRows:
     chunk_rows: tuple[int, ...] | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Located:
     """For each wanted row: which of `outputs` holds it, at which row, and which `copy` of its `repeats` it is."""
 
@@ -163,6 +164,7 @@ class Located:
     repeats: Index
     copy: Index
 
+    @cached_property
     def runs(self) -> list[tuple[int, int, int]]:
         """(output, start, stop) of maximal stretches of adjacent rows, in the wanted order."""
         if not len(self.row):
@@ -173,23 +175,6 @@ class Located:
         return [
             (int(self.which[a]), int(self.row[a]), int(self.row[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)
         ]
-
-
-def stretches(node: Node, start: int = 0, stop: int | None = None) -> list[tuple[RankOutput, int, int]] | None:
-    """(output, start, stop) of the rows of a node, where that follows from its form alone; None where it does not."""
-    if isinstance(node, RankOutput):
-        last = node.rows if stop is None else stop
-        return None if last is None else [(node, start, last)]
-    if isinstance(node, Gather):
-        if not isinstance(rows := node.rows, range) or node.repeat > 1:
-            return None
-        return stretches(node.source, rows.start + start, rows.stop if stop is None else rows.start + stop)
-    out: list[tuple[RankOutput, int, int]] = []
-    for child, first, last, _ in _overlaps(node, start, sum(node.rows) if stop is None else stop):
-        if (found := stretches(child, first, last)) is None:
-            return None
-        out += found
-    return out or None
 
 
 def _overlaps(node: Concat, start: int, stop: int) -> Iterator[tuple[Node, int, int, int]]:
@@ -246,11 +231,14 @@ def _selected(rows: RowSelection, assign: Assign) -> Index:
 def _locate_in_concat(node: Concat, assign: Assign, want: Index | None) -> Located:
     bounds = np.cumsum((0, *node.rows))
     want = np.arange(bounds[-1]) if want is None else want
+    if not len(want):  # there is still a type, which an output knows
+        return locate(node.nodes[0], assign, want)
     child_of = np.searchsorted(bounds, want, side="right") - 1
+    order = np.argsort(child_of, kind="stable")
+    children, starts = np.unique(child_of[order], return_index=True)
     outputs: list[RankOutput] = []
     out = Located(outputs, *(np.empty_like(want) for _ in range(4)))
-    for i in np.unique(child_of) if len(want) else (0,):  # without rows there is still a type, which an output knows
-        mine = np.flatnonzero(child_of == i)
+    for i, mine in zip(children, np.split(order, starts[1:]), strict=True):
         found = locate(node.nodes[i], assign, want[mine] - bounds[i])
         out.which[mine], out.row[mine] = found.which + len(outputs), found.row
         out.repeats[mine], out.copy[mine] = found.repeats, found.copy

@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from hybridflow.cluster.backend import Deadlines, PoolHosts, SessionBackend
+from hybridflow.cluster.backend import Deadlines, SessionBackend
+from hybridflow.cluster.controller_worker import CONTROLLER
 from hybridflow.cluster.ray_backend import RayBackend
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
@@ -21,16 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """What a driver has placed. Pools and groups register themselves in `pools` and `groups`."""
+    """What a driver has placed. Pools and groups register themselves in `pools` and `groups`.
+
+    `controller_pool` is that of the controller worker; a session that `traces` only writes calls down.
+    """
 
     _current: ClassVar[Session | None] = None
     _assignment: ClassVar[Placement | None] = None
 
     def __init__(self, backend: SessionBackend) -> None:
         self.backend: Any = backend
+        self.name, self.traces, self.has_cuda = backend.name, backend.traces, backend.has_cuda
         self.pools: list[Any] = []
         self.groups: dict[str, Any] = {}
-        self._controller: tuple[Any, PoolHosts] | None = None
+        self.controller_pool: Any = None
         self._closing: list[Callable[[], None]] = []
         atexit.register(self.shutdown)
 
@@ -72,44 +77,15 @@ class Session:
         return None if self.traces else Session._assignment
 
     @property
-    def name(self) -> str:
-        return self.backend.name
-
-    @property
-    def deadlines(self) -> Deadlines:
-        return self.backend.deadlines
-
-    @property
-    def traces(self) -> bool:
-        """Whether calls are only written down."""
-        return self.backend.traces
-
-    @property
-    def has_cuda(self) -> bool:
-        return self.backend.has_cuda
-
-    @property
     def iterations(self) -> Any:
         return self.backend.iterations
 
     @property
     def controller(self) -> Any:
         """The group of the controller worker: a process without a device, for numerical work of the controller."""
-        if self._controller is None:
+        if CONTROLLER not in self.groups:
             raise PlacementError("the session has no pool yet: make a ResourcePool first.")
-        return self._controller[0]
-
-    @property
-    def has_controller(self) -> bool:
-        return self._controller is not None
-
-    def set_controller(self, group: Any, hosts: PoolHosts) -> None:
-        self._controller = group, hosts
-
-    def unique(self, role: str) -> str:
-        """A name for a group: the role, numbered when it is taken."""
-        names = itertools.chain([role], (f"{role}_{i}" for i in itertools.count(2)))
-        return next(name for name in names if name not in self.groups)
+        return self.groups[CONTROLLER]
 
     def next_iteration(self, in_flight: int = 2) -> None:
         """Begin an iteration; wait until at most `in_flight` iterations, this one included, are under way.
@@ -121,6 +97,11 @@ class Session:
     def drain(self) -> None:
         """Wait for everything issued so far. Errors: as `next_iteration`."""
         self.iterations.drain()
+
+    def unique(self, role: str) -> str:
+        """A name for a group: the role, numbered when it is taken."""
+        names = itertools.chain([role], (f"{role}_{i}" for i in itertools.count(2)))
+        return next(name for name in names if name not in self.groups)
 
     def before_shutdown(self, callback: Callable[[], None]) -> None:
         """Call `callback` once when the session ends, while its groups still answer; what it raises is logged."""
@@ -137,11 +118,8 @@ class Session:
         if Session._current is self and not self.traces:  # a trace stays the driver's session to its end
             Session._current = None
         atexit.unregister(self.shutdown)
-        for pool in [*self.pools]:
-            pool.close()
-        controller, self._controller = self._controller, None
-        if controller is not None:
-            controller[0].forget_hosts()
-            self.backend.stop_hosts(controller[1])
+        for pool in [*self.pools, self.controller_pool]:
+            if pool is not None:
+                pool.close()
         self.groups.clear()
         self.backend.close()

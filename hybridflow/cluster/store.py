@@ -21,18 +21,15 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, decode, encode, join, row_slice, take
 from hybridflow.batch.ragged import Ragged
 from hybridflow.batch.row_split import Assignment
-from hybridflow.cluster.failure import Failure
-from hybridflow.cluster.future import fetch
+from hybridflow.cluster.future import Failure, fetch
 from hybridflow.cluster.row_refs import (
     ColumnRef,
     Index,
     Located,
-    Node,
     RankOutput,
     RankRows,
     SplitSpec,
     locate,
-    stretches,
 )
 from hybridflow.errors import BatchError, WorkerError
 
@@ -78,18 +75,13 @@ class Reader:
     def read(self, rows: RankRows) -> Batch:
         """All columns as one batch whose tensors may be shared memory. Errors: WorkerError of a writer that failed."""
         columns = rows.columns
-        sources = {id(ref.node): self._source(ref.node) for ref in columns.values()}
+        nodes = {id(ref.node): ref.node for ref in columns.values()}
+        sources = {key: locate(node, self._assign) for key, node in nodes.items()}
         held = {id(output): output for source in sources.values() for output in source.outputs}
         manifests = dict(zip(held, self._manifests(list(held.values())), strict=True))
         stored = self._fetch(columns, sources, manifests)
         out = {name: _gathered(ref, sources[id(ref.node)], stored) for name, ref in columns.items()}
         return Batch.from_shared(out, chunk_rows=rows.chunk_rows)
-
-    def _source(self, node: Node) -> _Source:
-        if (found := stretches(node)) is not None:
-            return _Source([output for output, _, _ in found], [(i, a, b) for i, (_, a, b) in enumerate(found)])
-        located = locate(node, self._assign)
-        return _Source(located.outputs, located.runs(), located)
 
     def rows(self, outputs: Sequence[RankOutput]) -> list[int]:
         """Row counts of outputs whose calls have no fixed number of rows (waits for them)."""
@@ -110,7 +102,7 @@ class Reader:
         return values
 
     def _fetch(
-        self, columns: Mapping[str, ColumnRef], sources: Mapping[int, _Source], manifests: Mapping[int, Manifest]
+        self, columns: Mapping[str, ColumnRef], sources: Mapping[int, Located], manifests: Mapping[int, Manifest]
     ) -> dict[tuple[int, str], Column]:
         """Each needed stored column of each needed output, in one request."""
         wanted: dict[tuple[int, str], Any] = {}
@@ -151,23 +143,14 @@ class Reader:
         return split.plan.assign(weights=weights, groups=groups)  # type: ignore[arg-type]
 
 
-@dataclass(slots=True)
-class _Source:
-    """Where the rows of a node are: adjacent `runs` (output, start, stop), and each row by itself where needed."""
-
-    outputs: list[RankOutput]
-    runs: list[tuple[int, int, int]]
-    rows: Located | None = None
-
-
-def _gathered(ref: ColumnRef, found: _Source, stored: Mapping[tuple[int, str], Column]) -> Column:
+def _gathered(ref: ColumnRef, found: Located, stored: Mapping[tuple[int, str], Column]) -> Column:
     """The wanted rows of one column: a view where they lie side by side, else a copy."""
     columns = [stored[id(output), ref.stored] for output in found.outputs]
-    if found.rows is None or len(found.runs) <= max(8, len(columns)):
+    if len(found.runs) <= max(8, len(columns)):
         out = join(ref.stored, [row_slice(columns[i], a, b) for i, a, b in found.runs] or [row_slice(columns[0], 0, 0)])
     else:
         starts = np.cumsum([0, *(len(column) for column in columns)])
-        out = take(join(ref.stored, columns), torch.from_numpy(starts[found.rows.which] + found.rows.row))
-    if ref.unique and isinstance(out, Tensor) and found.rows is not None:
-        out = out * torch.from_numpy(found.rows.repeats) + torch.from_numpy(found.rows.copy)
+        out = take(join(ref.stored, columns), torch.from_numpy(starts[found.which] + found.row))
+    if ref.unique and isinstance(out, Tensor) and (found.repeats > 1).any():
+        out = out * torch.from_numpy(found.repeats) + torch.from_numpy(found.copy)
     return out

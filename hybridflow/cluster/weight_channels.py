@@ -1,31 +1,252 @@
-"""Weight channels: which groups' ranks exchange weights, as the driver knows it."""
+"""Weight channels: how weights travel from the ranks of one group to those of another.
+
+    driver: WeightChannels --TransferTask(channel, payload)--> every host of it, in the order of all calls
+    host:   WeightChannel: plan -> agree -> at_work, storages -> agree -> move -> weights_arrived -> agree
+
+A channel joins the host processes of two groups: some or all of them may be in both, and they may belong to different
+pools, which share no torch world. Its process groups are formed by its members only, in the session's store. Plans and
+transfers are built for the first use and kept.
+
+The first agreement is there because `at_work` may be a collective of a group, which a rank that cannot take part would
+not join. Until the ranks have agreed that all have their storages, nothing is written. From then on the receiving
+group's weights count as incomplete, until all ranks have agreed that everything has arrived: no call ever computes with
+half of an update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
 import ray.exceptions
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.failure import Status
-from hybridflow.cluster.future import Future
+from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.future import Failure, Future, Status
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
-from hybridflow.cluster.weight_transfer import ChannelSpec, Process, Setup, TransferTask
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engine3d.plan.plan import WeightPlan, plan
+from hybridflow.engine3d.transfer.transfer import Transfer
+from hybridflow.engines.agreement import agree_on
+from hybridflow.engines.process_groups import ProcessGroups, RankContext
+from hybridflow.errors import LayoutError
+
+WEIGHTS = "weights"
+"""The payload of `sync_weights`; any other is a kind of optimizer state."""
+
+Process = tuple[str, int]
+"""A host process: its pool's name and its rank there."""
+
+
+@dataclass(frozen=True)
+class ChannelSpec:
+    """Channel rank i is the process `processes[i]` on node `nodes[i]`.
+
+    Rank i of the group that sends is channel rank `senders[i]`, rank i of the one that receives `receivers[i]`.
+    """
+
+    name: str
+    processes: tuple[Process, ...]
+    nodes: tuple[int, ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Sent with the first use of a payload: its layouts on both sides.
+
+    The first use of a channel also brings what its hosts answered when they were asked to open it.
+    """
+
+    source: Layout
+    destination: Layout
+    opened: tuple[RankOutput, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransferTask:
+    """Move `payload` (`WEIGHTS` or a kind of optimizer state) over `channel`, from the ranks with the key `source` to
+    those of `destination`. `required`: if it fails, the receiver's weights are outdated and calls must not use them."""
+
+    seq: int
+    method: str
+    channel: str
+    source: str
+    destination: str
+    payload: str
+    required: bool = False
 
 
 @dataclass
-class _Channel:
-    """The lists are in the order of the channel's ranks; `known` are the payloads whose setup hosts have."""
+class Member:
+    """A group's rank in this process; `incomplete` says why its weights must not be used: a transfer left them half
+    written."""
+
+    role: str
+    rank: int
+    context: RankContext | None
+    worker: Any = None
+    failure: Failure | None = None
+    incomplete: Failure | None = None
+
+
+@dataclass
+class WeightChannel:
+    """One process's end of a channel. `timeout` seconds bound a collective, `patience` the wait for busy peers."""
 
     spec: ChannelSpec
-    hosts: list[Any]
-    addresses: list[Any]
-    origins: list[tuple[str, int]]
+    process: Process
+    store: dist.Store
+    device: torch.device
+    timeout: float
+    patience: float
+    _plans: dict[str, WeightPlan] = field(default_factory=dict)
+    _transfers: dict[str, Transfer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.spec.processes.index(self.process), len(self.spec.processes)
+        # torch finds this process in a group by its rank in its own world; of the others it wants different numbers
+        own, size = dist.get_rank(), dist.get_world_size()
+        ranks = [own if i == self.rank else size + i for i in range(self.size)]
+        self._groups = ProcessGroups(self.store, self.spec.name, ranks, self.rank, self.device, self.timeout)
+
+    def run(
+        self,
+        task: TransferTask,
+        setup: Setup | None,
+        sender: Member | None,
+        receiver: Member | None,
+        failed: Callable[[Exception], Failure],
+    ) -> dict[str, float] | Failure:
+        """Collective over the channel: `bytes` over the wire and `seconds` of the slowest rank, or the Failure."""
+        with ExitStack() as at_work:
+            try:
+                for prepare in (partial(self._plan, task.payload, setup), partial(_storages, task.payload, at_work)):
+                    try:
+                        mine, storages = None, prepare(sender, receiver)
+                    except Exception as error:  # whatever it is, the other ranks must hear of it
+                        mine, storages = failed(error), None
+                    if (failure := self._agree(mine)) is not None:
+                        return failure
+                assert storages is not None
+                self._bind(task.payload, *storages)
+            except Exception as error:
+                return failed(error)
+            return self._move(task.payload, receiver, failed)
+
+    def _plan(self, payload: str, setup: Setup | None, sender: Member | None, receiver: Member | None) -> None:
+        """Plan a new payload, whatever else is wrong: its setup comes once. Errors: those of a rank that cannot take
+        part, LayoutError when the two sides do not fit."""
+        if setup is not None:
+            source = setup.source.placed(self.spec.senders, self.size)
+            destination = setup.destination.placed(self.spec.receivers, self.size)
+            self._plans[payload] = plan(source, destination, self.spec.nodes.__getitem__, rank=self.rank, exact=True)
+            self._transfers.pop(payload, None)
+        if payload not in self._plans:
+            raise LayoutError(
+                f"how {payload} travel was not planned on this rank: the first transfer of them failed. Repeat it."
+            )
+        unfit = [side.failure for side in (sender, receiver) if side is not None]
+        for failure in [*unfit, sender and sender.incomplete]:
+            if failure is not None:
+                raise failure.error
+
+    def _agree(self, mine: Failure | None) -> Failure | None:
+        """None when no rank of the channel has failed; else the failure of the first that has. Collective."""
+        return mine if self.size == 1 else agree_on(self._control(), mine)[0]
+
+    def _control(self) -> dist.ProcessGroup:
+        return self._groups.new("control", range(self.size), "gloo", self.patience)
+
+    def _bind(self, payload: str, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
+        """Bind a payload to the storages, once. Collective. Errors: LayoutError on all ranks, before a byte moves."""
+        if payload not in self._transfers:
+            group = self._groups.everyone() if self.size > 1 else None
+            self._transfers[payload] = Transfer(self._plans[payload], source, destination, group, self.rank)
+
+    def _move(
+        self, payload: str, receiver: Member | None, failed: Callable[[Exception], Failure]
+    ) -> dict[str, float] | Failure:
+        """Move, and agree that everything has arrived; the receiver's weights are complete only then."""
+        mine, start, received = None, time.monotonic(), 0
+        try:
+            transfer = self._transfers[payload]
+            before = transfer.received_bytes
+            transfer.run()
+            transfer.release()
+            received = transfer.received_bytes - before
+            if receiver is not None and payload == WEIGHTS:
+                receiver.worker.weights_arrived()
+        except Exception as error:
+            mine = failed(error)
+        total = {}
+        try:
+            if (failure := self._agree(mine)) is None:
+                total = self._total(received, time.monotonic() - start)
+        except Exception as error:
+            failure = mine or failed(error)
+        if receiver is not None:
+            receiver.incomplete = None if failure is None else incomplete(failure)
+        return total if failure is None else failure
+
+    def _total(self, received: int, seconds: float) -> dict[str, float]:
+        """The bytes of all ranks and the seconds of the slowest. Collective."""
+        row = torch.tensor([received, seconds], dtype=torch.float64)
+        rows = [row.clone() for _ in range(self.size)]
+        if self.size > 1:
+            dist.all_gather(rows, row, group=self._control())
+        return {"bytes": float(sum(one[0] for one in rows)), "seconds": max(float(one[1]) for one in rows)}
+
+    def close(self) -> None:
+        """Let go of buffers and process groups. Call on every member."""
+        self._transfers.clear()
+        self._groups.close()
+
+
+def _storages(
+    payload: str, at_work: ExitStack, sender: Member | None, receiver: Member | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """What this process holds of both sides, at work until the stack ends."""
+    for side in (sender, receiver):
+        if side is not None:
+            at_work.enter_context(side.worker.at_work())
+    source, destination = ({} if side is None else _storage(side.worker, payload) for side in (sender, receiver))
+    return source, destination
+
+
+def _storage(worker: Any, payload: str) -> Mapping[str, Tensor]:
+    if payload == WEIGHTS:
+        return worker.weights_storage()
+    return worker.optimizing_engine().optimizer_storage()[payload]
+
+
+def incomplete(failure: Failure) -> Failure:
+    """For every later call on the receiving group; it is one failure, wherever the driver observes it."""
+    why, error = failure.error, copy.copy(failure.error)
+    error.args = (
+        f"these weights are incomplete: the last {why.method or 'transfer'} into them failed on the way "
+        f"({str(why.args[0])[:400]}). Repeat it until it succeeds, or place the group again.",
+    )
+    return Failure(error)
+
+
+@dataclass
+class _OpenChannel:
+    """A channel as the driver knows it: by channel rank the process and (role, rank) of the group that names it;
+    `known` are the payloads whose setup hosts have."""
+
+    spec: ChannelSpec
+    hosts: list[tuple[HostProcess, tuple[str, int]]]
     known: set[str] = field(default_factory=set)
     last: IssuedCall | None = None
 
@@ -40,14 +261,13 @@ class _Channel:
 
     def open(self, method: str) -> tuple[RankOutput, ...]:
         """Ask every host for its end; what they answer."""
-        origins = [CallOrigin(*origin, method) for origin in self.origins]
-        refs = [host.open_channel.remote(self.spec, at) for host, at in zip(self.hosts, origins, strict=True)]
-        return tuple(RankOutput(ref, None, at) for ref, at in zip(refs, origins, strict=True))
+        asked = [(host.handle, CallOrigin(*origin, method)) for host, origin in self.hosts]
+        return tuple(RankOutput(handle.open_channel.remote(self.spec, at), None, at) for handle, at in asked)
 
     def close(self) -> None:
         if ray.is_initialized():
-            for host in self.hosts:
-                host.close_channel.remote(self.spec.name)
+            for host, _ in self.hosts:
+                host.handle.close_channel.remote(self.spec.name)
 
 
 class WeightChannels:
@@ -55,7 +275,7 @@ class WeightChannels:
 
     def __init__(self, iterations: Iterations) -> None:
         self._iterations = iterations
-        self._channels: dict[tuple[str, str], _Channel] = {}
+        self._channels: dict[tuple[str, str], _OpenChannel] = {}
 
     def send(
         self,
@@ -85,10 +305,11 @@ class WeightChannels:
         seq = self._iterations.sequence()
         task = TransferTask(seq, method, channel.spec.name, source.key, destination.key, payload, required)
         issued, results = self._iterations.new_call(), []
-        for host, address, origin in zip(channel.hosts, channel.addresses, channel.origins, strict=True):
-            ref, status = host.transfer.remote(task, setup)
-            issued.statuses.append(RankOutput(status, None, CallOrigin(*origin, method), issued, address))
-            results.append(RankOutput(ref, None, CallOrigin(*origin, method), issued, address))
+        for host, origin in channel.hosts:
+            ref, status = host.handle.transfer.remote(task, setup)
+            at = CallOrigin(*origin, method)
+            issued.statuses.append(RankOutput(status, None, at, issued, host.address))
+            results.append(RankOutput(ref, None, at, issued, host.address))
         self._iterations.issued(issued.statuses)
         channel.known.add(payload)
         channel.last = issued
@@ -99,24 +320,21 @@ class WeightChannels:
         channel = self._channels.get((source.key, destination.key))
         return channel is not None and channel.failed()
 
-    def _make(self, source: RankGroup, destination: RankGroup) -> _Channel:
+    def _make(self, source: RankGroup, destination: RankGroup) -> _OpenChannel:
         at: dict[Process, int] = {}
-        hosts, addresses, origins, machines = [], [], [], []
+        hosts = []
         for ranks in (source, destination):
-            for rank, member in enumerate(ranks.members):
+            for rank, (member, host) in enumerate(zip(ranks.members, ranks.hosts, strict=True)):
                 if at.setdefault((ranks.pool_name, member), len(hosts)) == len(hosts):
-                    hosts.append(ranks.hosts[rank])
-                    addresses.append(ranks.addresses[rank])
-                    machines.append(ranks.machines[rank])
-                    origins.append((ranks.name, rank))
+                    hosts.append((host, (ranks.name, rank)))
         spec = ChannelSpec(
             name=f"channel/{source.key}/{destination.key}/{self._iterations.sequence()}",
             processes=tuple(at),
-            nodes=node_numbers(machines),
+            nodes=node_numbers([host.machine for host, _ in hosts]),
             senders=tuple(at[source.pool_name, member] for member in source.members),
             receivers=tuple(at[destination.pool_name, member] for member in destination.members),
         )
-        return _Channel(spec, hosts, addresses, origins)
+        return _OpenChannel(spec, hosts)
 
     def close(self, key: str) -> None:
         """Close the channels of these ranks."""

@@ -1,10 +1,20 @@
 """Transfer protocols: pure values that split inputs over ranks and join outputs (paper, table 3)."""
 
-from hybridflow.protocols.data_parallel import DP_PROTO
 from hybridflow.protocols.operation import Operation, OperationKind, kind_of, operations, register
-from hybridflow.protocols.protocol import SKIP, Protocol, Rows, join
-from hybridflow.protocols.three_d import THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP, THREE_D_PP_ONLY, THREE_D_PROTO
-from hybridflow.protocols.to_all import ALL_TO_ALL, ONE_TO_ALL, ONE_TO_ONE
+from hybridflow.protocols.protocol import (
+    ALL_TO_ALL,
+    DP_PROTO,
+    ONE_TO_ALL,
+    ONE_TO_ONE,
+    SKIP,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_AS_DP,
+    THREE_D_PP_ONLY,
+    THREE_D_PROTO,
+    Protocol,
+    Rows,
+    join,
+)
 
 __all__ = [
     "ALL_TO_ALL",

@@ -6,7 +6,7 @@ From it follow dispatch, column-pruned transfer, early errors for missing column
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from hybridflow.errors import ConfigError, MissingColumnError
@@ -27,7 +27,7 @@ _MARK = "__hybridflow_operation__"
 
 @dataclass(frozen=True)
 class Operation:
-    """The declaration of one worker method.
+    """The declaration of one worker method: `@register(protocol, reads=..., writes=...)`.
 
     `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` makes
     the call wait for its result. `groups` never splits the rows of one `group_id`; `balance` names a column with
@@ -38,12 +38,14 @@ class Operation:
     with the output. `resizes` says that the number of output rows is known only when the call is done (such a call
     waits). `check` validates a call's settings on the driver. `kind` is what the planner takes the operation for; by
     default what repeats and carries rows generates, what has `chunks` or is called update_... trains.
+
+    Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
     """
 
-    name: str
     protocol: Protocol
+    _: KW_ONLY
     reads: Reads = ()
-    writes: tuple[str, ...] | Callable[[Settings, Settings], Sequence[str]] = ()
+    writes: Sequence[str] | Callable[[Settings, Settings], Sequence[str]] = ()
     blocking: bool = False
     groups: bool = False
     balance: str | None = None
@@ -53,6 +55,19 @@ class Operation:
     resizes: bool = False
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(given := self.protocol, Protocol):
+            raise ConfigError(f"@register takes a Protocol first, got {given!r}. Write @register(DP_PROTO, reads=...).")
+        for what, columns in (("reads", self.reads), ("writes", self.writes)):
+            if isinstance(columns, str):
+                raise ConfigError(f"@register({what}={columns!r}): give a tuple of columns, ({columns!r},).")
+
+    def __call__(self, method: F) -> F:
+        """Declare `method` as an operation of its group."""
+        setattr(method, _MARK, replace(self, name=method.__name__))
+        return method
 
     def columns_read(self, settings: Settings, call: Settings, available: Iterable[str]) -> tuple[str, ...]:
         """The columns to send. Errors: MissingColumnError whose `.column` names the first that is not there."""
@@ -77,58 +92,8 @@ class Operation:
     def columns_written(self, settings: Settings, call: Settings) -> tuple[str, ...]:
         return tuple(self.writes(settings, call) if callable(self.writes) else self.writes)
 
-    def carried(self, rows: Any, factor: int) -> Any:
-        """The input rows as they come back with the output: each `factor` times."""
-        return rows.repeat(factor) if factor > 1 else rows
 
-
-def register(
-    protocol: Protocol,
-    *,
-    reads: Reads = (),
-    writes: Sequence[str] | Callable[[Settings, Settings], Sequence[str]] = (),
-    blocking: bool = False,
-    groups: bool = False,
-    balance: str | None = None,
-    chunks: str | None = None,
-    repeat: Callable[[Settings, Settings], int] | None = None,
-    carries: bool = False,
-    resizes: bool = False,
-    check: Callable[[Settings, Settings], None] | None = None,
-    kind: OperationKind | None = None,
-) -> Callable[[F], F]:
-    """Declare a worker method as an operation of its group; see `Operation`.
-
-    Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
-    """
-    if not isinstance(protocol, Protocol):
-        raise ConfigError(f"@register takes a Protocol first, got {protocol!r}. Write @register(DP_PROTO, reads=...).")
-    for what, columns in (("reads", reads), ("writes", writes)):
-        if isinstance(columns, str):
-            raise ConfigError(f"@register({what}={columns!r}): give a tuple of columns, ({columns!r},).")
-
-    def mark(method: F) -> F:
-        declared = tuple(writes) if not callable(writes) else writes
-        wanted = reads if callable(reads) or reads is None else tuple(reads)
-        operation = Operation(
-            name=method.__name__,
-            protocol=protocol,
-            reads=wanted,
-            writes=declared,
-            blocking=blocking,
-            groups=groups,
-            balance=balance,
-            chunks=chunks,
-            repeat=repeat,
-            carries=carries,
-            resizes=resizes,
-            check=check,
-            kind=kind,
-        )
-        setattr(method, _MARK, operation)
-        return method
-
-    return mark
+register = Operation
 
 
 def kind_of(operation: Operation) -> OperationKind:

@@ -25,7 +25,7 @@ from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.cluster.backend import Deadlines, PoolHosts, RankCall, RankGroup
+from hybridflow.cluster.backend import Deadlines, HostProcess, PoolHosts, RankCall, RankGroup
 from hybridflow.cluster.future import Future, Known
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
 from hybridflow.cluster.session import Session
@@ -111,7 +111,7 @@ class TraceBackend:
 
     def start_hosts(self, pool: str, per_node: Sequence[int]) -> PoolHosts:
         nodes = [node for node, count in enumerate(per_node or (1,)) for _ in range(count)]
-        return PoolHosts(pool, [NoHost() for _ in nodes], [None] * len(nodes), nodes, [""] * len(nodes))
+        return PoolHosts(pool, tuple(HostProcess(NoHost(), node=node) for node in nodes))
 
     def stop_hosts(self, hosts: PoolHosts) -> None:
         """No process runs."""
@@ -121,9 +121,8 @@ class TraceBackend:
         self.described[name] = (worker_class, settings)
         texts = {"model": str(settings["model"])} if settings.get("model") is not None else {}
         key = f"{name}/{self.sequence()}"
-        return RankGroup(
-            name, worker_class, {**settings, **texts}, RankGrid(), self.name, (0,), (NoHost(),), (None,), ("",), key
-        )
+        own, hosts = {**settings, **texts}, (HostProcess(NoHost()),)
+        return RankGroup(name, worker_class, own, RankGrid(), self.name, (0,), hosts, key)
 
     def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
         """As with a tokenizer where the model is only a name or sizes: a plan needs no more of it."""
@@ -138,8 +137,8 @@ class TraceBackend:
     def drop(self, ranks: RankGroup, wait: float) -> None:
         """Nothing has to be freed."""
 
-    def ask(self, ranks: RankGroup, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return [getattr(host, function.__name__) for host in ranks.hosts]
+    def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(host.handle, method) for host in ranks.hosts]
 
     def close(self, key: str = "") -> None:
         """Nothing is open."""

@@ -18,47 +18,47 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
-from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, register
 from hybridflow.protocols.operation import Settings
+from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.generation import Generation, check_alone, generates
 from hybridflow.workers.lora_options import lora_of
-from hybridflow.workers.model_worker import ModelWorker
-from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.update import UpdateCall
+from hybridflow.workers.model_worker import ModelWorker, UpdateCall
+from hybridflow.workers.rollout import Generation, RolloutWorker, check_alone, generates
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
     """Errors: ConfigError for settings of the transition that are unknown or mean nothing here."""
     generate, optim, bucket_mb = settings["generate"], settings["optim"], settings["bucket_mb"]
     offload, overlap = settings["offload"], settings["overlap"]
-    if bucket_mb is not None and not (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf):
-        raise ConfigError(f"{worker}(bucket_mb={bucket_mb!r}): give megabytes above 0, or None.")
+    good = bucket_mb is None or (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf)
+    require(good, f"{worker}(bucket_mb={bucket_mb!r}): give megabytes above 0, or None.")
     if offload is True:
-        if generate is not None or optim is not None:
-            raise ConfigError(
-                f"{worker}: offload=True: give several, such as offload=('optimizer',). An actor that generates or "
-                f"trains never waits as a whole."
-            )
+        require(
+            generate is None and optim is None,
+            f"{worker}: offload=True: give several, such as offload=('optimizer',). An actor that generates or trains "
+            f"never waits as a whole.",
+        )
         offload = ()
     check_offload(offload)
-    if generate is None and (offload or overlap or bucket_mb is not None):
-        raise ConfigError(
-            f"{worker}(bucket_mb={bucket_mb!r}, offload={offload!r}, overlap={overlap!r}) says how weights move to "
-            f"generation, and this actor does not generate: give generate=hf.VLLM(...)."
-        )
-    if overlap and lora_of(settings) is not None:
-        raise ConfigError(
-            f"{worker}(overlap=True) moves parts of the model while others are still stepped, and with LoRA a step is "
-            f"of adapters, which are merged into the model afterwards: use overlap=False."
-        )
-    if optim is None and (trained := [name for name in offload if name != "generation"]):
-        raise ConfigError(f"{worker}(offload={offload!r}): without optim= there are no {' and '.join(trained)}.")
-    if overlap and optim is None:
-        raise ConfigError(f"{worker}(overlap=True) moves weights during optimizer steps: give optim=hf.Adam(lr=...).")
+    require(
+        generate is not None or not (offload or overlap or bucket_mb is not None),
+        f"{worker}(bucket_mb={bucket_mb!r}, offload={offload!r}, overlap={overlap!r}) says how weights move to "
+        f"generation, and this actor does not generate: give generate=hf.VLLM(...).",
+    )
+    require(
+        not overlap or lora_of(settings) is None,
+        f"{worker}(overlap=True) moves weights while others are stepped; with LoRA adapters are stepped, and merged "
+        f"into the weights afterwards: use overlap=False.",
+    )
+    trained = [] if optim is not None else [name for name in offload if name != "generation"]
+    require(not trained, f"{worker}(offload={offload!r}): without optim= there are no {' and '.join(trained)}.")
+    require(
+        not overlap or optim is not None,
+        f"{worker}(overlap=True) moves weights during optimizer steps: give optim=hf.Adam(lr=...).",
+    )
 
 
 def _check_reference(settings: Settings, call: Any) -> None:
@@ -117,13 +117,11 @@ class ActorWorker(ModelWorker):
     def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
         """A rollout generates, where this class does as an ActorWorker; what infers is as of any model."""
         if kind != "generation":
-            found = super().replica(kind, cls.without_generation(settings))
-        elif cls.generate_sequences is ActorWorker.generate_sequences and lora_of(settings) is None:
-            own = {"model": settings["model"], "generate": settings["generate"], "offload": True}
-            found = None if settings["generate"] is None else (RolloutWorker, own)
-        else:
-            found = None
-        return found
+            return super().replica(kind, cls.without_generation(settings))
+        own = cls.generate_sequences is not ActorWorker.generate_sequences
+        if own or settings["generate"] is None or lora_of(settings) is not None:
+            return None
+        return RolloutWorker, {"model": settings["model"], "generate": settings["generate"], "offload": True}
 
     @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
@@ -169,12 +167,9 @@ class ActorWorker(ModelWorker):
             nodes=context.nodes,
         )
 
-    def close_generation(self) -> None:
-        if self.hybrid is not None:
+    def close_generation(self, keep_weights: bool = True) -> None:
+        if self.hybrid is not None and keep_weights:
             self.hybrid.to_training()
-        self._drop_generation()
-
-    def _drop_generation(self) -> None:
         self.hybrid = None  # first: it holds views of the generation engine's memory
         if self.generation is not None:
             self.generation.engine.close()
@@ -194,10 +189,6 @@ class ActorWorker(ModelWorker):
         super().weights_arrived()
         if self.hybrid is not None:
             self.hybrid.trained()
-
-    def optimizing_engine(self) -> TrainEngine | None:
-        with self.at_work():
-            return super().optimizing_engine()
 
     @generates
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
@@ -229,8 +220,7 @@ class ActorWorker(ModelWorker):
     )
     def compute_log_prob(self, batch: Batch) -> Batch | None:
         """`old_log_probs` ragged [B, R] float32: the responses under the training weights, in training precision."""
-        with self.at_work():
-            return self._computed("compute_log_prob", batch, "log_probs", "old_log_probs")
+        return self._computed(batch, "log_probs", "old_log_probs")
 
     @register(
         THREE_D_PROTO,
@@ -243,14 +233,14 @@ class ActorWorker(ModelWorker):
         """`ref_log_probs` ragged [B, R] float32, as a ReferenceWorker's: those of the model without its adapters."""
         adapters = self.engine.adapters
         assert adapters is not None  # checked on the driver
-        with self.at_work(), adapters.disabled():
-            return self._computed("compute_ref_log_prob", batch, "log_probs", "ref_log_probs")
+        with adapters.disabled():
+            return self._computed(batch, "log_probs", "ref_log_probs")
 
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
         with self.at_work():
-            _ = self._agreed("compute_loss", batch, ("log_probs",))  # a loss of the model, not of how it sampled
+            _ = self._agreed(batch, ("log_probs",))  # a loss of the model, not of how it sampled
             out = self.engine.forward(batch, ("log_probs",))
         if out is None:
             return {}
@@ -259,8 +249,7 @@ class ActorWorker(ModelWorker):
         sums = torch.stack([total, mask.sum().double()]).to(self.context.device)
         peers = self.context.grid.group(self.context.rank, "d")
         dist.all_reduce(sums, group=self.context.groups.new("loss", peers))
-        loss = float(sums[0] / sums[1].clamp(min=1))
-        return {"actor/pretrain_loss": loss}
+        return {"actor/pretrain_loss": float(sums[0] / sums[1].clamp(min=1))}
 
     @register(THREE_D_PROTO, reads=_UPDATE.reads, chunks="minibatches", balance="num_tokens", check=_UPDATE.check)
     def update_actor(
@@ -282,7 +271,7 @@ class ActorWorker(ModelWorker):
         with self.at_work():
             if self.hybrid is not None:
                 self.hybrid.trained()  # first: an update that fails half-way has changed the weights too
-            return self._update("update_actor", batch, policy_loss(loss, **options), epochs)
+            return self._update(batch, policy_loss(loss, **options), epochs)
 
     def _step(self, last: bool) -> dict[str, float]:
         if last and self._overlap and self.hybrid is not None:
@@ -302,5 +291,5 @@ class ActorWorker(ModelWorker):
         return found
 
     def close(self) -> None:
-        self._drop_generation()
+        self.close_generation(keep_weights=False)
         super().close()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.config import FSDP, VLLM, Megatron, TrainStrategy, ZeRO
+from hybridflow.config import VLLM, TrainStrategy
 from hybridflow.errors import PlacementError, nearest
 from hybridflow.placement import CallPlacement, GroupPlacement, ranges
 from hybridflow.planner.cost.backends import Backend
@@ -30,7 +30,7 @@ class ReplicaPlacement:
 
 @dataclass(frozen=True)
 class DividedGroup:
-    """`settings` of the group itself, and its `replicas`; `schedule` as `LayoutsGroup` takes it."""
+    """`settings` of the group itself, and its `replicas`; `schedule` as `WorkerGroup` takes it."""
 
     settings: Mapping[str, Any]
     replicas: tuple[ReplicaPlacement, ...] = ()
@@ -101,16 +101,15 @@ def _part(
     p, t, d = one.sizes
     if p * t * d != len(one.devices):
         raise PlacementError(f"{name}.{one.method} asks for p*t*d = {p * t * d} devices, and has {len(one.devices)}.")
-    train, generate = where.train, (p, t)
-    if isinstance(train, Megatron):
-        shared = train.sequence_parallel and t > 1
-        train = replace(train, pp=p, tp=t, dp=d, stage_layers=None, sequence_parallel=shared)
-    elif isinstance(train, FSDP):
-        train = replace(train, tp=t, dp=d)
     replica, own = found
     generates = isinstance(own.get("generate"), VLLM)
-    share = where.memory_fraction if generates else None
-    at = GroupPlacement(one.devices, where.nodes, train, generate if generates else None, memory_fraction=share)
+    at = GroupPlacement(
+        one.devices,
+        where.nodes,
+        where.train and Backend.of(where.train).sized(Parallel(p, t, d)),
+        (p, t) if generates else None,
+        memory_fraction=where.memory_fraction if generates else None,
+    )
     return ReplicaPlacement(replica, one.devices, apply_placement(at, own))
 
 
@@ -139,10 +138,7 @@ def _train(found: Any, given: Any) -> Any:
         logger.warning("%s is placed as %s was found for, whose times are those of other sizes.", given, found)
     kept = {name for name in PRICED if not alike or not hasattr(found, name) or chosen(given, name) is not None}
     priced = {name: getattr(found, name) for name in PRICED if name not in kept}
-    p, t = getattr(found, "pp", 1), getattr(found, "tp", 1)
-    if isinstance(given, Megatron):
-        stages = given.stage_layers if given.pp == p else None
-        return replace(given, tp=t, pp=p, dp=found.dp, stage_layers=stages, **priced)
-    if isinstance(given, FSDP):
-        return replace(given, tp=t if p == 1 and given.lora is None else 1, dp=None, **priced)
-    return replace(given, dp=None, **priced) if isinstance(given, ZeRO) else found
+    own, p, t = Backend.of(given), getattr(found, "pp", 1), getattr(found, "tp", 1)
+    if (p > 1 and not own.pipeline) or (t > 1 and not own.tensor):
+        p = t = 1
+    return replace(own.sized(Parallel(p, t, 1)), dp=found.dp if own.pipeline else None, **priced)

@@ -16,32 +16,18 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols import THREE_D_PROTO, register
-from hybridflow.protocols.operation import Settings
 from hybridflow.topology import RankGrid
-from hybridflow.workers.model_worker import ModelWorker
-from hybridflow.workers.update import UpdateCall
+from hybridflow.workers.model_worker import ModelWorker, UpdateCall
+
+_OF_COSTS = MappingProxyType({"values": "cost_values", "returns": "cost_returns"})
+"""A cost critic's own names for what a value loss calls `values` and `returns`."""
 
 
 @dataclass(frozen=True)
-class Signal:
-    """What a critic predicts: `columns` are its own names for what a value loss calls `values` and `returns`, and
-    `figures` is the prefix of its metrics."""
-
-    columns: Mapping[str, str]
-    figures: str
-
-    def loss(self, loss: str | Loss | Callable[..., Any], **options: Any) -> Loss:
-        """`value_loss` on the columns of this signal."""
-        found = value_loss(loss, **options)
-        return SignalLoss(found, self) if self.columns else found
-
-
-@dataclass(frozen=True)
-class SignalLoss(Loss):
-    """A value loss on the columns of another signal, which are renamed to those that it knows."""
+class CostLoss(Loss):
+    """A value loss on the columns of costs, which are renamed to those that it knows."""
 
     loss: Loss
-    signal: Signal
 
     @property
     def reads(self) -> tuple[str, ...] | None:
@@ -55,36 +41,36 @@ class SignalLoss(Loss):
     def per_token(self) -> tuple[str, ...]:
         return tuple(map(self._own, self.loss.per_token))
 
-    def _own(self, read: str) -> str:
+    @staticmethod
+    def _own(read: str) -> str:
         name = read.removesuffix("?")
-        return self.signal.columns.get(name, name) + read[len(name) :]
+        return _OF_COSTS.get(name, name) + read[len(name) :]
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
-        known = {own: name for name, own in self.signal.columns.items() if own in rows}
+        known = {own: name for name, own in _OF_COSTS.items() if own in rows}
         hidden = [name for name in known.values() if name in rows]
         scalar, metrics = self.loss(outputs, rows.without(*hidden).rename(known), totals)
-        return scalar, {re.sub("^critic/", f"{self.signal.figures}/", name): value for name, value in metrics.items()}
+        return scalar, {re.sub("^critic/", "cost_critic/", name): value for name, value in metrics.items()}
 
 
-SIGNALS: Mapping[str, Signal] = MappingProxyType(
-    {
-        "rewards": Signal({}, "critic"),
-        "costs": Signal({"values": "cost_values", "returns": "cost_returns"}, "cost_critic"),
-    }
-)
-_UPDATES = {name: UpdateCall("critic", signal.loss) for name, signal in SIGNALS.items()}
+def cost_loss(loss: str | Loss | Callable[..., Any], **options: Any) -> Loss:
+    """`value_loss` on the columns of costs."""
+    return CostLoss(value_loss(loss, **options))
 
 
-def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
-    return (SIGNALS[settings["of"]].columns.get("values", "values"),)
+_UPDATES = MappingProxyType({"rewards": UpdateCall("critic", value_loss), "costs": UpdateCall("critic", cost_loss)})
+
+
+def _values(of: str) -> str:
+    return "cost_values" if of == "costs" else "values"
 
 
 class CriticWorker(ModelWorker):
     """One rank of a value model: the decoder of a checkpoint with a value head (zeros where it has none).
 
     With `of="costs"` it is the critic of a CostWorker's costs (Dai et al., "Safe RLHF", 2023): it writes
-    `cost_values`, trains on `cost_values` and `cost_returns` (a loss of one's own meets them as `values` and
-    `returns`), and its figures are `cost_critic/...`. With `offload=True` parameters, gradients and optimizer state
+    `cost_values`, trains on `cost_values` and `cost_returns` (a loss of one's own sees them as `values` and
+    `returns`), and its metrics are `cost_critic/...`. With `offload=True` parameters, gradients and optimizer state
     wait in host memory between calls.
     """
 
@@ -93,8 +79,8 @@ class CriticWorker(ModelWorker):
 
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        if not isinstance(of := settings["of"], str) or of not in SIGNALS:
-            raise ConfigError(f"{cls.__name__}(of={of!r}) is unknown.{nearest(str(of), SIGNALS)}")
+        if not isinstance(of := settings["of"], str) or of not in _UPDATES:
+            raise ConfigError(f"{cls.__name__}(of={of!r}) is unknown.{nearest(str(of), _UPDATES)}")
         super().check(grid, settings, device_type)
 
     def __init__(
@@ -106,18 +92,22 @@ class CriticWorker(ModelWorker):
         of: Literal["rewards", "costs"] = "rewards",
         offload: bool = False,
     ) -> None:
-        self.signal = SIGNALS[of]
+        self.of = of
         self._build(model, train, optim, offload)
 
     @property
-    def figures(self) -> str:
-        return self.signal.figures
+    def prefix(self) -> str:
+        return "cost_critic" if self.of == "costs" else "critic"
 
-    @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=_writes, balance="num_tokens")
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids"),
+        writes=lambda settings, call: (_values(settings["of"]),),
+        balance="num_tokens",
+    )
     def compute_values(self, batch: Batch) -> Batch | None:
         """`values` (of costs `cost_values`) ragged [B, R] float32: the value before each response token is drawn."""
-        with self.at_work():
-            return self._computed("compute_values", batch, "values", self.signal.columns.get("values", "values"))
+        return self._computed(batch, "values", _values(self.of))
 
     @register(
         THREE_D_PROTO,
@@ -142,4 +132,4 @@ class CriticWorker(ModelWorker):
         """
         del uneven  # the driver's
         with self.at_work():
-            return self._update("update_critic", batch, self.signal.loss(loss, **options), epochs)
+            return self._update(batch, _UPDATES[self.of].find_loss(loss, **options), epochs)

@@ -15,12 +15,12 @@ from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import Decoder
+from hybridflow.settings import require
 
 
 def lora_of(settings: Mapping[str, Any]) -> LoRA | None:
     """The adapters that a worker's strategy trains, if it trains any."""
-    strategy = settings.get("train")
-    return getattr(strategy, "lora", None)
+    return getattr(settings.get("train"), "lora", None)
 
 
 def with_saved_adapters(settings: Mapping[str, Any], find: Callable[[str], Path]) -> dict[str, Any]:
@@ -54,15 +54,11 @@ def with_saved_adapters(settings: Mapping[str, Any], find: Callable[[str], Path]
 def _check_equal(spec: Decoder, asked: LoRA, saved: LoRA) -> None:
     for name in ("rank", "alpha", "targets"):
         here, there = getattr(asked, name), getattr(saved, name)
-        if name == "targets":
-            same = modules(spec, asked) == modules(spec, saved)
-        else:
-            same = here == there
-        if not same:
-            raise ConfigError(
-                f"LoRA({name}={here!r}): the adapters in {saved.start} have {name}={there!r}. Leave lora= out to take "
-                f"what they have."
-            )
+        require(
+            modules(spec, asked) == modules(spec, saved) if name == "targets" else here == there,
+            f"LoRA({name}={here!r}): the adapters in {saved.start} have {name}={there!r}. Leave lora= out to take "
+            f"what they have.",
+        )
 
 
 def check_lora(spec: Decoder, settings: Mapping[str, Any]) -> None:
@@ -75,12 +71,3 @@ def check_lora(spec: Decoder, settings: Mapping[str, Any]) -> None:
     check_injection(spec, lora)
     if lora.start is not None:
         check_adapters(lora.start, tensors)
-
-
-def check_written(worker: str, settings: Mapping[str, Any]) -> None:
-    """Errors: ConfigError where weights cannot be written from outside: adapters belong to those of a checkpoint."""
-    if lora_of(settings) is not None:
-        raise ConfigError(
-            f"{worker} trains adapters of the weights in {settings['model']}: these cannot be replaced or laid out "
-            f"anew. Save it and place another group with model= that directory."
-        )

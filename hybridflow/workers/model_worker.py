@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +19,8 @@ from torch import Tensor
 from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import check_finite, not_finite, row_column
 from hybridflow.batch.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.session import Session
 from hybridflow.config import Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
@@ -25,13 +29,14 @@ from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
 from hybridflow.engines.contract import UNSET, Output, TrainState
 from hybridflow.engines.train_backends import backend_of, build_engine
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError
+from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import Cost, Decoder, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, register
 from hybridflow.protocols.operation import Settings
+from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.lora_options import check_lora, check_written, lora_of, with_saved_adapters
+from hybridflow.workers.lora_options import check_lora, lora_of, with_saved_adapters
 from hybridflow.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -59,6 +64,16 @@ def find_checkpoint(model: str | os.PathLike[str]) -> Path:
         ) from None
 
 
+def local_checkpoint(model: str | os.PathLike[str]) -> Path:
+    """The directory on this node that the driver found. Errors: CheckpointError."""
+    if not (path := Path(model)).is_dir():
+        raise CheckpointError(
+            f"the checkpoint directory {model} is on the driver's machine and not on {socket.gethostname()}. Put it "
+            f"where all nodes see it under the same path."
+        )
+    return path
+
+
 def batch_temperature(batch: Batch) -> float | None:
     """The sampling temperature that `generate_sequences` wrote; None without the column or without rows.
 
@@ -84,6 +99,64 @@ def _check_save(settings: Settings, call: Any) -> None:
     call["path"] = os.path.abspath(call["path"])
 
 
+_OWN = ("minibatches", "epochs", "loss", "batch", "uneven")  # every other setting of the call is an option of the loss
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """The declaration of an update operation, for `@register(reads=..., check=...)`.
+
+    `find_loss(loss, **options)` gives the loss of a call; `also_reads` are columns beside prompts, responses and those
+    that the loss reads.
+    """
+
+    role: str
+    find_loss: Callable[..., Loss]
+    also_reads: tuple[str, ...] = ()
+
+    def reads(self, settings: Settings, call: Settings) -> tuple[str, ...] | None:
+        own = self._loss(call).reads
+        return None if own is None else ("prompt_ids", "response_ids", *own, *self.also_reads)
+
+    def check(self, settings: Settings, call: Settings) -> None:
+        """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and
+        mini-batches of different sizes."""
+        worker, good = f"{self.role.capitalize()}Worker", settings["optim"] is not None
+        require(good, f"this {self.role} has no optimizer: give {worker}.on(..., optim=hf.Adam(lr=...)).")
+        for name in call:  # other names go to the loss
+            if name not in _OWN and difflib.get_close_matches(name, _OWN, n=1, cutoff=0.75):
+                raise ConfigError(f"there is no setting {name!r}.{nearest(name, _OWN)}")
+        for name in ("minibatches", "epochs"):
+            good = type(call[name]) is int and call[name] >= 1
+            require(good, f"{name}={call[name]!r} must be a whole number of at least 1.")
+        self._check_even(call)
+        _ = self._loss(call)
+
+    def _loss(self, call: Settings) -> Loss:
+        return self.find_loss(call["loss"], **{name: value for name, value in call.items() if name not in _OWN})
+
+    def _check_even(self, call: Settings) -> None:
+        """Every mini-batch is one step, in which a row of a smaller one counts for more.
+
+        Errors: ConfigError for mini-batches of different sizes, unless the call says `uneven=True`.
+        """
+        batch, parts, uneven = call["batch"], call["minibatches"], call.get("uneven", False)
+        require(type(uneven) is bool, f"uneven={uneven!r}: give True or False.")
+        session = Session.existing()
+        placeholder = not isinstance(batch, BatchRef) or (session is not None and session.traces)
+        if uneven or placeholder or parts > batch.rows or batch.rows % parts == 0:
+            return
+        rows = batch.rows
+        fewer = next(n for n in range(parts, 0, -1) if rows % n == 0)
+        more = next(n for n in range(parts, rows + 1) if rows % n == 0)
+        small, larger = divmod(rows, parts)
+        raise ConfigError(
+            f"update_{self.role}(minibatches={parts}): the batch has {rows} rows, which would be {larger} mini-batches "
+            f"of {small + 1} rows and {parts - larger} of {small}, and a row of a smaller one counts for more. Use "
+            f"minibatches={fewer} or {more}, or uneven=True."
+        )
+
+
 class ModelWorker(Worker):
     """One rank of a sharded model as a `TrainEngine`."""
 
@@ -100,12 +173,11 @@ class ModelWorker(Worker):
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
         strategy = settings["train"]
-        if not is_strategy(strategy):
-            given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
-            raise ConfigError(
-                f"{cls.__name__}(train={given}): give a strategy such as hf.Megatron(tp=2), hf.FSDP() or "
-                f"hf.ZeRO(stage=2)."
-            )
+        given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+        require(
+            is_strategy(strategy),
+            f"{cls.__name__}(train={given}): give a strategy such as hf.Megatron(tp=2), hf.FSDP() or hf.ZeRO(stage=2).",
+        )
         try:
             return strategy.grid(devices)
         except PlacementError as error:
@@ -118,18 +190,15 @@ class ModelWorker(Worker):
         backend_of(settings["train"]).check(spec, grid, cls.role)
         Checkpoint(settings["model"]).check(spec)
         check_lora(spec, settings)
-        optimizer = settings.get("optim")
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
+        good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
+        require(good, f"{cls.__name__}(optim={optimizer!r}): give hf.Adam(lr=...) or hf.SGD(lr=...).")
         cls.check_offload(settings)
 
     @classmethod
     def check_offload(cls, settings: Mapping[str, Any]) -> None:
         """A model that waits between calls does so as a whole. Errors: ConfigError."""
-        if type(offload := settings.get("offload", False)) is not bool:
-            raise ConfigError(
-                f"{cls.__name__}(offload={offload!r}): the {cls.role} waits as a whole, give True or False."
-            )
+        good = type(offload := settings.get("offload", False)) is bool
+        require(good, f"{cls.__name__}(offload={offload!r}): the {cls.role} waits as a whole, give True or False.")
 
     @classmethod
     def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
@@ -157,7 +226,11 @@ class ModelWorker(Worker):
 
     @classmethod
     def check_written(cls, settings: Mapping[str, Any]) -> None:
-        check_written(cls.__name__, settings)
+        require(
+            lora_of(settings) is None,
+            f"{cls.__name__} trains adapters of the weights in {settings['model']}: these cannot be replaced or laid "
+            f"out anew. Save it and place another group with model= that directory.",
+        )
 
     def weights_storage(self) -> Mapping[str, Tensor]:
         self.engine.reload(self._idle)
@@ -183,12 +256,7 @@ class ModelWorker(Worker):
     def _build(
         self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None, offload: bool = False
     ) -> None:
-        self.checkpoint = Path(model)
-        if not self.checkpoint.is_dir():
-            raise CheckpointError(
-                f"the checkpoint directory {model} is on the driver's machine and not on {socket.gethostname()}. "
-                f"Put it where all nodes see it under the same path."
-            )
+        self.checkpoint = local_checkpoint(model)
         self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}  # `save` finds the model gone
         self.spec = read_spec(self.checkpoint, self.head, train)
         weights = UNSET if self.context.unset else self.checkpoint
@@ -198,8 +266,8 @@ class ModelWorker(Worker):
             self.engine.offload(self._idle)
 
     @property
-    def figures(self) -> str:
-        """What the names of its figures begin with."""
+    def prefix(self) -> str:
+        """What the names of its metrics begin with."""
         return self.role
 
     @contextmanager
@@ -212,12 +280,11 @@ class ModelWorker(Worker):
             self._restore()
             self.engine.offload(self._idle)
 
-    def _agreed(self, method: str, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
+    def _agreed(self, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
         """The temperature to compute at, once every rank of the group has found that it can compute its rows.
 
         Errors: those of the rank that cannot, on all ranks, before any of them waits for another in a collective.
         """
-        self.context.method = method
 
         def check() -> float | None:
             if loss is not None:
@@ -229,47 +296,45 @@ class ModelWorker(Worker):
         agreed = agree(self.context, check, "the sampling temperature")
         return 1.0 if agreed is None else agreed
 
-    def _computed(self, method: str, batch: Batch, output: Output, column: str) -> Batch | None:
+    def _computed(self, batch: Batch, output: Output, column: str) -> Batch | None:
         """`output` of the model for every response token, as `column`; None off the last stage.
 
         Logs a warning when one is not finite: updates that read it skip their steps. Errors: those of `_agreed`.
         """
-        temperature = self._agreed(method, batch, (output,))
-        out = self.engine.forward(batch, (output,), temperature)
+        with self.at_work():
+            out = self.engine.forward(batch, (output,), self._agreed(batch, (output,)))
         if out is None:
             return None
-        found = Batch({column: out[output]})
-        if self.context.coords.t == 0 and (bad := not_finite(batch.with_columns(**{column: out[output]}), (column,))):
-            logger.warning("%s.%s: rank %d computed %s.", self.context.role, method, self.context.rank, bad)
+        found, context = Batch({column: out[output]}), self.context
+        if context.coords.t == 0 and (bad := not_finite(batch.with_columns(**{column: out[output]}), (column,))):
+            logger.warning("%s.%s: rank %d computed %s.", context.role, context.method, context.rank, bad)
         return found
 
-    def _update(self, method: str, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
+    def _update(self, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
         """Epochs over the mini-batches of `batch`, one optimizer step each.
 
-        Figures are averaged over the steps that were made (nan when none was); `skipped` counts the others.
+        Metrics are averaged over the steps that were made (nan when none was); `skipped` counts the others.
         """
         total: dict[str, float] = {}
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
-        temperature = self._agreed(method, batch, outputs, loss)
-        minibatches, skipped = batch.chunks() * epochs, 0
+        temperature = self._agreed(batch, outputs, loss)
+        minibatches, skipped, context = batch.chunks() * epochs, 0, self.context
         for number, minibatch in enumerate(minibatches, 1):
-            figures = self.engine.forward_backward(minibatch, loss, outputs, temperature)
+            metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
             step = self._step(last=number == len(minibatches))
-            figures |= {f"{self.figures}/{name}": value for name, value in step.items() if name != "skipped"}
+            metrics |= {f"{self.prefix}/{name}": value for name, value in step.items() if name != "skipped"}
             if step["skipped"]:
-                skipped, figures = skipped + 1, dict.fromkeys(figures, 0.0)
-                self._say_skipped(f"{method} skipped step {number} of {len(minibatches)}")
-            for name, value in figures.items():
+                skipped, metrics = skipped + 1, dict.fromkeys(metrics, 0.0)
+                if context.rank == 0:
+                    logger.warning(
+                        "%s.%s skipped step %d of %d; no weight and no optimizer state has changed: %s.",
+                        *(context.role, context.method, number, len(minibatches), self.engine.skip_reason),
+                    )
+            for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         made = len(minibatches) - skipped
         means = {name: value / made if made else math.nan for name, value in total.items()}
-        return means | {f"{self.figures}/skipped": float(skipped)}
-
-    def _say_skipped(self, what: str) -> None:
-        """Log a warning on one rank for all."""
-        if self.context.rank == 0:
-            why = self.engine.skip_reason
-            logger.warning("%s.%s; no weight and no optimizer state has changed: %s.", self.context.role, what, why)
+        return means | {f"{self.prefix}/skipped": float(skipped)}
 
     def _step(self, last: bool) -> dict[str, float]:
         """One optimizer step; `last` of its update."""

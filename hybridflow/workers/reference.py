@@ -32,5 +32,4 @@ class ReferenceWorker(ModelWorker):
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
         """`ref_log_probs` ragged [B, R] float32, logits divided by the temperature that the actor sampled with."""
-        with self.at_work():
-            return self._computed("compute_ref_log_prob", batch, "log_probs", "ref_log_probs")
+        return self._computed(batch, "log_probs", "ref_log_probs")

@@ -20,6 +20,7 @@ from hybridflow.data.messages import check_messages, plain_messages
 from hybridflow.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, nearest
+from hybridflow.settings import require
 
 Template = Literal["auto", "plain", "chat"]
 TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "row_id?")
@@ -42,21 +43,21 @@ def check_reward_model(worker: str, role: str, settings: Mapping[str, Any]) -> N
     if template not in get_args(Template):
         raise ConfigError(f"{worker}(template={template!r}) is unknown.{nearest(str(template), get_args(Template))}")
     needed = "tokenizer=" if settings["tokenizer"] is not None else "template='chat'" if template == "chat" else None
-    if needed and not has_tokenizer(model):
-        raise ConfigError(
-            f"{worker}({needed}): {model} has no tokenizer of its own, so rows cannot be put into its tokens. Add its "
-            f"tokenizer files to the directory; or leave {needed} out, and ids go in as they are."
-        )
-    if template == "chat" and load_tokenizer(model).raw.chat_template is None:
-        raise ConfigError(
-            f"{worker}(template='chat'): the tokenizer of {model} has no chat template. Use template='plain', or add "
-            f"one (chat_template.jinja)."
-        )
-    if settings["level"] == "token" and retokenizes(settings):
-        raise ConfigError(
-            f"{worker}(level='token'): rows are re-tokenised for {model}, so its tokens are not those of the response. "
-            f"Use level='sample', or a model with the actor's tokenizer and template='auto'."
-        )
+    require(
+        needed is None or has_tokenizer(model),
+        f"{worker}({needed}): {model} has no tokenizer of its own, so rows cannot be put into its tokens. Add its "
+        f"tokenizer files to the directory; or leave {needed} out, and ids go in as they are.",
+    )
+    require(
+        template != "chat" or load_tokenizer(model).raw.chat_template is not None,
+        f"{worker}(template='chat'): the tokenizer of {model} has no chat template. Use template='plain', or add one "
+        f"(chat_template.jinja).",
+    )
+    require(
+        settings["level"] != "token" or not retokenizes(settings),
+        f"{worker}(level='token'): rows are re-tokenised for {model}, so its tokens are not those of the response. Use "
+        f"level='sample', or a model with the actor's tokenizer and template='auto'.",
+    )
 
 
 def retokenizes(settings: Mapping[str, Any]) -> bool:
@@ -114,9 +115,10 @@ class Retokenizer:
             for row, prompt, response, rendered in zip(rows, prompts, responses, chat, strict=True)
         ]
         ids = self._encoded(texts, chat)
-        for i, ended in enumerate(self._ended(batch)):
-            if ended and not chat[i]:
-                self._end(ids[i])
+        end = self.own.raw.eos_token_id
+        for tokens, rendered, ended in zip(ids, chat, self._ended(batch), strict=True):
+            if ended and not rendered and end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
+                tokens.append(end)
         for row, tokens in zip(rows, ids, strict=True):
             self._check(row, len(tokens))
         nothing = Ragged.from_lengths(torch.empty(0, dtype=torch.int64), [0] * len(ids))
@@ -136,17 +138,11 @@ class Retokenizer:
         """Token ids of all texts; those of a chat template have its special tokens in them already."""
         out: list[list[int]] = [[]] * len(texts)
         for rendered in (False, True):
-            at = [i for i, kind in enumerate(chat) if kind is rendered]
-            if at:
+            if at := [i for i, kind in enumerate(chat) if kind is rendered]:
                 encoded = self.own.raw([texts[i] for i in at], add_special_tokens=not rendered)["input_ids"]
                 for i, ids in zip(at, encoded, strict=True):
                     out[i] = list(ids)
         return out
-
-    def _end(self, ids: list[int]) -> None:
-        end = self.own.raw.eos_token_id
-        if end is not None and ids[-1:] != [end]:  # some tokenizers add it by themselves
-            ids.append(end)
 
     def _chat(self, row: int, prompt: Any, response: str) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

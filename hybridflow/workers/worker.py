@@ -5,21 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
 from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.call_layouts import LayoutsGroup
 from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.group_call import bound_settings
 from hybridflow.cluster.pool import ResourcePool
+from hybridflow.cluster.reallocation import TrainingState
 from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.contract import TrainState
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.models.spec import Cost
 from hybridflow.placement import GroupPlacement
 from hybridflow.protocols import OperationKind, operations
+from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.call_placement import divided
 
@@ -55,9 +58,8 @@ class Worker:
 
     @classmethod
     def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
-        """What a row costs as a function of its tokens: balanced calls spread it evenly over the data parallel ranks.
-
-        None: a row costs as much as it has tokens."""
+        """What a row costs as a function of its tokens, which balanced calls spread evenly over data parallel ranks;
+        None: cost equals the token count."""
         return None
 
     @classmethod
@@ -111,7 +113,7 @@ class Worker:
         """All of `weights_storage` was written from outside: whatever was derived from the old weights is stale."""
 
     def optimizing_engine(self) -> TrainEngine | None:
-        """The engine whose optimizer state belongs to the weights; None where nothing is trained."""
+        """The engine whose optimizer state belongs to the weights, within `at_work`; None where nothing is trained."""
         return None
 
     def open_generation(self) -> None:
@@ -119,6 +121,39 @@ class Worker:
 
     def close_generation(self) -> None:
         """Free what a process can hold only once, so that ranks of a new layout can build theirs beside this one."""
+
+    def training_state(self) -> TrainingState | None:
+        """What the optimizer holds: of rank 0, since it is the same on all of them; None without an optimizer."""
+        with self.at_work():
+            engine = self.optimizing_engine()
+            layout = None if engine is None else engine.optimizer_layout()
+            if engine is None or layout is None or self.context.rank:
+                return None
+            return TrainingState(layout, tuple(engine.optimizer_storage()), engine.optimizer_counters())
+
+    def training_state_arrived(self, counters: dict[str, Any]) -> None:
+        """The state was written: take the counters over, and the weights from it."""
+        with self.at_work():
+            if (engine := self.optimizing_engine()) is not None:
+                engine.optimizer_moved(counters)
+
+    def step_aside(self) -> None:
+        """Free what a process can hold only once; on a GPU training state waits in host memory."""
+        self.close_generation()
+        if self.context.device.type == "cuda":
+            with self.at_work():
+                engine = self.optimizing_engine()
+            if engine is not None:
+                engine.offload(get_args(TrainState))
+
+    def step_back(self) -> None:
+        """Undo `step_aside`, however far it came."""
+        self.close_generation()
+        if self.context.device.type == "cuda":
+            with self.at_work():  # whose end leaves an idle model on the host
+                if (engine := self.optimizing_engine()) is not None:
+                    engine.reload(get_args(TrainState))
+        self.open_generation()
 
 
 def place(
@@ -168,17 +203,15 @@ def _on_placement(
     """The group on the devices of `where`, with replicas for calls that have layouts of their own."""
     parts = divided(worker_class, where, _as_worker(worker_class).resolve(settings), name)
     primary = ranks_on(worker_class, pool.part(where.devices), parts.settings, name, grid)
-    if not parts.replicas:
-        return WorkerGroup(pool.session, primary)
     replicas: list[RankGroup] = []
     for part in parts.replicas:
         at = pool.part(part.devices)
         replicas.append(ranks_on(part.worker_class, at, part.settings, name, beside=[primary, *replicas]))
-    return LayoutsGroup(pool.session, primary, replicas, parts.schedule or {})
+    return WorkerGroup(pool.session, primary, replicas, parts.schedule or {})
 
 
 def _as_worker(worker_class: type) -> type[Worker]:
-    """Where to ask what only workers have an answer to."""
+    """The class that answers what only workers know."""
     return worker_class if issubclass(worker_class, Worker) else Worker
 
 
@@ -197,41 +230,24 @@ def ranks_on(
     Errors: ConfigError, PlacementError, and those of the class.
     """
     ours = _as_worker(worker_class)
-    settings = ours.resolve(settings)
-    own_grid = grid is not None
-    if grid is None:
-        grid = ours.grid(pool.size, settings)
+    settings, own_grid = ours.resolve(settings), grid is not None
+    grid = grid or ours.grid(pool.size, settings)
     if grid.size != pool.size:
         raise PlacementError(
             f"{worker_class.__name__} asks for p*t*d = {grid.p}*{grid.t}*{grid.d} = {grid.size} devices, "
             f"the pool has {pool.size}."
         )
-    session, members = pool.session, set(pool.members)
-    ours.check(grid, settings, "cuda" if session.has_cuda else "cpu")
-    gone = None if instead_of is None else instead_of.ranks
-    others = [*beside, *(part for group in session.groups.values() for part in group.all_ranks if part is not gone)]
-    others = [part for part in others if part.pool_name == pool.name and members & set(part.members)]
-    ours.check_neighbours(settings, others)
+    ours.check(grid, settings, "cuda" if pool.session.has_cuda else "cpu")
+    placed = [part for group in pool.session.groups.values() for part in group.all_ranks]
+    others = [*beside, *(part for part in placed if instead_of is None or part is not instead_of.ranks)]
+    shared = [part for part in others if part.pool_name == pool.name and set(pool.members) & set(part.members)]
+    ours.check_neighbours(settings, shared)
     return pool.ranks(name, worker_class, settings, grid, own_grid)
 
 
 def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All constructor settings with their defaults."""
-    if worker_class.__init__ is object.__init__:
-        if settings:
-            raise ConfigError(f"{worker_class.__name__} takes no settings, got {sorted(settings)}.")
-        return {}
-    signature = inspect.signature(worker_class.__init__)
-    known = [name for name in signature.parameters if name != "self"]
-    try:
-        bound = signature.bind(None, **settings)
-    except TypeError as error:
-        unknown = next((name for name in settings if name not in known), None)
-        hint = f"no setting {unknown!r}.{nearest(unknown, known)}" if unknown else f"{error}."
-        raise ConfigError(f"{worker_class.__name__}: {hint}") from None
-    bound.apply_defaults()
-    out = dict(list(bound.arguments.items())[1:])
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            out |= out.pop(name)
-    return out
+    if worker_class.__init__ is not object.__init__:
+        return bound_settings(inspect.signature(worker_class.__init__), worker_class.__name__, (), settings)
+    require(not settings, f"{worker_class.__name__} takes no settings, got {sorted(settings)}.")
+    return {}

@@ -21,7 +21,7 @@ from hybridflow.models.hf_spec import TransformersSpec, read_spec
 from tests.contracts import any_model_tasks as tasks
 from tests.contracts.any_model_tasks import FAMILIES, expected, make
 from tests.contracts.example_models import relative
-from tests.contracts.train_contract import joined, whole
+from tests.contracts.train_contract import whole
 
 STRATEGIES = {"fsdp-2": FSDP(micro_tokens=40), "zero-2": ZeRO(stage=2, micro_tokens=40)}
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hybridflow as hf
 from hybridflow.cluster import weight_channels
-from hybridflow.cluster.weight_transfer import ChannelSpec
+from hybridflow.cluster.weight_channels import ChannelSpec
 from hybridflow.engine3d.layout import Layout, Region
 from hybridflow.errors import LayoutError, WorkerError
 from hybridflow.topology import RankGrid

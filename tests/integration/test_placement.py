@@ -56,7 +56,7 @@ class Open(Base):
 
 class Shadowing:
     @register(ONE_TO_ALL)
-    def hosts(self): ...
+    def members(self): ...
 
 
 class Strict(Base):
@@ -158,7 +158,7 @@ def test_slices_share_hosts(pool, place):
         (lambda pool: hf.place(Grid, pool, grid=RankGrid(2, 2, 2)), PlacementError, r"2\*2\*2 = 8 .*pool has 4"),
         (lambda pool: hf.place(Strict, pool, foldr="x"), ConfigError, "no setting 'foldr'. Did you mean 'folder'"),
         (lambda pool: hf.place(Strict, pool), ConfigError, "missing a required argument: 'folder'"),
-        (lambda pool: hf.place(Shadowing, pool), ConfigError, "an operation 'hosts', which every group already has"),
+        (lambda pool: hf.place(Shadowing, pool), ConfigError, "an operation 'members', which every group already has"),
         (lambda pool: hf.place(Base, pool, x=1), ConfigError, r"Base takes no settings, got \['x'\]"),
         (lambda pool: hf.place(dict, pool), ConfigError, "dict has no operations: mark methods with @register"),
         (lambda pool: hf.place(Base, [4]), PlacementError, "is placed on a ResourcePool, got list"),

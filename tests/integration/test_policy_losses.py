@@ -20,6 +20,18 @@ from tests.tiny_models import make_rows
 ROWS = 9
 
 
+class Spoiled(hf.ActorWorker):
+    """An actor whose first parameter can become nan."""
+
+    def spoil(self) -> None:
+        self.kept = {name: tensor.clone() for name, tensor in self.engine.storage().items()}
+        self.engine.storage()[next(iter(self.kept))].fill_(math.nan)
+
+    def mend(self) -> None:
+        for name, tensor in self.kept.items():
+            self.engine.storage()[name].copy_(tensor)
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"), tokenizer=False)
@@ -28,9 +40,7 @@ def policy(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def actor(pool, policy):
     """Two replicas whose weights stay what they are."""
-    made = hf.ActorWorker.on(
-        pool[:2], name="losses", model=policy, train=hf.Megatron(micro_tokens=30), optim=hf.SGD(lr=0.0)
-    )
+    made = Spoiled.on(pool[:2], name="losses", model=policy, train=hf.Megatron(micro_tokens=30), optim=hf.SGD(lr=0.0))
     yield made
     made.close()
 
@@ -137,16 +147,8 @@ def test_a_step_that_is_skipped_is_counted_and_said(actor, rows, said):
 
 
 def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tmp_path):
-    def spoil(worker):
-        worker.kept = {name: tensor.clone() for name, tensor in worker.engine.storage().items()}
-        worker.engine.storage()[next(iter(worker.kept))].fill_(math.nan)
-
-    def mend(worker):
-        for name, tensor in worker.kept.items():
-            worker.engine.storage()[name].copy_(tensor)
-
     batch = hf.BatchRef.from_batch(rows)
-    actor.session.backend.ask(actor.ranks, spoil)
+    actor.session.backend.ask(actor.ranks, "spoil")
     try:
         assert actor.compute_log_prob(batch).get()["old_log_probs"].values.isnan().all()
         assert " computed old_log_probs: row 0 is nan" in said("losses.compute_log_prob: rank ")
@@ -155,5 +157,5 @@ def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tm
         actor.save(tmp_path / "saved")
         assert str(tmp_path / "saved") in said("was saved with numbers that are not finite, in ")
     finally:
-        actor.session.backend.ask(actor.ranks, mend)
+        actor.session.backend.ask(actor.ranks, "mend")
     assert actor.update_actor(batch).get()["actor/skipped"] == 0

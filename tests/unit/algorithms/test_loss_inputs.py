@@ -16,7 +16,7 @@ from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ConfigError
-from hybridflow.workers.critic import SIGNALS
+from hybridflow.workers.critic import cost_loss
 from hybridflow.workers.model_worker import batch_temperature
 from tests.example_losses import AGGREGATIONS, LOSSES, make_loss
 
@@ -115,7 +115,7 @@ def as_costs(batch: Batch) -> Batch:
 
 def test_a_cost_critic_has_the_losses_of_the_other_one():
     batch, _ = rollout()
-    loss = SIGNALS["costs"].loss("value", clip=0.1)
+    loss = cost_loss("value", clip=0.1)
     assert loss.reads == loss.per_token == ("cost_values", "cost_returns", "response_mask")
     expected = figures(value_loss("value", clip=0.1), batch)
     found = figures(loss, as_costs(batch))
@@ -138,13 +138,13 @@ def test_a_cost_critic_takes_every_form_of_a_loss_of_one_s_own():
         (with_numbers, {}, {"cost_critic/mine": 2.0, "other": 3.0}),
     ):
         expected = figures(value_loss(form, **options), batch)["loss"]
-        assert figures(SIGNALS["costs"].loss(form, **options), as_costs(batch)) == {"loss": expected, **metrics}
+        assert figures(cost_loss(form, **options), as_costs(batch)) == {"loss": expected, **metrics}
 
     def each(outputs, rows, totals):
         return outputs["values"].values
 
     with pytest.raises(BatchError, match="loss 'each' gave a tensor"):
-        figures(SIGNALS["costs"].loss(each), as_costs(batch))
+        figures(cost_loss(each), as_costs(batch))
 
 
 @pytest.mark.parametrize("case", LOSSES)

@@ -169,8 +169,8 @@ def test_slices_of_joined_rows_touch_only_the_parts_that_hold_them():
     assert found.row.tolist() == list(range(2, 8))
     across = locate(sliced(node, 8, 32, 40), lambda order: [])
     assert across.outputs == parts
-    assert across.runs() == [(0, 8, 10), (1, 0, 10), (2, 0, 10), (3, 0, 2)]
-    assert locate(sliced(node, 10, 10, 40), lambda order: []).runs() == []
+    assert across.runs == [(0, 8, 10), (1, 0, 10), (2, 0, 10), (3, 0, 2)]
+    assert locate(sliced(node, 10, 10, 40), lambda order: []).runs == []
 
 
 def test_slices_do_not_pile_up():

@@ -136,7 +136,7 @@ def test_replicas_have_what_their_calls_need():
         ACTOR,
         "actor",
     )
-    train = hf.Megatron(tp=1, pp=1, dp=2, micro_tokens=512, recompute=True)
+    train = hf.Megatron(tp=1, pp=1, dp=2, micro_tokens=512, recompute=True, sequence_parallel=True)
     inference = {**ACTOR, "train": train, "optim": None, "generate": None, "offload": True}
     rollout = {
         "model": "m",

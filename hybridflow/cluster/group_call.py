@@ -1,0 +1,117 @@
+"""GroupCall: one call on a group as the driver prepares it: what each rank is given, asked, and will return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridflow.cluster.backend import RankCall
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.future import Future
+from hybridflow.cluster.row_refs import RankOutput
+from hybridflow.cluster.store import Reader
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.protocols import SKIP, Operation
+from hybridflow.topology import RankGrid
+
+
+def bound_settings(
+    signature: inspect.Signature, where: str, args: Sequence[Any], kwargs: Mapping[str, Any], defaults: bool = True
+) -> dict[str, Any]:
+    """The arguments of a method by name, those of `**options` among them. Errors: ConfigError with the nearest name."""
+    known = [name for name in signature.parameters if name != "self"]
+    try:
+        bound = signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        unknown = next((name for name in kwargs if name not in known), None)
+        hint = f"no setting {unknown!r}.{nearest(unknown, known)}" if unknown else f"{error}."
+        raise ConfigError(f"{where}: {hint}") from None
+    if defaults:
+        bound.apply_defaults()
+    out = dict(list(bound.arguments.items())[1:])
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            out |= out.pop(name, {})
+    return out
+
+
+RankInput = dict[str, Any] | None
+"""The settings of one rank in a call; None for a rank that is not called."""
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """One call on a group. `settings` by name; those in `rows` are batches, of which `reads` names the columns that
+    travel. `factor` output rows come from each input row."""
+
+    operation: Operation
+    settings: dict[str, Any]
+    rows: dict[str, BatchRef]
+    reads: dict[str, tuple[str, ...]]
+    writes: tuple[str, ...]
+    factor: int
+
+    def inputs(self, grid: RankGrid) -> list[RankInput]:
+        """The settings of each rank; None for a rank that is not called."""
+        protocol, parts = self.operation.protocol, dict[str, list[Any]]()
+        for name, value in self.settings.items():
+            if name in self.rows:
+                split = protocol.split(grid, self.rows[name])
+                parts[name] = [part if part is SKIP else part.select(*self.reads[name]) for part in split]
+            else:
+                parts[name] = protocol.split(grid, value) if protocol.prepared else [value] * grid.size
+        called = list(parts.values())
+        if not self.rows and not protocol.prepared:  # who is called does not depend on rows
+            called.append(protocol.split(grid, _Nothing()))
+        return [
+            None if any(each[rank] is SKIP for each in called) else {name: each[rank] for name, each in parts.items()}
+            for rank in range(grid.size)
+        ]
+
+    def asked(self, inputs: Sequence[RankInput], seq: int, key: str) -> list[RankCall | None]:
+        """What each rank is asked, in rank order: call number `seq` of the ranks with this `key`."""
+        called = tuple(rank for rank, mine in enumerate(inputs) if mine is not None)
+        refs = [value for mine in inputs if mine for value in mine.values() if isinstance(value, BatchRef)]
+        agree = called if len(called) > 1 and any(ref.may_fail for ref in refs) else ()
+
+        def of_rank(mine: dict[str, Any]) -> RankCall:
+            source = _source(mine)
+            due = None if source is None or self.operation.resizes else source.rows * self.factor
+            sent = {name: value.to_rank() if isinstance(value, BatchRef) else value for name, value in mine.items()}
+            span = source.span if source else None
+            return RankCall(seq, key, self.operation.name, sent, self.writes, agree, due, span)
+
+        return [None if mine is None else of_rank(mine) for mine in inputs]
+
+    def results(self, inputs: Sequence[RankInput], outputs: Sequence[RankOutput | None]) -> list[Any]:
+        """What each rank will return, as a protocol collects it.
+
+        Row counts that only the workers know are the documented exception that waits."""
+        if not self.writes:
+            return [SKIP if output is None else Future((output,)) for output in outputs]
+        unknown = [output for output in outputs if output is not None and output.rows is None]
+        rows = dict(zip(map(id, unknown), Reader().rows(unknown) if unknown else (), strict=True))
+        out = []
+        for mine, output in zip(inputs, outputs, strict=True):
+            if mine is None or output is None:
+                out.append(SKIP)
+            elif output.rows is None:
+                out.append(BatchRef.of_output(replace(output, rows=rows[id(output)]), self.writes))
+            else:
+                source = _source(mine)
+                out.append(BatchRef.of_output(output, self.writes, source.part if source else None))
+        return out
+
+
+def _source(mine: dict[str, Any]) -> BatchRef | None:
+    """The rows that a rank is given, if it is given any."""
+    return next((value for value in mine.values() if isinstance(value, BatchRef)), None)
+
+
+class _Nothing:
+    """Rows of a call that has none."""
+
+    def split(self, parts: int) -> list[_Nothing]:
+        return [self] * parts
