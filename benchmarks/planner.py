@@ -23,7 +23,7 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph, ppo
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
-from hybridflow.planner.search.mcmc import mcmc
+from hybridflow.planner.search.call_search import mcmc
 from hybridflow.planner.search.problem import Problem
 
 SIZES = {"7B": (4096, 14336, 32, 32, 8), "13B": (5120, 13824, 40, 40, 40), "34B": (8192, 22016, 48, 64, 8)}

@@ -66,17 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", type=_lengths, metavar="TOKENS", help="of a prompt: a number, or MEAN:MAX")
     add("--response", type=_lengths, metavar="TOKENS", help="of a response: a number, or MEAN:MAX")
     add("--dtype", help="of the arithmetic: bfloat16, float16 or float32")
-    add(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="GROUP=DEVICES",
-        help="such as actor=0-7,12 or actor=2-4-1 (p-t-d)",
-    )
-    add("--cap", action="append", default=[], metavar="GROUP=DEVICES", help="at most this number of devices")
-    add("--apart", action="append", default=[], metavar="GROUP,GROUP", help="never on the same device")
-    add("--together", action="append", default=[], metavar="GROUP,GROUP", help="on the same devices")
-    add("--whole", action="append", default=[], metavar="GROUP", help="one layout for all its calls, but generation")
+    for name, asked, meaning in (
+        ("--pin", "GROUP=DEVICES", "such as actor=0-7,12 or actor=2-4-1 (p-t-d)"),
+        ("--cap", "GROUP=DEVICES", "at most this number of devices"),
+        ("--apart", "GROUP,GROUP", "never on the same device"),
+        ("--together", "GROUP,GROUP", "on the same devices"),
+        ("--whole", "GROUP", "one layout for all its calls, but generation"),
+    ):
+        add(name, action="append", default=[], metavar=asked, help=meaning)
     add("--coefficients", metavar="FILE", help="of a simulator that was fitted to a machine")
     add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
     add("--budget", type=float, default=10.0, metavar="SECONDS", help="for the search (default: 10)")
@@ -121,14 +118,8 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     running = Session.existing()
     session = running or Session.open()
     try:
-        found = profile(
-            given.model,
-            _devices(session) if given.devices is None else given.devices,
-            length=given.length,
-            tokens=given.tokens,
-            rows=given.rows,
-            repeats=given.repeats,
-        )
+        how = {name: getattr(given, name) for name in ("length", "tokens", "rows", "repeats")}
+        found = profile(given.model, _devices(session) if given.devices is None else given.devices, **how)
     finally:
         if running is None:
             session.shutdown()
@@ -164,7 +155,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
     if empty := [role for role, model in models.items() if not model]:
         raise ConfigError(f"{empty[0]}.model=: give a model, such as {empty[0]}.model=llama3-7b.")
     settings = [setting for setting in settings if not _ROLE_MODEL.fullmatch(setting)]
-    workload = {"rows": given.rows, "prompt": given.prompt, "response": given.response, "dtype": given.dtype}
+    workload = {name: getattr(given, name) for name in ("rows", "prompt", "response", "dtype")}
     placement = plan_driver(
         load_driver(given.driver, settings),
         cluster=given.cluster,
@@ -252,14 +243,23 @@ def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
 def _constraints(given: argparse.Namespace) -> list[Any]:
     from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 
-    pins: dict[str, dict[str, Any]] = {}
-    for group, value in (_assigned("--pin", pin) for pin in given.pin):
-        pins.setdefault(group, {}).update(_pinned(value))
-    caps = [Cap(group, _whole("--cap", value)) for group, value in (_assigned("--cap", cap) for cap in given.cap)]
-    apart = [Apart(*_pair("--apart", pair)) for pair in given.apart]
-    together = [Together(*_pair("--together", pair)) for pair in given.together]
-    whole = map(OneLayout, given.whole)
-    return [*(Pin(group, **what) for group, what in pins.items()), *caps, *apart, *together, *whole]
+    return [
+        *(Pin(group, **_pinned(value)) for group, value in _split("--pin", given.pin, "=")),
+        *(Cap(group, _whole(value)) for group, value in _split("--cap", given.cap, "=")),
+        *(Apart(*pair) for pair in _split("--apart", given.apart, ",")),
+        *(Together(*pair) for pair in _split("--together", given.together, ",")),
+        *map(OneLayout, given.whole),
+    ]
+
+
+def _split(option: str, texts: Sequence[str], mark: str) -> Iterator[tuple[str, str]]:
+    """Both sides of GROUP=VALUE, or of GROUP,GROUP."""
+    for text in texts:
+        first, _, second = text.partition(mark)
+        if not first or not second or (mark == "," and mark in second):
+            asked = "write GROUP=VALUE" if mark == "=" else "name two groups, such as actor,critic"
+            raise ConfigError(f"{option} {text}: {asked}.")
+        yield first, second
 
 
 def _pinned(value: str) -> dict[str, Any]:
@@ -278,24 +278,10 @@ def _pinned(value: str) -> dict[str, Any]:
     return {"devices": tuple(devices)}
 
 
-def _assigned(option: str, text: str) -> tuple[str, str]:
-    group, _, value = text.partition("=")
-    if not group or not value:
-        raise ConfigError(f"{option} {text}: write GROUP=VALUE.")
-    return group, value
-
-
-def _whole(option: str, text: str) -> int:
+def _whole(text: str) -> int:
     if not text.isdigit():
-        raise ConfigError(f"{option} ...={text}: give a whole number.")
+        raise ConfigError(f"--cap ...={text}: give a whole number.")
     return int(text)
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    names = text.split(",")
-    if len(names) != 2 or not all(names):
-        raise ConfigError(f"{option} {text}: name two groups, such as actor,critic.")
-    return names[0], names[1]
 
 
 def _lengths(text: str) -> float | tuple[float, float]:

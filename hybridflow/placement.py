@@ -9,28 +9,22 @@ from __future__ import annotations
 import html
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from hybridflow.config import FSDP, Megatron, ZeRO
+from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
 from hybridflow.errors import HybridFlowError, PlacementError, nearest
+from hybridflow.settings import read_yaml
 
 Strategy = Megatron | FSDP | ZeRO
 _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
 GIB = float(1 << 30)
 _MOST = 1 << 20  # devices of a range: a typing error must not fill the memory
-_MEANT = MappingProxyType(
-    {
-        "float": "finite number of at least 0",
-        "str": "text",
-        "bool": "true or false",
-        "tuple[int, int, int]": "(p, t, d)",
-    }
-)
+_MEANT = {"float": "finite number of at least 0", "str": "text", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -155,32 +149,13 @@ class Placement:
     def __reduce__(self):
         return _from_plain, (self.plain(),)
 
-    @property
-    def differing(self) -> Mapping[str, CallLayout]:
-        """Calls before which weights are moved, because their layout is not that of their group."""
-        return {name: call for name, call in self.calls.items() if call.differs}
-
     def plain(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dictionaries."""
-        groups = {
-            name: {
-                "devices": ranges(group.devices),
-                "train": _plain_strategy(group.train),
-                "generate": group.generate and list(group.generate),
-                "memory_fraction": group.memory_fraction,
-                "elsewhere": [
-                    {"method": one.method, "devices": ranges(one.devices), "sizes": list(one.sizes)}
-                    for one in group.elsewhere
-                ],
-            }
-            for name, group in self.groups.items()
-        }
-        calls = {name: asdict(call) for name, call in self.calls.items()}
-        for call in calls.values():
-            call |= {"devices": ranges(call["devices"]), "sizes": list(call["sizes"])}
-        bars = [asdict(bar) | {"devices": ranges(bar.devices)} for bar in self.bars]
         head = {"cluster": self.cluster, "nodes": list(self.nodes), "seconds": self.seconds, "found_by": self.found_by}
-        return {**head, "groups": groups, "calls": calls, "bars": bars}
+        groups = {name: _plain(group) for name, group in self.groups.items()}
+        for group in groups.values():
+            del group["nodes"]
+        return {**head, "groups": groups, "calls": _plain(self.calls), "bars": _plain(self.bars)}
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -189,17 +164,10 @@ class Placement:
     @classmethod
     def load(cls, path: str | Path) -> Placement:
         """What `save` wrote. Errors: PlacementError for a missing file or one that is no placement."""
+        plain = read_yaml(path, "placement file", PlacementError)
         try:
-            return _from_plain(yaml.safe_load(Path(path).read_text()))
-        except FileNotFoundError:
-            raise PlacementError(f"there is no placement file {path}. Placement.save writes one.") from None
-        except OSError as error:
-            raise PlacementError(f"{path} cannot be read: {error}.") from None
-        except HybridFlowError as error:
-            raise PlacementError(f"{path} is not a placement that can be used: {error}") from None
-        except KeyError as error:
-            raise PlacementError(f"{path} is not a placement as Placement.save writes it: it has no {error}.") from None
-        except (yaml.YAMLError, TypeError, AttributeError, ValueError, LookupError) as error:
+            return _from_plain(plain)
+        except (HybridFlowError, TypeError, AttributeError, ValueError, LookupError) as error:
             raise PlacementError(f"{path} is not a placement as Placement.save writes it: {error}.") from None
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -209,8 +177,7 @@ class Placement:
         for name, call in self.calls.items():
             moved = f"+{call.move_seconds:.3g} s" if call.differs else "at home"
             memory = f"{call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB" if call.capacity else ""
-            row = (name, ranges(call.devices), call.layout, f"{call.seconds:.3g}", moved, memory, call.limit)
-            found.append(row)
+            found += [(name, ranges(call.devices), call.layout, f"{call.seconds:.3g}", moved, memory, call.limit)]
         return found
 
     def __str__(self) -> str:
@@ -224,11 +191,9 @@ class Placement:
         return f"{self.seconds:.4g} s per iteration on {self.cluster or list(self.nodes)} ({self.found_by or 'given'})"
 
     def _repr_html_(self) -> str:
-        heading, *rows = self.rows()
-        cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in heading)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        table = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-        return f"<p>{html.escape(self._title())}</p>{table}"
+        rows = [[html.escape(cell) for cell in row] for row in self.rows()]
+        body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in rows)
+        return f"<p>{html.escape(self._title())}</p><table>{body}</table>"
 
     def explain(self) -> str:
         """For every call: where it is, its time and what limits it, memory, and why the runner-up was not taken."""
@@ -271,9 +236,8 @@ class Placement:
                 at = (bar.start + bar.stop) / 2, (first + last) / 2
                 label = axes.text(*at, bar.call.replace(".", "\n", 1), ha="center", va="center", fontsize=7)
                 labels.append((label, (bar.start, first - 0.45), (bar.stop, last + 0.45)))
-        edges = [sum(self.nodes[:i]) - 0.5 for i in range(1, len(self.nodes))]
-        for edge in edges:
-            axes.axhline(edge, color="0.5", linewidth=0.6, linestyle=":")
+        for edge in itertools.accumulate(self.nodes[:-1]):
+            axes.axhline(edge - 0.5, color="0.5", linewidth=0.6, linestyle=":")
         axes.set(xlabel="seconds", ylabel="device", ylim=(devices - 0.5, -0.5), title=self._title())
         figure.draw_without_rendering()
         for label, low, high in labels:
@@ -311,7 +275,8 @@ def _check_values(value: Any) -> None:
         elif one.name == "sizes":
             good = len(found) == 3 and all(map(_is_size, found))
         if not good:
-            raise PlacementError(f"{type(value).__name__}({one.name}={found!r}): that is no {_MEANT[str(one.type)]}.")
+            meant = _MEANT.get(str(one.type), "(p, t, d)")
+            raise PlacementError(f"{type(value).__name__}({one.name}={found!r}): that is not a {meant}.")
 
 
 def _fit(label: Any, width: float, height: float) -> None:
@@ -347,13 +312,23 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _plain_strategy(strategy: Strategy | None) -> dict[str, Any] | None:
-    """The settings that are not the default ones, by the name of the strategy."""
-    if strategy is None:
-        return None
-    own = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
-    kept = {name: value for name, value in own.items() if value != getattr(type(strategy), name, None)}
-    return {type(strategy).__name__: {n: list(v) if isinstance(v, tuple) else v for n, v in kept.items()}}
+def _plain(value: Any) -> Any:
+    """Devices as ranges; of strategies the settings that are not the default ones, by the strategy's name."""
+    if isinstance(value, Strategy):
+        own = {f.name: getattr(value, f.name) for f in fields(value)}
+        kept = {name: _plain(one) for name, one in own.items() if one != getattr(type(value), name, None)}
+        return {type(value).__name__: kept}
+    if is_dataclass(value):
+        own = {f.name: getattr(value, f.name) for f in fields(value)}
+        return {name: ranges(one) if name == "devices" else _plain(one) for name, one in own.items()}
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _values(plain: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    return own | {"devices": _numbers(plain["devices"])}
 
 
 def _strategy(plain: Mapping[str, Any] | None) -> Strategy | None:
@@ -362,30 +337,16 @@ def _strategy(plain: Mapping[str, Any] | None) -> Strategy | None:
     ((name, settings),) = plain.items()
     if name not in _STRATEGIES:
         raise PlacementError(f"strategy {name!r} is unknown.{nearest(name, _STRATEGIES)}")
-    return _STRATEGIES[name](**settings)
-
-
-def _elsewhere(plain: Mapping[str, Any]) -> CallPlacement:
-    p, t, d = plain["sizes"]
-    return CallPlacement(plain["method"], _numbers(plain["devices"]), (p, t, d))
+    lora = settings.get("lora")
+    return _STRATEGIES[name](**settings | ({"lora": LoRA(**lora)} if lora else {}))
 
 
 def _from_plain(plain: Mapping[str, Any]) -> Placement:
-    nodes = tuple(plain["nodes"])
-    groups = {
-        name: GroupPlacement(
-            _numbers(group["devices"]),
-            nodes,
-            _strategy(group["train"]),
-            (group["generate"][0], group["generate"][1]) if group["generate"] else None,
-            tuple(_elsewhere(one) for one in group.get("elsewhere", ())),
-            group.get("memory_fraction"),
-        )
-        for name, group in plain["groups"].items()
-    }
-    calls = {
-        name: CallLayout(**(call | {"devices": _numbers(call["devices"]), "sizes": tuple(call["sizes"])}))
-        for name, call in plain["calls"].items()
-    }
-    bars = tuple(Bar(**(bar | {"devices": _numbers(bar["devices"])})) for bar in plain["bars"])
+    nodes, groups = tuple(plain["nodes"]), {}
+    for name, group in plain["groups"].items():
+        elsewhere = tuple(CallPlacement(**_values(one)) for one in group.get("elsewhere", ()))
+        own = _values(group) | {"nodes": nodes, "train": _strategy(group["train"]), "elsewhere": elsewhere}
+        groups[name] = GroupPlacement(**own)
+    calls = {name: CallLayout(**_values(call)) for name, call in plain["calls"].items()}
+    bars = tuple(Bar(**_values(bar)) for bar in plain["bars"])
     return Placement(nodes, groups, calls, plain["seconds"], plain["cluster"], plain["found_by"], bars)

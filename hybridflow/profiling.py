@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -26,9 +27,10 @@ from hybridflow.config import VLLM
 from hybridflow.engines.profile import BIG, EngineProbe, Points
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, Pass, architecture
 from hybridflow.planner.describe.cluster_spec import DEVICES, slowed
+from hybridflow.planner.describe.mesh import powers
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, register
 from hybridflow.settings import Size, require, settings
 from hybridflow.topology import RankGrid
@@ -93,7 +95,7 @@ class Amounts:
 
     @property
     def micro_batches(self) -> list[int]:
-        return [n for n in _powers(self.tokens) if n >= self.least]
+        return [n for n in powers(self.tokens) if n >= self.least]
 
 
 def profile(model: str | os.PathLike[str], devices: int, **how: Any) -> LayerProfile:
@@ -127,10 +129,10 @@ class _Profiling:
         self._slowdown()
         call = self._call_seconds()
         latency, bandwidth = self._link()
-        for t in _powers(self.amounts.devices):
-            for d in _powers(self.amounts.devices // t):
+        for t in powers(self.amounts.devices):
+            for d in powers(self.amounts.devices // t):
                 self._passes(t, d)
-        for t in _powers(self.amounts.devices):
+        for t in powers(self.amounts.devices):
             self._decode(t, "cuda" if cuda else "cpu")
         slowdown = tuple((float(n), factor) for n, factor in sorted(self.slow.items()))
         return LayerProfile(known_device(name), tuple(self.curves), slowdown, latency, bandwidth, call)
@@ -148,7 +150,7 @@ class _Profiling:
 
     def _slowdown(self) -> None:
         """Devices of one node that work at once, each for itself."""
-        sizes = _powers(self.amounts.devices)
+        sizes = powers(self.amounts.devices)
         with self._group(1, sizes[-1]) as group:
             ranks = group.measure("busy", (self.amounts.tokens // 4, _BUSY_SECONDS, sizes))
         # a rank is one of the larger sizes, the last of its figures
@@ -166,7 +168,7 @@ class _Profiling:
             for _ in range(_CALLS):
                 group.look(given).get()
             took = (time.perf_counter() - start) / _CALLS
-        return max(_LEAST, took / self.slow[_powers(self.amounts.devices)[-1]])
+        return max(_LEAST, took / self.slow[powers(self.amounts.devices)[-1]])
 
     def _link(self) -> tuple[float | None, float | None]:
         """Latency [s] and bandwidth [bytes/s] of messages between two devices, from an all-reduce of theirs."""
@@ -180,7 +182,8 @@ class _Profiling:
     def _passes(self, t: int, d: int) -> None:
         """Curves of training and inference; with several data parallel ranks only what they add to an update."""
         few, many = self._layers(t)
-        if not few or not _divides(self.spec, t):
+        if not few or not self.spec.divides(t):
+            logger.info("t=%d is not measured: it does not divide the model, or two layers do not fit.", t)
             return
         tokens = self.amounts.micro_batches if d == 1 else self.amounts.micro_batches[:1]
         with self._group(t, d) as group:
@@ -194,15 +197,14 @@ class _Profiling:
             return
         busy = _share(chain(*ranks), "busy")
         for kind, output in _PASSES:
-            layer, rest, rest_value = [], [], []
-            for i, count in enumerate(tokens):
-                one, two, value = (_seconds(found, kind, i) for found in (less, more, other))
-                each = max(_LEAST, (two - one) / (many - few))
-                layer.append((count, each))
-                answers = _answers(count, self.amounts.length)
-                rest.append((answers, one - few * each))
-                rest_value.append((answers, value - few * each))
-            for head, beside in (("lm", rest), ("value", rest_value)):
+            models: tuple[tuple[Head, Any], ...] = (("lm", less), ("value", other))
+            for head, found in models:
+                layer, beside = [], []
+                for i, count in enumerate(tokens):
+                    one, two, own = (_seconds(of, kind, i) for of in (less, more, found))
+                    each = max(_LEAST, (two - one) / (many - few))
+                    layer.append((count, each))
+                    beside.append((_answers(count, self.amounts.length), own - few * each))
                 self._add(kind, t, layer, head=head, busy=busy)
                 self._add(output, t, beside, head=head, busy=busy)
 
@@ -215,7 +217,7 @@ class _Profiling:
         except (ModelError, ConfigError) as error:
             logger.info("generation with t=%d is not measured: %s", t, error)
             return
-        rows = _powers(self.amounts.rows)
+        rows = powers(self.amounts.rows)
         with self._group(t, 1) as group:
             ranks = {n: group.measure("decode", (n, rows, prompt, steps)) for n in (few, many)}
         at, busy = {n: _slowest(found)["decode"] for n, found in ranks.items()}, _share(chain(*ranks.values()), "busy")
@@ -227,18 +229,10 @@ class _Profiling:
         self._add("decode", t, layer, busy=busy)
         self._add("step", t, rest, busy=busy)
 
-    def _add(
-        self,
-        kind: Pass,
-        t: int,
-        points: Sequence[tuple[float, float]],
-        d: int = 1,
-        head: str = "lm",
-        busy: float = 1.0,
-    ) -> None:
+    def _add(self, kind: Pass, t: int, points: Points, d: int = 1, head: Head = "lm", busy: float = 1.0) -> None:
         """A curve as of devices that have their node for themselves, and which more work never makes faster."""
         alone = slowed(sorted(self.slow.items()), t * d * busy)
-        model = architecture(ModelSpec(**{**vars(self.spec), "head": head}))
+        model = architecture(replace(self.spec, head=head))
         kept = [max(_LEAST, seconds) / alone for seconds in rising([seconds for _, seconds in points])]
         self.curves.append(Curve(model, kind, t, tuple(zip((n for n, _ in points), kept, strict=True)), d, busy))
 
@@ -250,12 +244,11 @@ class _Profiling:
         while many > few and (3 * self._elements(few) + each * (many - few)) / t * _BYTES > 0.6 * self.memory:
             many -= 1
         if many == few:
-            logger.warning("t=%d is not measured: two layers of the model do not fit on a device.", t)
             return 0, 0
         return few, many
 
     def _elements(self, layers: int) -> int:
-        return ModelSpec(**{**vars(self.spec), "layers": layers}).num_parameters
+        return replace(self.spec, layers=layers).num_parameters
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -299,21 +292,8 @@ def _answers(tokens: int, length: int) -> int:
     return whole * max(1, length // 2) + (max(1, rest // 2) if rest else 0)
 
 
-def _divides(spec: ModelSpec, t: int) -> bool:
-    try:
-        spec.check_parallel(1, t)
-    except ModelError as error:
-        logger.info("t=%d is not measured: %s", t, error)
-        return False
-    return True
-
-
 def known_device(name: str) -> str:
     """What the planner calls a device: "NVIDIA A100-SXM4-80GB" is its a100."""
     plain = name.lower().replace(" ", "-")
     fitting = [known for known in DEVICES if set(known.split("-")) <= set(plain.split("-"))]
     return max(fitting, key=len) if fitting else plain
-
-
-def _powers(limit: int) -> list[int]:
-    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]

@@ -9,6 +9,7 @@ from functools import cache, wraps
 from inspect import get_annotations
 from itertools import chain
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import (
     Annotated,
@@ -22,6 +23,8 @@ from typing import (
     get_args,
     get_origin,
 )
+
+import yaml
 
 from hybridflow.errors import ConfigError, nearest
 
@@ -135,3 +138,15 @@ def require(condition: bool, message: str) -> None:
     """Errors: ConfigError with `message` unless `condition`."""
     if not condition:
         raise ConfigError(message)
+
+
+def read_yaml(path: str | Path, what: str, error: type[Exception] = ConfigError) -> Any:
+    """What a file holds, which is called `what` in messages. Errors: `error` for one that cannot be read."""
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise error(f"there is no {what} {path}.") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error(f"{path} cannot be read: {problem}.") from None
+    except yaml.YAMLError as problem:
+        raise error(f"{path} is not a {what}, nor valid YAML: {problem}.") from None

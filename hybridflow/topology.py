@@ -6,14 +6,15 @@ Ranks of a 3D-parallel group are laid out with tensor parallelism fastest, then 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridflow.errors import PlacementError, nearest
 
-Axis = Literal["p", "t", "d"]
-GenerationAxis = Literal["p", "t", "micro", "d"]
 GroupingRule = Literal["hybridflow", "vanilla", "general"]
 
 
@@ -37,8 +38,55 @@ class GenerationCoords(NamedTuple):
     d: int
 
 
+def check_sizes(owner: str, **sizes: object) -> None:
+    """Errors: PlacementError unless each size is a whole number of at least 1."""
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise PlacementError(f"{owner} {name}={size!r} must be a whole number of at least 1.")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+class _RankArray:
+    """Ranks in an array with one named axis per coordinate, from slowest to fastest."""
+
+    axes: ClassVar[tuple[str, ...]]
+    array: NDArray[np.int64]
+
+    @cached_property
+    def coordinates(self) -> dict[str, NDArray[np.int64]]:
+        """By axis, the coordinate of every rank."""
+        return dict(zip(self.axes, np.unravel_index(self.array.ravel().argsort(), self.array.shape), strict=True))
+
+    def _at(self, rank: int) -> dict[str, int]:
+        if not 0 <= rank < self.array.size:
+            raise IndexError(f"rank {rank} is not in a grid of {self.array.size} ranks")
+        return {axis: int(of_rank[rank]) for axis, of_rank in self.coordinates.items()}
+
+    def _slice(self, **at: int | None) -> list[int]:
+        """Ranks at these coordinates; None runs over the whole axis, negative ones count from the end."""
+        for (axis, i), size in zip(at.items(), self.array.shape, strict=True):
+            if i is not None and not -size <= i < size:
+                raise IndexError(f"{axis}={i} is not in a grid with {axis} of size {size}")
+        return self.array[tuple(slice(None) if i is None else i for i in at.values())].ravel().tolist()
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """Ranks that differ from `rank` only along `axes`, slowest axis first: `group(r, "t")` is r's tensor parallel
+        group."""
+        return self._slice(**{axis: None if axis in axes else i for axis, i in self._at(rank).items()})
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups along `axes`, ordered by their smallest rank."""
+        order = sorted(range(self.array.ndim), key=lambda i: self.axes[i] in axes)
+        sizes = [size for axis, size in zip(self.axes, self.array.shape, strict=True) if axis in axes]
+        return sorted(self.array.transpose(order).reshape(-1, int(np.prod(sizes))).tolist(), key=min)
+
+
 @dataclass(frozen=True)
-class RankGrid:
+class RankGrid(_RankArray):
     """The ranks of one group: pipeline, tensor and data parallel *sizes* p, t, d.
 
     An actor's grid also knows the sizes `p_g`, `t_g` of its generation groups (those of training when it has none)
@@ -52,11 +100,10 @@ class RankGrid:
     p_g: int | None = None
     t_g: int | None = None
     rule: GroupingRule | None = None
+    axes: ClassVar[tuple[str, ...]] = ("d", "p", "t")
 
     def __post_init__(self) -> None:
-        for name, size in (("p", self.p), ("t", self.t), ("d", self.d)):
-            if type(size) is not int or size < 1:
-                raise PlacementError(f"parallel size {name}={size!r} must be a whole number of at least 1.")
+        check_sizes("parallel size", p=self.p, t=self.t, d=self.d)
         if (self.p_g, self.t_g, self.rule) != (None, None, None):
             self.generation()
 
@@ -64,39 +111,24 @@ class RankGrid:
     def size(self) -> int:
         return self.p * self.t * self.d
 
+    @cached_property
+    def array(self) -> NDArray[np.int64]:  # type: ignore[override]
+        return np.arange(self.size).reshape(self.d, self.p, self.t)
+
     def coords(self, rank: int) -> Coords:
-        self._check(rank)
-        rest, t_i = divmod(rank, self.t)
-        d_i, p_i = divmod(rest, self.p)
-        return Coords(p_i, t_i, d_i)
+        """Errors: IndexError for a rank beyond the grid."""
+        return Coords(**self._at(rank))
 
     def rank(self, p: int = 0, t: int = 0, d: int = 0) -> int:
-        """Rank at these coordinates; negative indices count from the end, as in Python.
-
-        Errors: IndexError beyond the ends.
-        """
-        p, t, d = (_index(axis, at, getattr(self, axis)) for axis, at in (("p", p), ("t", t), ("d", d)))
-        return (d * self.p + p) * self.t + t
+        """Rank at these coordinates; negative ones count from the end. Errors: IndexError beyond the ends."""
+        return self._slice(d=d, p=p, t=t)[0]
 
     def ranks(self, p: int | None = None, t: int | None = None, d: int | None = None) -> list[int]:
         """All ranks whose given coordinates match, ascending; an omitted coordinate runs over its whole axis.
 
         Errors: IndexError for a coordinate beyond the ends of its axis.
         """
-        axes = (("p", p, self.p), ("t", t, self.t), ("d", d, self.d))
-        pick = [range(size) if at is None else (_index(axis, at, size),) for axis, at, size in axes]
-        return [self.rank(p_i, t_i, d_i) for d_i in pick[2] for p_i in pick[0] for t_i in pick[1]]
-
-    def group(self, rank: int, *axes: Axis) -> list[int]:
-        """Ranks that differ from `rank` only along `axes`: `group(r, "t")` is r's tensor parallel group."""
-        at = self.coords(rank)
-        fixed = {axis: getattr(at, axis) for axis in ("p", "t", "d") if axis not in axes}
-        return self.ranks(**fixed)
-
-    def groups(self, *axes: Axis) -> list[list[int]]:
-        """All groups along `axes`, ordered by their first rank."""
-        first = dict.fromkeys(axes, 0)
-        return [self.group(rank, *axes) for rank in self.ranks(**first)]
+        return self._slice(d=d, p=p, t=t)
 
     def generation(
         self, p: int | None = None, t: int | None = None, rule: GroupingRule | None = None
@@ -111,13 +143,9 @@ class RankGrid:
         divide = all(type(n) is int and n > 0 and whole % n == 0 for n, whole in ((p, self.p), (t, self.t)))
         return GenerationGrid(self, p, t, rule or self.rule or ("hybridflow" if divide else "general"))
 
-    def _check(self, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise IndexError(f"rank {rank} is not in a grid of {self.size} ranks")
-
 
 @dataclass(frozen=True)
-class GenerationGrid:
+class GenerationGrid(_RankArray):
     """Generation groups (p_g, t_g, d_g, d) over the ranks of a training grid (paper, section 5.3).
 
     With `rule="hybridflow"` generation TP and PP groups take ranks at intervals of t/t_g and p/p_g and micro data
@@ -136,30 +164,24 @@ class GenerationGrid:
     p: int = 1
     t: int = 1
     rule: GroupingRule = "hybridflow"
+    axes: ClassVar[tuple[str, ...]] = ("d", "micro", "p", "t")
 
     def __post_init__(self) -> None:
         if self.rule not in (rules := get_args(GroupingRule)):
             raise PlacementError(f"grouping rule {self.rule!r} is unknown.{nearest(str(self.rule), rules)}")
-        for name, size in (("p_g", self.p), ("t_g", self.t)):
-            if type(size) is not int or size < 1:
-                raise PlacementError(f"generation size {name}={size!r} must be a whole number of at least 1.")
-        if self.rule == "general":
-            self._check_general()
-            return
+        check_sizes("generation size", p_g=self.p, t_g=self.t)
+        ranks, replica = self.train.size, self.p * self.t
+        if self.rule == "general" and ranks % replica:
+            raise PlacementError(
+                f"generation sizes p_g={self.p}, t_g={self.t} make replicas of {replica} ranks, and the group has "
+                f"p*t*d = {ranks}, which does not divide by that. Use p_g*t_g in {divisors(ranks)}."
+            )
         for name, size, whole in (("p_g", self.p, self.train.p), ("t_g", self.t, self.train.t)):
-            if whole % size:
+            if self.rule != "general" and whole % size:
                 raise PlacementError(
                     f"generation size {name}={size} must divide the training size {name[0]}={whole} under the "
-                    f"{self.rule} rule. Use one of {_divisors(whole)}, or the general rule."
+                    f"{self.rule} rule. Use one of {divisors(whole)}, or the general rule."
                 )
-
-    def _check_general(self) -> None:
-        ranks = self.train.size
-        if ranks % (self.p * self.t):
-            raise PlacementError(
-                f"generation sizes p_g={self.p}, t_g={self.t} make replicas of {self.p * self.t} ranks, and the group "
-                f"has p*t*d = {ranks}, which does not divide by that. Use p_g*t_g in {_divisors(ranks)}."
-            )
 
     @property
     def d(self) -> int:
@@ -180,16 +202,18 @@ class GenerationGrid:
     def size(self) -> int:
         return self.train.size
 
-    def coords(self, rank: int) -> GenerationCoords:
-        at = self.train.coords(rank)
+    @cached_property
+    def array(self) -> NDArray[np.int64]:  # type: ignore[override]
+        shape = (self.d, self.micro, self.p, self.t)
+        ranks = np.arange(self.size)
         if self.rule != "hybridflow":
-            d_i, within = divmod(rank, self.size // self.d)
-            rest, t_i = divmod(within, self.t)
-            micro, p_i = divmod(rest, self.p)
-            return GenerationCoords(p_i, t_i, micro, d_i)
+            return ranks.reshape(shape)
         every_p, every_t = self.train.p // self.p, self.train.t // self.t
-        micro = (at.p % every_p) * every_t + at.t % every_t
-        return GenerationCoords(at.p // every_p, at.t // every_t, micro, at.d)
+        return ranks.reshape(self.d, self.p, every_p, self.t, every_t).transpose(0, 2, 4, 1, 3).reshape(shape)
+
+    def coords(self, rank: int) -> GenerationCoords:
+        """Errors: IndexError for a rank beyond the grid."""
+        return GenerationCoords(**self._at(rank))
 
     def replica(self, rank: int) -> int:
         """Index of the rank's generation replica in 0..replicas-1; it takes rows in that order."""
@@ -198,33 +222,4 @@ class GenerationGrid:
 
     def rank(self, p: int = 0, t: int = 0, micro: int = 0, d: int = 0) -> int:
         """The rank at these generation coordinates."""
-        if self.rule != "hybridflow":
-            return ((d * self.micro + micro) * self.p + p) * self.t + t
-        every_p, every_t = self.train.p // self.p, self.train.t // self.t
-        return self.train.rank(p * every_p + micro // every_t, t * every_t + micro % every_t, d)
-
-    def group(self, rank: int, *axes: GenerationAxis) -> list[int]:
-        """Ranks whose generation coordinates differ from `rank`'s only along `axes`, in (d, micro, p, t) order."""
-        at, sizes = self.coords(rank), self._sizes()
-        span = {axis: range(sizes[axis]) if axis in axes else (getattr(at, axis),) for axis in sizes}
-        return [self.rank(p, t, micro, d) for d, micro, p, t in itertools.product(*span.values())]
-
-    def groups(self, *axes: GenerationAxis) -> list[list[int]]:
-        """All groups along `axes`, ordered by their smallest rank; `groups("micro")` are micro data parallel groups."""
-        span = [(0,) if axis in axes else range(size) for axis, size in self._sizes().items()]
-        firsts = [self.rank(p, t, micro, d) for d, micro, p, t in itertools.product(*span)]
-        return sorted((self.group(rank, *axes) for rank in firsts), key=min)
-
-    def _sizes(self) -> dict[GenerationAxis, int]:
-        """Axes from slowest to fastest, as rows are handed out."""
-        return {"d": self.d, "micro": self.micro, "p": self.p, "t": self.t}
-
-
-def _index(axis: str, at: int, size: int) -> int:
-    if not -size <= at < size:
-        raise IndexError(f"{axis}={at} is not in a grid with {axis} of size {size}")
-    return at % size
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+        return self._slice(d=d, micro=micro, p=p, t=t)[0]

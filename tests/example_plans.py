@@ -8,8 +8,8 @@ from functools import cache
 
 from hybridflow.errors import PlacementError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.call_cost import CallCost
 from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.pipeline_cost import CallCost
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
 from hybridflow.planner.describe.graph import Graph, grpo, ppo
@@ -120,6 +120,17 @@ class PlainCosts(Simulator):
 
     def _sizes(self, plan: CallPlan) -> tuple[int, int, int]:
         return plan.parallel.p, plan.parallel.t, plan.parallel.d
+
+
+def fits(problem: Problem, plan: ExecutionPlan) -> bool:
+    """No device is fuller than it may be, with the least KV cache that generation can do with."""
+    active = [0.0] * problem.cluster.size
+    for call in problem.calls:
+        more = problem.costs.active(call.name, plan[call.name], plan[problem.homes[call.group]])
+        for device in plan[call.name].mesh.devices:
+            active[device] = max(active[device], more)
+    used = zip(problem.static(plan), active, problem.capacity, strict=True)
+    return all(static + more <= capacity for static, more, capacity in used)
 
 
 def obeys(problem: Problem, plan: ExecutionPlan) -> bool:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridflow.errors import PlacementError
-from hybridflow.planner.describe.cluster_spec import GIB, ClusterSpec
+from hybridflow.placement import GIB
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint, OneLayout, Together
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
 from hybridflow.planner.search.auto_mapping import AutoMapping
+from hybridflow.planner.search.call_search import mcmc
 from hybridflow.planner.search.evaluation import Evaluator, options_of
-from hybridflow.planner.search.mcmc import mcmc
 from hybridflow.planner.search.problem import Option, Problem
 from hybridflow.planner.search.stages import group_layouts, undominated
 
@@ -33,15 +34,14 @@ def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tupl
     own, found, static = evaluator.score(state), {}, problem.static(plan)
     assert own is not None
     for i, call in enumerate(evaluator.calls):
-        best: tuple[float, float, int] | None = None
+        best = (math.inf, math.inf, -1)
         for number, option in enumerate(evaluator.options[i]):
-            if number == state[i] or (best and option.seconds > best[0]):  # an iteration takes longer than its calls
+            if number == state[i] or option.seconds > best[0]:  # an iteration takes longer than its calls
                 continue
-            limit = best[0] * (1 + 1e-9) if best else math.inf
-            score = evaluator.score([*state[:i], number, *state[i + 1 :]], limit)
-            if score is not None and score.good and (best is None or (score.seconds, option.seconds) < best[:2]):
+            score = evaluator.score([*state[:i], number, *state[i + 1 :]], best[0] * (1 + 1e-9))
+            if score is not None and score.good and (score.seconds, option.seconds) < best[:2]:
                 best = (score.seconds, option.seconds, number)
-        if best is not None:
+        if best[2] >= 0:
             taken, other = evaluator.options[i][state[i]], evaluator.options[i][best[2]]
             taken, other = (_with_room(problem, call, option, static) for option in (taken, other))
             found[call.name] = (str(other.plan), _why(problem, call.name, taken, other, best[0] - own.seconds))
@@ -97,28 +97,26 @@ def infeasibility_report(
     free = replace(problem, constraints=())
     if _limiting(problem) and fits(free, per_call):
         return PlacementError(_at_fault(problem, per_call))
-    needs = {group: _need(free, group) for group in problem.graph.groups}
-    where = _devices(problem.cluster)
-    if impossible := next((group for group, need in needs.items() if need is None), None):
-        what = f"{impossible} cannot be cut for {where} in any way"
-    else:
-        known = {group: need for group, need in needs.items() if need is not None}
-        what = _missing(free, known, where)
-    smallest = smallest_cluster(problem, on, per_call)
-    limits = " and ".join(str(one) for one in _limiting(problem))
-    kept = f" while {limits} must hold" if limits else ""
-    enough = f"The smallest cluster of such nodes that fits is {smallest}"
-    more = f"{enough if smallest else f'No number of nodes is enough{kept}'}."
-    return PlacementError(f"the cluster is too small: {what}. {more} Or use smaller models, batches or lengths.")
+    limits = " and ".join(map(str, _limiting(problem)))
+    more = f"No number of nodes is enough{limits and f' while {limits} must hold'}."
+    if smallest := smallest_cluster(problem, on, per_call):
+        more = f"The smallest cluster of such nodes that fits is {smallest}."
+    return PlacementError(
+        f"the cluster is too small: {_missing(free)}. {more} Or use smaller models, batches or lengths."
+    )
 
 
-def _missing(problem: Problem, needs: dict[str, Need], where: str) -> str:
+def _missing(problem: Problem) -> str:
+    needs, where = dict[str, Need](), _devices(problem.cluster)
+    for group in problem.graph.groups:
+        if (need := _need(problem, group)) is None:
+            return f"{group} cannot be cut for {where} in any way"
+        needs[group] = need
     largest = max(needs, key=lambda group: needs[group].lack)
     need, model = needs[largest], problem.graph.models[largest]
     billions = f" ({model.num_parameters / 1e9:.1f} billion parameters)" if model else ""
     if need.lack <= 0:
-        together = _together(problem)
-        need, who = together, f"all models together, of which {largest}{billions} is the largest, need"
+        need, who = _together(problem), f"all models together, of which {largest}{billions} is the largest, need"
     else:
         who = f"{largest}{billions} needs"
     if need.lack in (float("inf"), 0) or need.lack < 0:  # each model fits alone, and all of them never at once
@@ -205,7 +203,7 @@ def _together(problem: Problem) -> Need:
     """What all groups on all devices need of each."""
     mesh, both = Mesh.of(0, problem.cluster.size), np.zeros((1, 2))  # static and active bytes
     for group in problem.graph.groups:
-        asked = np.array([setting[2:4] for setting in group_layouts(problem, group, mesh)]).reshape(-1, 2)
+        asked = np.array([setting.values[-2:] for setting in group_layouts(problem, group, mesh)]).reshape(-1, 2)
         static = (both[:, None, 0] + asked[None, :, 0]).reshape(-1)
         active = np.maximum(both[:, None, 1], asked[None, :, 1]).reshape(-1)
         both = np.stack([static, active], axis=1)

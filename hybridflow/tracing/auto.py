@@ -15,7 +15,7 @@ from typing import Any
 from hybridflow.cluster.session import Session
 from hybridflow.config import Megatron
 from hybridflow.errors import ConfigError, PlacementError, nearest
-from hybridflow.placement import Placement, Strategy
+from hybridflow.placement import Placement
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
 from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
@@ -65,13 +65,11 @@ def plan_driver(
         how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": budget_s, "seed": seed}
         return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, search=search, **how), work)
 
-    settled = (
-        work.recompute or isinstance(workload, Workload) or (isinstance(workload, Mapping) and "recompute" in workload)
-    )
     try:
         return planned(work)
     except PlacementError as error:
-        if settled or not found.graph.trained:
+        given = isinstance(workload, Workload) or (isinstance(workload, Mapping) and "recompute" in workload)
+        if work.recompute or given or not found.graph.trained:
             raise
         logger.info("%s Activations are computed again instead.", error)
     return planned(replace(work, recompute=True))
@@ -91,18 +89,14 @@ def alone(found: Trace) -> list[Apart]:
 
 def as_priced(placement: Placement, work: Workload) -> Placement:
     """Strategies with what their price rests on beside the sizes, see `PRICED`."""
-    groups = {
-        name: group if group.train is None else replace(group, train=_as_priced(group.train, work))
-        for name, group in placement.groups.items()
-    }
+    groups = dict(placement.groups)
+    for name, group in groups.items():
+        if (train := group.train) is not None:
+            own: dict[str, Any] = {"micro_tokens": work.micro_tokens, "recompute": work.recompute}
+            if isinstance(train, Megatron):
+                own["sequence_parallel"] = work.sequence_parallel and train.tp > 1
+            groups[name] = replace(group, train=replace(train, **own))
     return replace(placement, groups=groups)
-
-
-def _as_priced(train: Strategy, work: Workload) -> Strategy:
-    priced = replace(train, micro_tokens=work.micro_tokens, recompute=work.recompute)
-    if isinstance(priced, Megatron):
-        return replace(priced, sequence_parallel=work.sequence_parallel and priced.tp > 1)
-    return priced
 
 
 def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:

@@ -7,16 +7,12 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import torch
-
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.columns import Objects
-from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
@@ -24,7 +20,8 @@ from hybridflow.config import TrainStrategy
 from hybridflow.errors import CheckpointError, ConfigError, nearest
 from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.planner.describe.graph import Graph
-from hybridflow.tracing.trace_backend import SampledRows, TraceBackend, TraceEndedError
+from hybridflow.settings import require
+from hybridflow.tracing.trace_backend import SampledRows, TraceBackend, TraceEndedError, placeholder_columns
 from hybridflow.workers.worker import place
 
 ModelSource = str | os.PathLike[str] | ModelSpec
@@ -69,7 +66,7 @@ class Trace:
     sampled: SampledRows | None = field(repr=False)
 
 
-Groups = Mapping[str, TraceSpec | WorkerGroup | tuple[type, Mapping[str, Any]]]
+Groups = Mapping[str, TraceSpec | WorkerGroup]
 
 
 def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[str, Any] | None = None) -> Graph:
@@ -150,12 +147,9 @@ def _head(group: TraceSpec) -> Head:
 def model_spec(source: ModelSource, head: Head = "lm") -> ModelSpec:
     """The sizes of a model, from its configuration alone. Errors: CheckpointError without one, ModelError."""
     if isinstance(source, ModelSpec):
-        spec = source
-    elif str(source).lower() in PUBLISHED:
-        spec = PUBLISHED[str(source).lower()]
-    else:
-        return ModelSpec.from_hf_config(configuration(source), head)
-    return spec if spec.head == head else ModelSpec(**{**vars(spec), "head": head})
+        return replace(source, head=head)
+    known = PUBLISHED.get(str(source).lower())
+    return ModelSpec.from_hf_config(configuration(source), head) if known is None else replace(known, head=head)
 
 
 def configuration(source: str | os.PathLike[str]) -> Any:
@@ -185,23 +179,15 @@ def _of_hub(name: str) -> Path:
 
 
 def _placed(pool: ResourcePool, name: str, given: Any) -> WorkerGroup:
-    if isinstance(given, WorkerGroup | TraceSpec):
-        worker_class, settings = given.worker_class, given.settings
-    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], type):
-        worker_class, settings = given
-    else:
-        raise ConfigError(
-            f"trace: the group {name!r} is {given!r:.80}. Give hf.trace_spec(hf.ActorWorker, model=..., ...)."
-        )
-    return place(worker_class, pool, name=name, **settings)
+    good = isinstance(given, WorkerGroup | TraceSpec)
+    require(good, f"trace: the group {name!r} is {given!r:.80}. Give hf.trace_spec(hf.ActorWorker, model=..., ...).")
+    return place(given.worker_class, pool, name=name, **given.settings)
 
 
 def _prompts(given: Batch | Mapping[str, Any] | None) -> Batch:
-    if given is not None:
-        return given if isinstance(given, Batch) else Batch(given)
-    rows = 8
-    ids = Ragged.from_lengths(torch.ones(rows, dtype=torch.int64), [1] * rows)
-    return Batch({"prompt": Objects(["prompt"] * rows), "prompt_ids": ids})
+    if given is None:
+        return placeholder_columns(("prompt", "prompt_ids"), 8)
+    return given if isinstance(given, Batch) else Batch(given)
 
 
 def _arguments(step: Callable[..., Any], groups: Mapping[str, WorkerGroup], batch: BatchRef) -> dict[str, Any]:
@@ -210,15 +196,13 @@ def _arguments(step: Callable[..., Any], groups: Mapping[str, WorkerGroup], batc
     out: dict[str, Any] = {p.name: groups[p.name] for p in parameters if p.name in groups}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         out |= groups
-    left = [p for p in parameters if p.name not in out and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for parameter in left:
-        if parameter.name == "groups":
-            out["groups"] = SimpleNamespace(**groups)
-    left = [p for p in left if p.name not in out and p.default is p.empty]
+    if any(p.name == "groups" for p in parameters):
+        out.setdefault("groups", SimpleNamespace(**groups))
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    left = [p.name for p in named if p.name not in out and p.default is p.empty]
     if len(left) > 1:
-        names = ", ".join(repr(p.name) for p in left)
         raise ConfigError(
-            f"trace: of the parameters {names} of the step one may be the prompts; the others name no group."
-            f"{nearest(left[-1].name, groups)}"
+            f"trace: of the parameters {', '.join(map(repr, left))} of the step one may be the prompts; the others "
+            f"name no group.{nearest(left[-1], groups)}"
         )
-    return out | {p.name: batch for p in left}
+    return out | dict.fromkeys(left, batch)

@@ -42,6 +42,7 @@ _MOST = 64  # of a loop that does not train all that has an optimizer
 _CHARACTERS = 4  # of a token, in texts that are not tokenised yet
 _TEXTS = ("prompt", "response")
 _PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
+_VALUES = {"num_tokens": 2, "finished": True, "temperature": 1.0}
 _OF_ANNOTATION: dict[str, Any] = {"float": 0.0, "int": 0, "bool": False, "list": [], "None": None}
 
 
@@ -63,7 +64,6 @@ class NoHost:
 class SampledRows:
     """The largest generation of an iteration: `rows` prompts with `factor` responses of up to `max_tokens` each."""
 
-    group: str
     rows: int
     factor: int
     max_tokens: int | None
@@ -79,15 +79,14 @@ class TraceBackend:
         self.name, self.deadlines = f"trace-{uuid.uuid4().hex[:6]}", Deadlines()
         self.iterations: Any = self
         self.channels: Any = self
-        self.program, self.sampled = GraphBuilder(), None
+        self.program = GraphBuilder()
+        self.sampled: SampledRows | None = None
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
         self._sequence, self._reported = itertools.count(1), set[str]()
         self._recording = self._has_loader = False
         self._trained_most = 0
         self._sources: dict[IssuedCall, Source] = {}
         self._directories: list[str] = []
-
-    sampled: SampledRows | None
 
     @contextlib.contextmanager
     def within(self) -> Iterator[Session]:
@@ -158,30 +157,25 @@ class TraceBackend:
             ref = Known(placeholder_value(getattr(ranks.worker_class, call.method), call.settings))
         operation = operations(ranks.worker_class)[call.method]
         if self._recording and (operation.kind or rows) and (ranks.name != HELPER or call.writes):
-            self._record(ranks, call, operation, rows, issued, due)
+            self._sources[issued] = self._record(ranks, call, operation, rows, due)
         return RankOutput(ref, due, CallOrigin(ranks.name, 0, call.method), issued)
 
     def _record(
-        self,
-        ranks: RankGroup,
-        call: RankCall,
-        operation: Operation,
-        rows: Sequence[RankRows],
-        issued: IssuedCall,
-        due: int,
-    ) -> None:
+        self, ranks: RankGroup, call: RankCall, operation: Operation, rows: Sequence[RankRows], due: int
+    ) -> Source:
         """Write a call of the loop down."""
         kind = kind_of(operation)
         reads: dict[str, dict[Source, None]] = {}
         for column, ref in itertools.chain.from_iterable(given.columns.items() for given in rows):
             written = (output.call for output in outputs_of([ref.node]))
-            sources = {self._sources[made]: None for made in written if made in self._sources}
-            reads.setdefault(column, {}).update(sources)
+            reads.setdefault(column, {}).update(
+                {self._sources[made]: None for made in written if made in self._sources}
+            )
         if kind == "generation" and rows:
             sampled = _sampled(ranks, call, rows[0], due)
             if self.sampled is None or due >= self.sampled.rows * self.sampled.factor:
                 self.sampled = sampled
-        self._sources[issued] = self.program.call(
+        return self.program.call(
             ranks.name,
             call.method,
             "function" if ranks.name == HELPER else kind,
@@ -257,7 +251,7 @@ def _sampled(ranks: RankGroup, call: RankCall, rows: RankRows, due: int) -> Samp
     elif "prompt" in rows.columns:
         tokens = [max(1, len(str(text)) // _CHARACTERS) for text in _column_of(rows, "prompt")]
     longest = call.settings.get("max_tokens", own)
-    return SampledRows(ranks.name, rows.rows, due // max(rows.rows, 1), longest, tuple(tokens))
+    return SampledRows(rows.rows, due // max(rows.rows, 1), longest, tuple(tokens))
 
 
 def _every_group(rows: RankRows) -> GroupFilter:
@@ -288,23 +282,16 @@ def placeholder_columns(names: Sequence[str], rows: int) -> Batch:
 
 
 def _placeholder_column(name: str, rows: int) -> Column:
-    if name in _TEXTS:
-        return Objects([""] * rows)
-    if name.endswith("_failure"):
-        return Objects([None] * rows)
+    if name in _TEXTS or name.endswith("_failure"):
+        return Objects(["" if name in _TEXTS else None] * rows)
     if name in ("row_id", "group_id"):
         return torch.arange(rows)
-    if name == "num_tokens":
-        return torch.full((rows,), 2)
-    if name == "finished":
-        return torch.ones(rows, dtype=torch.bool)
-    if name == "temperature":
-        return torch.ones(rows)
-    if name.endswith(_PER_TOKEN):
-        ids, mask = name.endswith("_ids"), name.endswith("_mask")
-        values = torch.zeros(rows, dtype=torch.int64) if ids else torch.ones(rows, dtype=torch.bool) if mask else None
-        return Ragged.from_lengths(torch.zeros(rows) if values is None else values, [1] * rows)
-    return torch.zeros(rows)
+    if name in _VALUES:
+        return torch.full((rows,), _VALUES[name])
+    if not name.endswith(_PER_TOKEN):
+        return torch.zeros(rows)
+    values = torch.zeros(rows, dtype=torch.int64 if name.endswith("_ids") else torch.float32)
+    return Ragged.from_lengths(torch.ones(rows, dtype=torch.bool) if name.endswith("_mask") else values, [1] * rows)
 
 
 def placeholder_value(method: Callable[..., Any], settings: Mapping[str, Any]) -> Any:

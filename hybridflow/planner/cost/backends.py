@@ -58,11 +58,11 @@ class Backend:
     def sharded(self) -> bool:
         return self.stage == 3
 
-    def parallel(self, p: int, t: int, d: int, micro_batches: int | None = None) -> Parallel | None:
+    def parallel(self, p: int, t: int, d: int) -> Parallel | None:
         """The layout of such sizes; None where the backend has no such sizes."""
         if (p > 1 and not self.pipeline) or (t > 1 and not self.tensor) or d % self.copies:
             return None
-        return Parallel(p, t, d, micro_batches, d // self.copies if self.sharded else 1)
+        return Parallel(p, t, d, d // self.copies if self.sharded else 1)
 
     def workload(self, given: Workload) -> Workload:
         """With the settings that the strategy does not leave at their defaults."""

@@ -15,15 +15,15 @@ from typing import get_args
 
 import numpy as np
 
-from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.errors import PlacementError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+from hybridflow.planner.cost.hardware import DEFAULT, SHARES, Coefficients
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph, Kind
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.settings import require
+from hybridflow.settings import Positive, check_fields, require
 
 NOISE = 0.08  # standard deviation of the logarithm of an observation
 SPREAD: Mapping[str, float] = MappingProxyType(  # and of each coefficient's
@@ -41,7 +41,6 @@ SPREAD: Mapping[str, float] = MappingProxyType(  # and of each coefficient's
         "call_seconds": 1.5,
     }
 )
-_NAMES = tuple(SPREAD)
 _STEP, _ROUNDS, _SETTLED = 1e-3, 60, 1e-7
 
 
@@ -58,16 +57,14 @@ class Observation:
     kind: Kind
     parallel: Parallel
     workload: Workload
-    seconds: float
+    seconds: Positive
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cluster", ClusterSpec.of(self.cluster))
         require(isinstance(self.model, ModelSpec), f"Observation(model={self.model!r}): give a ModelSpec.")
         kinds = [kind for kind in get_args(Kind) if kind != "function"]
         require(self.kind in kinds, f"an observation of {self.kind!r} says nothing. Known: {', '.join(kinds)}.")
-        real = isinstance(self.seconds, int | float) and type(self.seconds) is not bool
-        good = real and math.isfinite(self.seconds) and self.seconds > 0
-        require(good, f"Observation(seconds={self.seconds!r}): must be a positive number.")
+        check_fields(self)
         if self.parallel.size > self.cluster.size:
             raise PlacementError(
                 f"an observation on p*t*d = {self.parallel.size} devices cannot be of a cluster of {self.cluster.size}."
@@ -87,13 +84,12 @@ def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT
 
     Errors: ConfigError without observations, and for those of different devices.
     """
-    if not observations:
-        raise ConfigError("calibrate needs at least one observation.")
+    require(bool(observations), "calibrate needs at least one observation.")
     devices = sorted({node.device.name for seen in observations for node in seen.cluster.nodes})
     require(len(devices) == 1, f"observations are of {', '.join(devices)}; calibrate one device at a time.")
     fit = _Fit(observations, start)
-    at, error = np.zeros(len(_NAMES)), math.inf
-    damping, residual = 1e-2, fit.residual(np.zeros(len(_NAMES)))
+    at, damping = np.zeros(len(SPREAD)), 1e-2
+    residual = fit.residual(at)
     error = float(residual @ residual)
     for _ in range(_ROUNDS):
         slope = fit.slope(at, residual)
@@ -123,10 +119,9 @@ class _Fit:
     def coefficients(self, at: np.ndarray) -> Coefficients:
         """Of a point [coefficients]; an efficiency ends at 1."""
         changed = {}
-        for name, value in zip(_NAMES, at, strict=True):
-            found = getattr(self.start, name) * math.exp(SPREAD[name] * float(value))
-            share = name in ("compute", "attention", "memory", "link", "network")
-            changed[name] = min(found, 1.0) if share else found
+        for (name, spread), value in zip(SPREAD.items(), at.tolist(), strict=True):
+            found = getattr(self.start, name) * math.exp(spread * value)
+            changed[name] = min(found, 1.0) if name in SHARES else found
         return replace(self.start, **changed)
 
     def residual(self, at: np.ndarray) -> np.ndarray:
@@ -137,9 +132,5 @@ class _Fit:
 
     def slope(self, at: np.ndarray, residual: np.ndarray) -> np.ndarray:
         """[observations + coefficients, coefficients] by finite differences."""
-        columns = []
-        for i in range(len(at)):
-            moved = at.copy()
-            moved[i] += _STEP
-            columns.append((self.residual(moved) - residual) / _STEP)
-        return np.stack(columns, axis=1)
+        moved = at + _STEP * np.eye(len(at))
+        return np.stack([(self.residual(one) - residual) / _STEP for one in moved], axis=1)

@@ -1,36 +1,94 @@
-"""Generation: reading the prompts, then one decode step per token, as far as the KV cache has room. Pure.
+"""Call costs: seconds of a training, inference or generation call, and their causes. Pure.
 
-A decode step reads the weights and the KV cache of every row that is under way once (memory-bound, roofline). With p
-stages p micro-batches of the rows are under way, so the weights are read once for each. Rows that find no room in the
-cache wait: a wave of rows ends, another begins. The cache is paged, so a row takes of it what its own length asks for.
+Generation reads the prompts, then makes one decode step per token, as far as the KV cache has room. A decode step reads
+the weights and the KV cache of every row that is under way once (memory-bound, roofline). With p stages p micro-batches
+of the rows are under way, so the weights are read once for each. Rows that find no room in the cache wait: a wave of
+rows ends, another begins. The cache is paged, so a row takes of it what its own length asks for.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
-from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.layer_costs import Seconds, causal_pairs, layer_forward, output_forward
-from hybridflow.planner.cost.pipeline_cost import CallContext, CallCost, Stream, stage_pass
+from hybridflow.planner.cost.hardware import Coefficients, Seconds
+from hybridflow.planner.cost.pipeline_cost import (
+    CallContext,
+    Stream,
+    causal_pairs,
+    layer_forward,
+    output_forward,
+    stage_pass,
+)
+
+# The causes of time, and how an explanation names them.
+LIMITS: Mapping[str, str] = MappingProxyType(
+    {
+        "compute": "arithmetic of the devices",
+        "memory": "reading weights from device memory",
+        "prefill": "reading the prompts (arithmetic)",
+        "decode": "reading weights and KV cache for every token (memory bandwidth)",
+        "tensor_parallel": "tensor parallel all-reduces",
+        "pipeline": "pipeline bubbles and messages between stages",
+        "data_parallel": "messages of data parallel ranks: gradients and parameters",
+        "optimizer": "the optimizer step (memory bandwidth)",
+        "fixed": "fixed costs per launch, step and call",
+    }
+)
+WAITS = ("tensor_parallel", "pipeline", "data_parallel")
+"""Causes of time in which a device does nothing itself."""
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """`seconds` of one call of one iteration; `parts` are their causes and add up to them.
+
+    `busy` is the share of them in which a device works; in the rest it waits for messages or for other stages.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+
+    @classmethod
+    def of(cls, **parts: float) -> CallCost:
+        return cls(sum(parts.values()), {name: value for name, value in parts.items() if value > 0})
+
+    @property
+    def busy(self) -> float:
+        waits = sum(self.parts.get(name, 0.0) for name in WAITS)
+        return 1.0 - waits / self.seconds if self.seconds else 1.0
+
+    @property
+    def limit(self) -> str:
+        """The cause that takes longest, as a phrase."""
+        if not self.parts:
+            return "nothing"
+        name = max(self.parts, key=self.parts.__getitem__)
+        share = self.parts[name] / self.seconds if self.seconds else 0.0
+        return f"{LIMITS.get(name, name)} ({share:.0%})"
+
+    def times(self, factor: float) -> CallCost:
+        """The cost of a call that takes `factor` times as long."""
+        if factor == 1.0:
+            return self
+        return CallCost(self.seconds * factor, {name: value * factor for name, value in self.parts.items()})
+
 
 REDUCED = 4  # bytes per parameter of a gradient on its way: float32
 
 
-@dataclass(frozen=True)
-class Messages:
+class Messages(NamedTuple):
     """Seconds of a decoder layer's, and of what lies outside of the layers."""
 
     layer: float = 0.0
     ends: float = 0.0
 
-    def all(self, layers: int) -> float:
-        return layers * self.layer + self.ends
-
     def beside(self, layers: int, computation: float) -> float:
         """Of all, what `computation` seconds do not hide."""
-        rest = max(0.0, (layers - 1) * self.layer - computation)
-        return self.layer + self.ends + rest
+        return self.layer + self.ends + max(0.0, (layers - 1) * self.layer - computation)
 
 
 def unhidden(setting: CallContext, rows: float, training: bool) -> tuple[float, float]:
@@ -42,13 +100,13 @@ def unhidden(setting: CallContext, rows: float, training: bool) -> tuple[float, 
     forward = stage_pass(setting, rows, training=False)[0].total
     backward = stage_pass(setting, rows, training=True)[0].total - forward if training else 0.0
     gathers = gathered(setting) if backend.sharded else Messages()
-    first = gathers.beside(layers, forward) if backend.sharded else 0.0
+    first = gathers.beside(layers, forward)
     if not training:
         return first, first
-    again = Messages(gathers.layer, 0.0)  # what lies outside of the layers stays gathered from one pass to the next
-    sums = summed(setting)
-    both = Messages(again.layer + sums.layer, sums.ends)
-    most, last = (both if backend.often else again), both
+    sums = summed(setting)  # what lies outside of the layers stays gathered from one pass to the next
+    most = last = Messages(gathers.layer + sums.layer, sums.ends)
+    if not backend.often:
+        most = Messages(gathers.layer)
     return first + most.beside(layers, backward), first + last.beside(layers, backward)
 
 
@@ -118,12 +176,9 @@ def training(setting: CallContext, rows: float, minibatches: int, epochs: int) -
     if not backend.sharded:
         parts["data_parallel"] += site.data_parallel(shard * setting.itemsize)
     parts["optimizer"] = update(setting)
-    if (
-        setting.profile
-        and backend.stage == 1
-        and (took := setting.profile.parted(setting.model, "update", site.t, shard, site.d))
-    ):
-        parts["optimizer"], parts["data_parallel"] = took
+    if setting.profile and backend.stage == 1:
+        took = setting.profile.parted(setting.model, "update", site.t, shard, site.d)
+        parts["optimizer"], parts["data_parallel"] = took or (parts["optimizer"], parts["data_parallel"])
     parts = {name: seconds * steps * epochs for name, seconds in parts.items()}
     parts["fixed"] += k.call_seconds * (1 + steps * epochs)
     return CallCost.of(**parts)
@@ -165,9 +220,9 @@ class Waves:
         (Graham's bound for list scheduling).
         """
         work, response = setting.workload, setting.workload.response
-        groups = setting.parallel.micro_batches or 1
+        groups = work.micro_batches or 1
         fitting = math.floor(room / (work.under_way * cache_bytes(setting)))
-        most = MOST_ROWS * setting.parallel.p if setting.parallel.micro_batches is None else math.inf
+        most = MOST_ROWS * setting.parallel.p if work.micro_batches is None else math.inf
         concurrent = float(max(1, min(math.ceil(rows / groups), most, fitting)))
         waves = math.ceil(rows / concurrent) * response.max
         steady = rows * response.mean / concurrent + (1 - 1 / concurrent) * response.max
@@ -192,7 +247,7 @@ def generation(setting: CallContext, rows: float, room: float) -> CallCost:
     cycle = step.times(p)
     prefill, filling = _prefill(setting, each / setting.workload.responses_per_prompt)
     host = k.step_seconds + k.row_seconds * waves.active
-    if setting.profile and setting.profile.seconds(setting.model, "step", site.t, waves.active / p) is not None:
+    if setting.profile and setting.profile.parted(setting.model, "step", site.t, waves.active / p) is not None:
         host = 0.0  # measured with the step
     return CallCost.of(
         prefill=prefill.total - prefill.tensor_parallel,
@@ -210,14 +265,11 @@ def _decode(setting: CallContext, rows: float) -> tuple[Seconds, float]:
     context = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
     if size.window is not None:
         context = min(context, size.window)
-    layer = layer_forward(site, size, k, rows, 0.0, setting.itemsize, launch=k.decode_layer_seconds)
-    if setting.profile:
-        layer = setting.profile.layer(setting.model, "decode", site.t, rows, layer)
-    output = output_forward(site, size, k, rows, setting.itemsize)
-    if setting.profile:
-        output = setting.profile.layer(setting.model, "step", site.t, rows, output)
+    launch = k.decode_layer_seconds
+    layer = setting.measured("decode", rows, layer_forward(setting, rows, 0.0, launch))
+    output = setting.measured("step", rows, output_forward(setting, rows))
     cache = Seconds(memory=rows * context * cache_bytes(setting) / site.bandwidth)
-    return layer.times(layers) + output + cache, site.stage_message(rows * size.hidden * setting.itemsize)
+    return layer.times(layers).plus(output).plus(cache), site.stage_message(rows * size.hidden * setting.itemsize)
 
 
 def _prefill(setting: CallContext, prompts: float) -> tuple[Seconds, float]:
@@ -227,9 +279,7 @@ def _prefill(setting: CallContext, prompts: float) -> tuple[Seconds, float]:
     tokens = prompts * work.prompt.mean
     passes = max(1.0, tokens / PREFILL_TOKENS)
     pairs = prompts * causal_pairs(size, work.prompt.mean, work.prompt.square_mean) / passes
-    layer = layer_forward(setting.site, size, setting.coefficients, tokens / passes, pairs, setting.itemsize)
-    if setting.profile:
-        layer = setting.profile.layer(setting.model, "forward", setting.site.t, tokens / passes, layer)
+    layer = setting.measured("forward", tokens / passes, layer_forward(setting, tokens / passes, pairs))
     message = setting.site.stage_message(tokens / passes * size.hidden * setting.itemsize)
     stage = layer.times(-(-size.layers // p))
     return stage.times(passes), (p - 1) * stage.total + (passes + p - 1) * message

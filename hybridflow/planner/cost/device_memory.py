@@ -111,7 +111,7 @@ def active(setting: CallContext, kind: Kind, rows: float, copy: bool) -> DeviceM
 def fullest(setting: CallContext, stream: Stream, rows: float) -> float:
     """Tokens of the fullest micro-batch that `rows` rows of usual lengths make."""
     work, p = setting.workload, setting.parallel.p
-    if setting.parallel.micro_batches is not None:
+    if work.micro_batches is not None:
         return math.ceil(stream.rows - 1e-9) * work.tokens
     share = math.ceil(rows / (2 * p)) if p > 1 else rows
     return max(work.tokens, min(work.micro_tokens, share * work.tokens))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import yaml
 
 from hybridflow.config import DType
-from hybridflow.errors import ConfigError
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
-from hybridflow.planner.describe.mesh import CallPlan
-from hybridflow.settings import NonNegative, PositiveFraction, require, settings
+from hybridflow.planner.describe.mesh import Mesh
+from hybridflow.settings import NonNegative, PositiveFraction, read_yaml, require, settings
+
+SHARES = ("compute", "attention", "memory", "link", "network")
 
 
 @settings
@@ -52,19 +54,12 @@ class Coefficients:
     @classmethod
     def load(cls, path: str | Path) -> Coefficients:
         """Read what `save` wrote. Errors: ConfigError for a missing file or other contents."""
-        try:
-            found: Any = yaml.safe_load(Path(path).read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"there is no calibration file {path}. Save what `calibrate` found.") from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}.") from None
+        found = read_yaml(path, "calibration file")
         require(isinstance(found, dict), f"{path} holds a {type(found).__name__}, not the coefficients of a planner.")
         return cls(**found)
 
 
 DEFAULT = Coefficients()
-
-
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -77,9 +72,6 @@ class Site:
     host memory.
     """
 
-    p: int
-    t: int
-    d: int
     local: int
     memory: float
     flops: float
@@ -88,23 +80,21 @@ class Site:
     network: float
     latency: float
     network_latency: float
+    host: float
+    p: int = 1
+    t: int = 1
+    d: int = 1
     shares: int = 1
-    host: float = 25e9
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, plan: CallPlan, dtype: DType, k: Coefficients) -> Site:
-        """Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it lacks."""
-        runs = cluster.counts(plan.mesh.devices)
-        nodes = list(
-            {id(cluster.nodes[node]): cluster.nodes[node] for node in runs}.values()
-        )  # most are one and the same
+    def of(cls, cluster: ClusterSpec, mesh: Mesh, dtype: DType, k: Coefficients) -> Site:
+        """With sizes of 1. Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it
+        lacks."""
+        counts = cluster.counts(mesh.devices)
+        nodes = list({id(cluster.nodes[node]): cluster.nodes[node] for node in counts}.values())  # most are one
         device = slowest(tuple(node.device for node in nodes))
-        sizes = plan.parallel
         return cls(
-            p=sizes.p,
-            t=sizes.t,
-            d=sizes.d,
-            local=min(runs.values()) if len(runs) > 1 else plan.mesh.size,
+            local=min(counts.values()) if len(counts) > 1 else mesh.size,
             memory=device.memory,
             flops=device.peak(dtype),
             bandwidth=device.bandwidth * k.memory,
@@ -117,7 +107,7 @@ class Site:
 
     def inside(self, neighbours: int) -> bool:
         """Every group of `neighbours` ranks in a row lies in one node."""
-        return self.local % neighbours == 0 if neighbours <= self.local else False
+        return neighbours <= self.local and self.local % neighbours == 0
 
     def tensor_all_reduce(self, nbytes: float) -> float:
         """Seconds in which t neighbours add up `nbytes` each. Beyond a node the ring enters each node once."""
@@ -153,3 +143,22 @@ class Site:
             return ranks * self.latency + volume / self.link
         groups = min(self.local, apart)
         return math.log2(ranks) * self.network_latency + volume * max(groups / self.network, 1 / self.link)
+
+
+class Seconds(NamedTuple):
+    """Of one pass of one micro-batch: arithmetic, memory traffic, tensor parallel messages, launches."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    tensor_parallel: float = 0.0
+    fixed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.memory + self.tensor_parallel + self.fixed
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(*map(add, self, other))
+
+    def times(self, factor: float) -> Seconds:
+        return Seconds(*(part * factor for part in self))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +20,9 @@ import yaml
 
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.layer_costs import Seconds
+from hybridflow.planner.cost.hardware import Coefficients, Seconds
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
-from hybridflow.settings import require
+from hybridflow.settings import read_yaml, require
 
 Pass = Literal["forward", "backward", "output", "output_backward", "decode", "step", "update"]
 
@@ -87,10 +86,6 @@ class LayerProfile:
         object.__setattr__(self, "slowdown", tuple((float(n), float(factor)) for n, factor in self.slowdown))
         object.__setattr__(self, "_index", {(c.model, c.kind, c.t, c.d): c for c in self.curves})
 
-    def _curve(self, model: ModelSpec, kind: Pass, t: int, d: int = 1) -> Curve | None:
-        index: Mapping[tuple[str, str, int, int], Curve] = self.__dict__["_index"]
-        return index.get((architecture(model), kind, t, d))
-
     def measured(self, cluster: ClusterSpec) -> ClusterSpec:
         """`cluster` with what was measured of its nodes. Errors: ConfigError when its devices are others."""
         found = sorted({node.device.name for node in cluster.nodes})
@@ -108,14 +103,10 @@ class LayerProfile:
         known = {"call_seconds": self.call_seconds, "link": None if self.bandwidth is None else 1.0}
         return replace(given, **{name: value for name, value in known.items() if value is not None})
 
-    def seconds(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> float | None:
-        """What was measured at `number` tokens, rows or elements; None where nothing was."""
-        curve = self._curve(model, kind, t, d)
-        return None if curve is None else curve.at(number)
-
     def parted(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:
-        """The same in parts: in which a device works, and in which it waits for others."""
-        curve = self._curve(model, kind, t, d)
+        """What was measured at `number` tokens, rows or elements, in parts: in which a device works, and in which it
+        waits for others; None where nothing was."""
+        curve: Curve | None = self.__dict__["_index"].get((architecture(model), kind, t, d))
         if curve is None:
             return None
         seconds = curve.at(number)
@@ -129,7 +120,7 @@ class LayerProfile:
         works, waits = found if t > 1 else (sum(found), formula.tensor_parallel)
         known = formula.compute + formula.memory
         share = formula.compute / known if known else 1.0
-        return replace(formula, compute=works * share, memory=works * (1 - share), tensor_parallel=waits, fixed=0)
+        return Seconds(works * share, works * (1 - share), waits)
 
     def __str__(self) -> str:
         lines = [f"profile of {self.device}"]
@@ -155,12 +146,7 @@ class LayerProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
-        try:
-            found: Any = yaml.safe_load(Path(path).read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"there is no profile {path}. Run `hybridflow profile` to make one.") from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}.") from None
+        found = read_yaml(path, "profile (`hybridflow profile` makes one)")
         good = isinstance(found, dict) and {"device", "curves"} <= set(found) and isinstance(found["curves"], Sequence)
         require(good, f"{path} is not a profile: it needs `device` and `curves`.")
         try:

@@ -1,91 +1,83 @@
-"""Stream: how the rows of one data parallel rank go through its pipeline as micro-batches. Pure."""
+"""Stage passes: seconds of one decoder layer, of the output and of a pipeline stage for one micro-batch, and how the
+rows of a data parallel rank go through its pipeline. Pure.
+
+Roofline (Williams et al. 2009): a matrix product takes as long as its arithmetic or as its weights, whichever is more.
+Between the products lie operations that only move memory; norms and residuals do so on every tensor parallel rank.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import lru_cache
+from math import prod
 
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.backends import MEGATRON, Backend, adapters
-from hybridflow.planner.cost.hardware import BYTES, Coefficients, Site
-from hybridflow.planner.cost.layer_costs import (
-    Seconds,
-    Sizes,
-    causal_pairs,
-    layer_backward,
-    layer_forward,
-    layer_products,
-    output_forward,
-    product,
-)
-from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.hardware import BYTES, Coefficients, Seconds, Site
+from hybridflow.planner.cost.layer_profile import LayerProfile, Pass
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
 
-# The causes of time, and how an explanation names them.
-LIMITS: Mapping[str, str] = MappingProxyType(
-    {
-        "compute": "arithmetic of the devices",
-        "memory": "reading weights from device memory",
-        "prefill": "reading the prompts (arithmetic)",
-        "decode": "reading weights and KV cache for every token (memory bandwidth)",
-        "tensor_parallel": "tensor parallel all-reduces",
-        "pipeline": "pipeline bubbles and messages between stages",
-        "data_parallel": "messages of data parallel ranks: gradients and parameters",
-        "optimizer": "the optimizer step (memory bandwidth)",
-        "fixed": "fixed costs per launch, step and call",
-    }
-)
-WAITS = ("tensor_parallel", "pipeline", "data_parallel")
-"""Causes of time in which a device does nothing itself."""
+# Elements that pass by between products, for each that there is, as one kernel after another reads and writes them:
+# two norms and two residuals, on every rank unless these share the sequence; a rotation (a product, then a sum with a
+# second one) and the gate (its activation, then a product), of its own shard.
+APART, ROTATED, GATED = 10, 5, 5
+SUMS = 4  # bytes per parameter of the float32 gradients of a mini-batch
+LOGITS = 4 * 4.0  # bytes of float32 logits that pass by: written, read twice (maximum and sum), gathered
 
 
 @dataclass(frozen=True)
-class CallCost:
-    """`seconds` of one call of one iteration; `parts` are their causes and add up to them.
+class Sizes:
+    """Elements of a model's parts: a decoder `layer`, its `matrices`, the `embedding` and the `output`."""
 
-    `busy` is the share of them in which a device works; in the rest it waits for messages or for other stages.
-    """
+    hidden: int
+    intermediate: int
+    layers: int
+    queries: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layer: int
+    embedding: int
+    output: int
+    total: int
+    window: int | None
 
-    seconds: float
-    parts: Mapping[str, float]
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(model: ModelSpec) -> Sizes:
+        layer = sum(prod(shape) for shape in model.layer_tensors(0).values())
+        total, embedding = model.num_parameters, model.vocab * model.hidden
+        output = total - layer * model.layers - embedding - model.hidden
+        if model.head == "lm" and model.tied:
+            output = embedding  # the last stage keeps a copy of what it computes logits with
+        return Sizes(
+            hidden=model.hidden,
+            intermediate=model.intermediate,
+            layers=model.layers,
+            queries=model.heads * model.head_dim,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            vocab=model.vocab if model.head == "lm" else 1,
+            layer=layer,
+            embedding=embedding,
+            output=output,
+            total=total,
+            window=model.sliding_window,
+        )
 
-    @classmethod
-    def of(cls, **parts: float) -> CallCost:
-        return cls(sum(parts.values()), MappingProxyType({name: value for name, value in parts.items() if value > 0}))
+    def keys_on(self, t: int) -> float:
+        """Columns of keys on a device: kv-heads are repeated where t is larger than their number."""
+        return max(self.kv_heads / t, 1) * self.head_dim
 
-    @property
-    def busy(self) -> float:
-        waits = sum(self.parts.get(name, 0.0) for name in WAITS)
-        return 1.0 - waits / self.seconds if self.seconds else 1.0
-
-    @property
-    def limit(self) -> str:
-        """The cause that takes longest, as a phrase."""
-        if not self.parts:
-            return "nothing"
-        name = max(self.parts, key=self.parts.__getitem__)
-        share = self.parts[name] / self.seconds if self.seconds else 0.0
-        return f"{LIMITS.get(name, name)} ({share:.0%})"
-
-    def times(self, factor: float) -> CallCost:
-        """The cost of a call that takes `factor` times as long."""
-        if factor == 1.0:
-            return self
-        parts = {name: value * factor for name, value in self.parts.items()}
-        return CallCost(self.seconds * factor, MappingProxyType(parts))
-
-    def __reduce__(self):
-        return _cost, (self.seconds, dict(self.parts))
-
-
-def _cost(seconds: float, parts: dict[str, float]) -> CallCost:
-    return CallCost(seconds, MappingProxyType(parts))
-
-
-SUMS = 4  # bytes per parameter of the float32 gradients of a mini-batch
+    def stage(self, p: int) -> tuple[float, float]:
+        """Elements of the first and of the last of p stages (the same when p is 1); larger stages come first."""
+        if p == 1:
+            both = self.total
+            return both, both
+        most, least = -(-self.layers // p), self.layers // p
+        return most * self.layer + self.embedding, least * self.layer + self.hidden + self.output
 
 
 @dataclass(frozen=True)
@@ -113,6 +105,68 @@ class CallContext:
             return size.layer, size.total - size.layers * size.layer
         return adapters(self.model, lora)[0], float(size.hidden if self.model.head == "value" else 0)
 
+    def measured(self, kind: Pass, tokens: float, formula: Seconds) -> Seconds:
+        """What a profile says of a pass; `formula` where it says nothing."""
+        return self.profile.layer(self.model, kind, self.site.t, tokens, formula) if self.profile else formula
+
+
+def product(setting: CallContext, rows: float, weights: float, columns: float) -> float:
+    """Seconds of products of `rows` rows with `weights` elements on this device; `columns` is the side that tensor
+    parallelism cuts: thin shards do not fill the device."""
+    site, k = setting.site, setting.coefficients
+    arithmetic = 2 * rows * weights / (site.flops * k.compute * columns / (columns + k.half_columns))
+    return max(arithmetic, weights * setting.itemsize / site.bandwidth)
+
+
+def layer_forward(setting: CallContext, tokens: float, pairs: float, launch: float | None = None) -> Seconds:
+    """A decoder layer over `tokens` tokens, which look at `pairs` pairs of tokens (causal ones only)."""
+    site, size, k, itemsize = setting.site, setting.size, setting.coefficients, setting.itemsize
+    queries, wide = size.queries / site.t, size.intermediate / site.t
+    attention = 4 * pairs * queries / (site.flops * k.attention)
+    moved = APART * size.hidden / site.shares + ROTATED * (queries + size.keys_on(site.t)) + GATED * wide
+    return Seconds(
+        compute=layer_products(setting, tokens) + attention,
+        memory=tokens * moved * itemsize / site.bandwidth,
+        tensor_parallel=2 * site.tensor_all_reduce(tokens * size.hidden * itemsize),
+        fixed=k.layer_seconds if launch is None else launch,
+    )
+
+
+def layer_products(setting: CallContext, tokens: float) -> float:
+    """Seconds of a decoder layer's products with its weights."""
+    size, t = setting.size, setting.site.t
+    hidden, queries, wide = size.hidden, size.queries / t, size.intermediate / t
+    attention = product(setting, tokens, hidden * (2 * queries + 2 * size.keys_on(t)), queries)
+    return attention + product(setting, tokens, 3 * hidden * wide, wide)
+
+
+def layer_backward(forward: Seconds, frozen: float = 0.0) -> Seconds:
+    """Twice the products (by inputs and by weights) and traffic, and one all-reduce for each of the forward's.
+    `frozen` are seconds of products with weights that get no gradient."""
+    return Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel, 2 * forward.fixed)
+
+
+def output_forward(setting: CallContext, tokens: float) -> Seconds:
+    """Logits and log-probabilities of `tokens` tokens, cut by t along the vocabulary; next to nothing for a value."""
+    site, size = setting.site, setting.size
+    if size.vocab == 1 or tokens == 0:
+        return Seconds()
+    columns = size.vocab / site.t
+    return Seconds(
+        compute=product(setting, tokens, size.hidden * columns, columns),
+        memory=tokens * columns * LOGITS / site.bandwidth,
+        tensor_parallel=site.tensor_all_reduce(3 * 4 * tokens),
+        fixed=setting.coefficients.layer_seconds,
+    )
+
+
+def causal_pairs(size: Sizes, tokens: float, square: float) -> float:
+    """Pairs of tokens that one row of `tokens` tokens (mean; `square` their mean square) looks at."""
+    if size.window is None or size.window >= tokens:
+        return square / 2
+    inside = size.window
+    return inside * (2 * tokens - inside) / 2
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -126,17 +180,17 @@ class Stream:
     def of(cls, setting: CallContext, rows: float, training: bool) -> Stream:
         """Of `rows` rows of one data parallel rank.
 
-        Without `Parallel.micro_batches` they are one stream of micro-batches of at most `micro_tokens` tokens, in a
+        Without `Workload.micro_batches` they are one stream of micro-batches of at most `micro_tokens` tokens, in a
         pipeline at least 2p of them, as our engines cut them. With it, they are cut into that number of parts, which
         fill the pipeline one after another, each with p micro-batches (2p in training), as ReaL's do.
         """
-        p, given, work = setting.parallel.p, setting.parallel.micro_batches, setting.workload
+        p, work = setting.parallel.p, setting.workload
         most = max(1, math.ceil(rows))
-        if given is None:
+        if work.micro_batches is None:
             fitting = math.ceil(rows * work.tokens / work.micro_tokens)
             count = min(most, max(1, fitting, 2 * p if p > 1 else 1))
             return cls(1, count, rows / count)
-        fills = min(given, most)
+        fills = min(work.micro_batches, most)
         depth = p if p == 1 or not training else 2 * p
         micro = max(1, min(depth if p > 1 else 1, most // fills))
         return cls(fills, micro, rows / fills / micro)
@@ -164,7 +218,7 @@ def stage_pass(setting: CallContext, rows: float, training: bool) -> tuple[Secon
     tokens = rows * work.tokens
     layer = layer_pass(setting, tokens, rows * causal_pairs(size, work.tokens, work.square), training)
     output = output_pass(setting, rows * work.response.mean, training)
-    last = layer.times(size.layers // p) + output
+    last = layer.times(size.layers // p).plus(output)
     stage = last
     if p > 1 and size.layers % p:
         first = layer.times(-(-size.layers // p))
@@ -175,39 +229,33 @@ def stage_pass(setting: CallContext, rows: float, training: bool) -> tuple[Secon
 
 def layer_pass(setting: CallContext, tokens: float, pairs: float, training: bool) -> Seconds:
     """Forward of a layer over a micro-batch; in training with backward, and forward again where it is recomputed."""
-    k, recompute = setting.coefficients, setting.workload.recompute
-    forward = layer_forward(setting.site, setting.size, k, tokens, pairs, setting.itemsize)
-    frozen = 0.0
+    forward, frozen = layer_forward(setting, tokens, pairs), 0.0
     if setting.backend.lora is not None:
-        frozen = layer_products(setting.site, setting.size, k, tokens, setting.itemsize)
-        forward += beside(setting, tokens)
-    backward = layer_backward(forward, frozen) + added_up(setting, setting.trained[0])
-    if profile := setting.profile:
-        forward = profile.layer(setting.model, "forward", setting.site.t, tokens, forward)
-        backward = profile.layer(setting.model, "backward", setting.site.t, tokens, backward)
+        frozen = layer_products(setting, tokens)
+        forward = forward.plus(beside(setting, tokens))
+    backward = layer_backward(forward, frozen).plus(added_up(setting, setting.trained[0]))
+    forward = setting.measured("forward", tokens, forward)
     if not training:
         return forward
-    return forward.times(2 if recompute else 1) + backward
+    return forward.times(2 if setting.workload.recompute else 1).plus(setting.measured("backward", tokens, backward))
 
 
 def output_pass(setting: CallContext, tokens: float, training: bool) -> Seconds:
-    forward = output_forward(setting.site, setting.size, setting.coefficients, tokens, setting.itemsize)
+    forward = output_forward(setting, tokens)
     frozen = forward.compute if setting.backend.lora is not None else 0.0
-    backward = layer_backward(forward, frozen) + added_up(setting, 0.0 if frozen else setting.size.output)
-    if profile := setting.profile:
-        forward = profile.layer(setting.model, "output", setting.site.t, tokens, forward)
-        backward = profile.layer(setting.model, "output_backward", setting.site.t, tokens, backward)
-    return forward + backward if training else forward
+    backward = layer_backward(forward, frozen).plus(added_up(setting, 0.0 if frozen else setting.size.output))
+    forward = setting.measured("output", tokens, forward)
+    return forward.plus(setting.measured("output_backward", tokens, backward)) if training else forward
 
 
 def beside(setting: CallContext, tokens: float) -> Seconds:
     """Forward of a layer's adapters: two thin products each, whose inputs are read and whose outputs are read, added to
     and written."""
-    lora, site, k = setting.backend.lora, setting.site, setting.coefficients
+    lora = setting.backend.lora
     assert lora is not None
     elements, sides = adapters(setting.model, lora)
-    arithmetic = product(site, k, tokens, elements, lora.rank, setting.itemsize)
-    return Seconds(arithmetic, tokens * 2 * sides * setting.itemsize / site.bandwidth)
+    arithmetic = product(setting, tokens, elements, lora.rank)
+    return Seconds(arithmetic, tokens * 2 * sides * setting.itemsize / setting.site.bandwidth)
 
 
 def added_up(setting: CallContext, elements: float) -> Seconds:

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.planner.cost.hardware import Coefficients
-from hybridflow.planner.cost.layer_costs import Sizes
+from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.mesh import CallPlan
 from hybridflow.topology import GenerationGrid, RankGrid
@@ -25,12 +26,20 @@ from hybridflow.topology import GenerationGrid, RankGrid
 Floats = NDArray[np.floating]
 
 
-def volumes(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequence[int]) -> tuple[float, float, int]:
-    """Bytes of the busiest device inside its node (received or sent), of the busiest node's network, and the messages
-    of the device that gets most.
+Grid = RankGrid | GenerationGrid
 
-    `held_RA` and `needed_RA` are 1 where a rank holds or needs a part, `nodes` [R] the node of each rank from 0.
-    """
+
+class Volume(NamedTuple):
+    """Bytes of the busiest device inside a node (received or sent, whichever is more) and of the busiest node's
+    network; `messages` of the device that gets most."""
+
+    inside: float
+    between: float
+    messages: int
+
+
+def _counted(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequence[int]) -> Volume:
+    """`held_RA` and `needed_RA` are 1 where a rank holds or needs a part, `nodes` [R] the node of each rank from 0."""
     at_R = np.array(nodes)
     on_NR: Floats = np.zeros((int(at_R.max()) + 1, len(at_R)), dtype=np.float32)
     on_NR[at_R, range(len(at_R))] = 1
@@ -46,25 +55,12 @@ def volumes(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequence
 
     sent_A = _copies(enters_NA.sum(axis=0, dtype=np.float32), held_NA.sum(axis=0, dtype=np.float32))
     between = max(float((enters_NA @ bytes_A).max()), float((held_NA @ (bytes_A * sent_A)).max()))
-    return float(max(gets_R.max(), gives_R.max())), between, int(missing_RA.sum(axis=1).max())
+    return Volume(float(max(gets_R.max(), gives_R.max())), between, int(missing_RA.sum(axis=1).max()))
 
 
 def _copies(wanted: Floats, held: Floats) -> Floats:
     """Copies that each of the `held` holders sends to `wanted` others."""
     return np.where(held > 0, wanted / np.maximum(held, 1), 0).astype(np.float32)
-
-
-Grid = RankGrid | GenerationGrid
-
-
-@dataclass(frozen=True)
-class Volume:
-    """Bytes of the busiest device inside a node (received or sent, whichever is more) and of the busiest node's
-    network; `messages` of the device with most."""
-
-    inside: float
-    between: float
-    messages: int
 
 
 @dataclass(frozen=True)
@@ -131,29 +127,20 @@ def volume(exchange: LayoutChange, itemsize: int) -> Volume:
         for grid, at in ((source, exchange.source_at), (target, exchange.target_at))
     )
     each = np.array([weight[name] / rows * itemsize for name in spans], dtype=np.float32).repeat(rows)
-    return Volume(*volumes(held, needed, each, exchange.nodes))
+    return _counted(held, needed, each, exchange.nodes)
 
 
 def _held(
     spans: Mapping[str, tuple[int, int]], grid: Grid, at: Sequence[int], rows: int, layers: int, ranks: int
 ) -> Floats:
     """[ranks, spans x rows] 1 where a rank holds rows of a span; rank i of the grid is rank `at[i]`."""
-    stages = np.zeros((grid.p, len(spans)), dtype=np.float32)
-    for stage in range(grid.p):
-        inside = spans_of_stage(spans, grid.p, stage, layers)
-        stages[stage] = [name in inside for name in spans]
+    of_stage = [spans_of_stage(spans, grid.p, stage, layers) for stage in range(grid.p)]
+    stages = np.array([[name in inside for name in spans] for inside in of_stage], dtype=np.float32)
     parts = np.eye(grid.t, dtype=np.float32).repeat(rows // grid.t, axis=1)
-    p, t = _coords(grid)
+    at_R = grid.coordinates
     out = np.zeros((ranks, len(spans) * rows), dtype=np.float32)
-    out[list(at)] = (stages[p][:, :, None] * parts[t][:, None, :]).reshape(grid.size, -1)
+    out[list(at)] = (stages[at_R["p"]][:, :, None] * parts[at_R["t"]][:, None, :]).reshape(grid.size, -1)
     return out
-
-
-@lru_cache(maxsize=4096)
-def _coords(grid: Grid) -> tuple[list[int], list[int]]:
-    """p and t of every rank."""
-    coords = [grid.coords(rank) for rank in range(grid.size)]
-    return [c.p for c in coords], [c.t for c in coords]
 
 
 def layer_spans(size: Sizes, *stages: int) -> tuple[dict[str, tuple[int, int]], dict[str, float]]:
@@ -187,7 +174,7 @@ def reallocation(
 
     Errors: PlacementError when a mesh is not in the cluster.
     """
-    if source.alike(target):
+    if source == target:
         return 0.0
     moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
     nodes = {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}

@@ -2,22 +2,31 @@
 
 A call waits for what it reads and for the devices of its mesh; meshes that overlap exclude each other. Weights that a
 call needs in another layout than the one they are stepped in are moved before it, which takes both meshes.
+
+Devices of a node may slow each other down, as logical devices on the cores of one host do: a call takes `slow(n)` times
+as long when n devices of its node work as it does when one does; a device that waits half of the time is half a device.
+Seconds of a call count its own devices already; those of other calls come and go, so what a call still has to do is
+followed from one start or end of a call to the next (processor sharing).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.cost.contention import ContendedRun, Contention
-from hybridflow.planner.describe.graph import Graph
+from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
+from hybridflow.planner.describe.graph import Graph, WeightMove, moves
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh
+from hybridflow.settings import require
 
 Order = Literal["ready", "program"]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
+_DONE = 1e-9  # of a call's seconds: what is left when it ends, by rounding
 
 
 @dataclass(frozen=True)
@@ -62,39 +71,31 @@ class Node(NamedTuple):
     before: tuple[tuple[int, int], ...]
 
 
-class WeightMove(NamedTuple):
-    """Call `target` uses weights of `group` that call `source` stepped or, frozen, had first."""
+@dataclass(frozen=True)
+class Contention:
+    """Nodes with their devices, one bit for each."""
 
-    group: str
-    source: str
-    target: str
-    distance: int
+    nodes: tuple[tuple[int, NodeSpec], ...]
 
+    @classmethod
+    def of(cls, cluster: ClusterSpec) -> Contention | None:
+        """None where no device slows another down."""
+        if not any(node.slowdown for node in cluster.nodes):
+            return None
+        devices = [Mesh(tuple(cluster.devices_of(i))).bits for i in range(len(cluster.nodes))]
+        return cls(tuple(zip(devices, cluster.nodes, strict=True)))
 
-def home(graph: Graph, group: str) -> str:
-    """The call in whose layout a group's weights stay: the last that trains them, else the first that does not
-    generate, else the first."""
-    calls = graph.of_group(group)
-    trains = [call for call in calls if call.kind == "training"]
-    others = [call for call in calls if call.kind != "generation"]
-    return (trains[-1:] or others or calls)[0].name
+    def load(self, mask: int, busy: float) -> tuple[float, ...]:
+        """Of each node, how many of the devices of `mask` work at a time if each does for the share `busy`."""
+        return tuple((mask & devices).bit_count() * busy for devices, _ in self.nodes)
 
-
-def moves(graph: Graph) -> tuple[WeightMove, ...]:
-    """Every use of weights that may lie in another layout where they were before, in program order.
-
-    They come from the call that stepped them, those of a frozen group from where they stay.
-    """
-    found, at = [], {call.name: i for i, call in enumerate(graph.calls)}
-    for call in graph.calls:
-        steps = [edge for edge in graph.into(call.name) if edge.kind == "parameters"]
-        if steps:
-            last = max(steps, key=lambda edge: (-edge.distance, at[edge.source]))
-            found.append(WeightMove(call.group, last.source, call.name, last.distance))
-        elif graph.models.get(call.group) is not None:
-            source = home(graph, call.group)
-            found.append(WeightMove(call.group, source, call.name, int(at[source] > at[call.name])))
-    return tuple(move for move in found if move.source != move.target)
+    def factor(self, own: Sequence[float], total: Sequence[float]) -> float:
+        """How much longer a call with the load `own` takes while `total` works, its own part included."""
+        most = 1.0
+        for (_, node), mine, all_of_it in zip(self.nodes, own, total, strict=True):
+            if mine:
+                most = max(most, node.slow(all_of_it) / node.slow(mine))
+        return most
 
 
 class GraphSchedule:
@@ -115,16 +116,14 @@ class GraphSchedule:
         order: Order = "ready",
         sharing: Contention | None = None,
     ) -> None:
-        if type(iterations) is not int or iterations < 1:
-            raise ConfigError(f"iterations={iterations!r}: give a whole number of at least 1.")
-        if in_flight is not None and (type(in_flight) is not int or in_flight < 1):
-            raise ConfigError(f"in_flight={in_flight!r}: give a whole number of at least 1, or None.")
+        for name, count in (("iterations", iterations), ("in_flight", 1 if in_flight is None else in_flight)):
+            require(type(count) is int and count >= 1, f"{name}={count!r}: give a whole number of at least 1.")
         self.graph, self.iterations, self.in_flight, self.order = graph, iterations, in_flight, order
         self.sharing = sharing
         self.moves = moves(graph)
         self.nodes = _nodes(graph, self.moves)
         self.roots = [i for i, node in enumerate(self.nodes) if all(distance for _, distance in node.before)]
-        self._waiting, self._after = self._unrolled()
+        self.waiting, self.after = self._unrolled()
         self._within = [[j for j, distance in node.before if not distance] for node in self.nodes]
         self._closing: dict[int, list[int]] = {}  # from a node to those of the iteration before that it waits for
         for i, node in enumerate(self.nodes):
@@ -153,22 +152,16 @@ class GraphSchedule:
         A node of mask 0 needs no device. `shares` are those of the seconds in which its devices work (default: 1).
         """
         if self.sharing is not None:
-            shares = shares or [1.0] * len(masks)
-            in_program = self.order == "program"
-            return ContendedRun(self.sharing, self._waiting, self._after, seconds, masks, shares, in_program).run()
-        count, total = len(self.nodes), len(self._waiting)
-        waiting, ready_at = self._waiting.copy(), [0.0] * total
+            return ContendedRun(self, seconds, masks, shares).run()
+        count, total = len(self.nodes), len(self.waiting)
+        waiting, ready_at = self.waiting.copy(), [0.0] * total
         starts, stops = [0.0] * total, [0.0] * total
-        queue = [i for i in range(total) if not waiting[i]]
         taken: list[tuple[int, float]] = []  # latest first: devices, and until when they are busy
         in_program = self.order == "program"
-        following = 0
+        queue = [i for i in range(total) if in_program or not waiting[i]]
         while queue:
-            if in_program:
-                at, following = following, following + 1
-            else:
-                at = queue[0] if len(queue) == 1 else self._next(queue, ready_at, masks, taken)
-                queue.remove(at)
+            at = queue[0] if in_program or len(queue) == 1 else self._next(queue, ready_at, masks, taken)
+            queue.remove(at)
             start, mask = ready_at[at], masks[at % count]
             if mask:
                 start = max(start, _free_from(mask, taken))
@@ -176,14 +169,12 @@ class GraphSchedule:
             starts[at], stops[at] = start, stop
             if mask:
                 taken.insert(0, (mask, stop))
-            for other in self._after[at]:
+            for other in self.after[at]:
                 waiting[other] -= 1
                 if stop > ready_at[other]:
                     ready_at[other] = stop
                 if not waiting[other] and not in_program:
                     queue.append(other)
-            if in_program and following == total:
-                break
         return starts, stops
 
     def _next(self, queue: list[int], ready_at: list[float], masks: Sequence[int], taken: list) -> int:
@@ -229,51 +220,122 @@ class GraphSchedule:
         return longest
 
 
+class ContendedRun:
+    """One run of a schedule whose calls slow each other down; arguments as of `GraphSchedule.run`."""
+
+    def __init__(
+        self, schedule: GraphSchedule, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None
+    ) -> None:
+        assert schedule.sharing is not None
+        self.sharing, self.after, self.in_program = schedule.sharing, schedule.after, schedule.order == "program"
+        self.waiting, total = schedule.waiting.copy(), len(schedule.waiting)
+        self.seconds, self.masks = [*seconds] * schedule.iterations, [*masks] * schedule.iterations
+        shares = [*(shares or [1.0] * len(masks))] * schedule.iterations
+        self.loads = [self.sharing.load(mask, share) for mask, share in zip(self.masks, shares, strict=True)]
+        self.starts, self.stops = [0.0] * total, [0.0] * total
+        # what has not begun, in the order in which it may claim devices
+        self.queue = [(0.0, i) for i in range(total) if self.in_program or not self.waiting[i]]
+        self.left: dict[int, float] = {}  # seconds that each running call still needs, alone
+        self.busy, self.now = 0, 0.0
+
+    def run(self) -> tuple[list[float], list[float]]:
+        """Start and stop of each node."""
+        self._begin()
+        while self.left:
+            loads = {i: self.loads[i] for i in self.left}
+            total = [sum(own) for own in zip(*loads.values(), strict=True)]
+            factors = {i: self.sharing.factor(own, total) for i, own in loads.items()}
+            passed = min(self.left[i] * factors[i] for i in self.left)
+            self.now += passed
+            for i, factor in factors.items():
+                self.left[i] -= passed / factor
+            for i in [i for i, left in self.left.items() if left <= _DONE * self.seconds[i]]:
+                del self.left[i]
+                self.busy &= ~self.masks[i]
+                self._end(i)
+            self._begin()
+        return self.starts, self.stops
+
+    def _begin(self) -> None:
+        """Start every call that waits for nothing and whose devices no earlier call claims.
+
+        Of those that became ready together, none claims a device before all that can start have started.
+        """
+        begun = True
+        while begun:  # what takes no time lets others begin at once
+            begun, claimed = False, self.busy
+            for _, together in groupby(list(self.queue), key=lambda entry: entry if self.in_program else entry[0]):
+                left = 0
+                for entry in together:
+                    i = entry[1]
+                    if self.waiting[i] or self.masks[i] & claimed:
+                        left |= self.masks[i]
+                        continue
+                    self.queue.remove(entry)
+                    self.starts[i], begun = self.now, True
+                    if self.seconds[i] > 0:
+                        self.left[i] = self.seconds[i]
+                        self.busy |= self.masks[i]
+                        claimed |= self.masks[i]
+                    else:
+                        self._end(i)
+                claimed |= left
+
+    def _end(self, i: int) -> None:
+        self.stops[i] = self.now
+        for other in self.after[i]:
+            self.waiting[other] -= 1
+            if not self.waiting[other] and not self.in_program:
+                insort(self.queue, (self.now, other))
+
+
 def simulate(
     graph: Graph,
     plan: ExecutionPlan,
-    seconds: Callable[[str, CallPlan], float] | Mapping[str, float],
+    seconds: Mapping[str, float],
     *,
-    iterations: int = 3,
     reallocation: Reallocation | None = None,
-    in_flight: int | None = 2,
-    order: Order = "ready",
-    sharing: Contention | None = None,
     busy: Mapping[str, float] | None = None,
+    **how,
 ) -> Timeline:
-    """The timeline of `plan`. `seconds` of a call are given by name, or asked for as seconds(call, its plan).
+    """The timeline of `plan`, with the `seconds` of each call. Keywords as for `GraphSchedule`.
 
     `reallocation(group, source, target)` are the seconds that weights take from one call's layout to another's (None:
     they are there at once). Calls that the plan leaves out need no device, and take no time unless `seconds` names
     them. With `sharing`, `busy` are the shares of their seconds in which devices of calls work (default: 1).
     Errors: ConfigError when a call of a placed group has no plan or no seconds.
     """
-    schedule = GraphSchedule(graph, iterations=iterations, in_flight=in_flight, order=order, sharing=sharing)
+    schedule = GraphSchedule(graph, **how)
     for call in graph.calls:
         if call.name not in plan and call.group in graph.groups and call.kind != "function":
             raise ConfigError(f"the plan says nothing of {call.name}. It names {', '.join(plan)}.")
-    durations, masks, shares, meshes = [], [], [], []
+        if call.name in plan and call.name not in seconds:
+            raise ConfigError(f"seconds has no entry for {call.name!r}. It has {', '.join(seconds)}.")
+    durations, masks, shares = [], [], []
     for node in schedule.nodes:
         call = graph.calls[node.call]
-        here = plan.get(call.name)
-        mesh = here.mesh if here else None
+        here, took, mask, share = plan.get(call.name), 0.0, 0, 1.0
         if node.moved_from is None:
-            durations.append(_seconds(seconds, call.name, here))
-            mask = mesh.bits if mesh else 0
-        else:
+            took, mask = seconds.get(call.name, 0.0), here.mesh.bits if here else 0
+            share = 1.0 if busy is None else busy.get(call.name, 1.0)
+        elif here is not None and reallocation is not None:
             source = plan[graph.calls[node.moved_from].name]
-            took, mask = 0.0, 0
-            if reallocation is not None and here is not None and source != here:
-                took = reallocation(call.group, source, here)
-                mask = source.mesh.bits | here.mesh.bits if took else 0  # no move, no wait
-            durations.append(took)
+            took = reallocation(call.group, source, here) if source != here else 0.0
+            mask = source.mesh.bits | here.mesh.bits if took else 0  # no move, no wait
+        durations.append(took)
         masks.append(mask)
-        shares.append(1.0 if busy is None or node.moved_from is not None else busy.get(call.name, 1.0))
-        meshes.append(mesh)
+        shares.append(share)
     starts, stops = schedule.run(durations, masks, shares)
-    return Timeline(
-        _spans(schedule, meshes, starts, stops), max(stops), schedule.per_iteration(stops, durations, masks)
-    )
+    found = []
+    for at, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        iteration, number = divmod(at, len(schedule.nodes))
+        node = schedule.nodes[number]
+        call, moves_weights = graph.calls[node.call], node.moved_from is not None
+        if stop > start or not moves_weights:
+            mesh = plan[call.name].mesh if call.name in plan else None
+            found.append(Span(call.name, iteration, mesh, start, stop, call.group if moves_weights else None))
+    spans = tuple(sorted(found, key=lambda span: (span.start, span.stop)))
+    return Timeline(spans, max(stops), schedule.per_iteration(stops, durations, masks))
 
 
 def busiest(seconds: Sequence[float], masks: Sequence[int]) -> float:
@@ -296,28 +358,6 @@ def busiest(seconds: Sequence[float], masks: Sequence[int]) -> float:
     return max(loads.values(), default=0.0)
 
 
-def _seconds(seconds: Callable[[str, CallPlan], float] | Mapping[str, float], call: str, plan: CallPlan | None):
-    if isinstance(seconds, Mapping):
-        if call not in seconds and plan is not None:
-            raise ConfigError(f"seconds has no entry for {call!r}. It has {', '.join(seconds)}.")
-        return seconds.get(call, 0.0)
-    return seconds(call, plan) if plan is not None else 0.0
-
-
-def _spans(
-    schedule: GraphSchedule, meshes: Sequence[Mesh | None], starts: Sequence[float], stops: Sequence[float]
-) -> tuple[Span, ...]:
-    count, found = len(schedule.nodes), []
-    for at, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        node = schedule.nodes[at % count]
-        call = schedule.graph.calls[node.call]
-        if node.moved_from is not None and stop == start:
-            continue
-        moved = None if node.moved_from is None else call.group
-        found.append(Span(call.name, at // count, meshes[at % count], start, stop, moved))
-    return tuple(sorted(found, key=lambda span: (span.start, span.stop)))
-
-
 def _free_from(mask: int, taken: list[tuple[int, float]]) -> float:
     """When the last of these devices is free: each was last taken by the first entry that has it."""
     free = 0.0
@@ -333,24 +373,20 @@ def _free_from(mask: int, taken: list[tuple[int, float]]) -> float:
 
 def _nodes(graph: Graph, moved: Sequence[WeightMove]) -> list[Node]:
     """Calls in program order, each after the move of the weights that it needs."""
-    number = {call.name: i for i, call in enumerate(graph.calls)}
     for_call = {move.target: move for move in moved}
-    places: dict[str, int] = {}
-    moving: dict[str, int] = {}
+    number, places, count = {call.name: i for i, call in enumerate(graph.calls)}, dict[str, int](), 0
     for call in graph.calls:
-        if call.name in for_call:
-            moving[call.name] = len(places) + len(moving)
-        places[call.name] = len(places) + len(moving)
+        count += call.name in for_call
+        places[call.name] = count
+        count += 1
     nodes: list[Node] = []
     for call in graph.calls:
-        before = {(places[edge.source], edge.distance) for edge in graph.into(call.name)}
+        edges = graph.into(call.name)
+        before = {(places[edge.source], edge.distance) for edge in edges}
         if move := for_call.get(call.name):
             source = (places[move.source], move.distance)
+            data = {(places[edge.source], edge.distance) for edge in edges if edge.kind == "data"}
             nodes.append(Node(number[call.name], number[move.source], (source,)))
-            before = (before - {source}) | {(moving[call.name], 0)} | ({source} & _data(graph, call.name, places))
+            before = (before - {source}) | (data & {source}) | {(places[call.name] - 1, 0)}
         nodes.append(Node(number[call.name], None, tuple(sorted(before))))
     return nodes
-
-
-def _data(graph: Graph, call: str, places: Mapping[str, int]) -> set[tuple[int, int]]:
-    return {(places[edge.source], edge.distance) for edge in graph.into(call) if edge.kind == "data"}

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from types import MappingProxyType
 from typing import get_args
 
 from hybridflow.config import DType
 from hybridflow.errors import ConfigError, PlacementError, nearest
+from hybridflow.placement import GIB
+from hybridflow.settings import Positive, Size, check_fields, is_number, require
 
-GIB = float(1 << 30)
 TERA, GIGA = 1e12, 1e9
 
 
@@ -33,44 +33,33 @@ class DeviceSpec:
     """
 
     name: str
-    memory: float
+    memory: Positive
     flops: Mapping[DType, float]
-    bandwidth: float
-    link: float = 25 * GIGA
-    network: float = 12.5 * GIGA
-    host: float = 25 * GIGA
+    bandwidth: Positive
+    link: Positive = 25 * GIGA
+    network: Positive = 12.5 * GIGA
+    host: Positive = 25 * GIGA
 
     def __post_init__(self) -> None:
-        for name in ("memory", "bandwidth", "link", "network", "host"):
-            check_size(f"DeviceSpec {self.name!r}", name, getattr(self, name))
+        check_fields(self)
         if not isinstance(self.flops, Mapping) or not self.flops:
             raise ConfigError(f"DeviceSpec {self.name!r}: give flops for at least one dtype, {{'bfloat16': 312e12}}.")
         for dtype, peak in self.flops.items():
-            if dtype not in get_args(DType):
-                known = ", ".join(get_args(DType))
-                raise ConfigError(f"DeviceSpec {self.name!r}: models have no dtype {dtype!r}. Known: {known}.")
-            check_size(f"DeviceSpec {self.name!r}", f"flops[{dtype!r}]", peak)
-        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+            known = ", ".join(get_args(DType))
+            good = dtype in get_args(DType)
+            require(good, f"DeviceSpec {self.name!r}: models have no dtype {dtype!r}. Known: {known}.")
+            require(
+                is_number(peak) and peak > 0, f"DeviceSpec {self.name!r}: flops[{dtype!r}]={peak!r} must be above 0."
+            )
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory, self.bandwidth))
-
-    def __reduce__(self):
-        rest = self.bandwidth, self.link, self.network, self.host
-        return DeviceSpec, (self.name, self.memory, dict(self.flops), *rest)
 
     def peak(self, dtype: DType) -> float:
         """Dense FLOP/s. Errors: ConfigError when the device has no such dtype."""
         if dtype not in self.flops:
             raise ConfigError(f"device {self.name!r} does not compute in {dtype}. Use one of: {', '.join(self.flops)}.")
         return self.flops[dtype]
-
-
-def check_size(owner: str, name: str, value: object) -> None:
-    """Errors: ConfigError unless `value` is a positive finite number."""
-    good = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value > 0
-    if not good:
-        raise ConfigError(f"{owner}: {name}={value!r} must be a positive number.")
 
 
 def _gpu(
@@ -151,21 +140,16 @@ class NodeSpec:
     """
 
     device: DeviceSpec
-    count: int
-    bandwidth: float
-    latency: float = LINK_LATENCY
+    count: Size
+    bandwidth: Positive
+    latency: Positive = LINK_LATENCY
     slowdown: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.count) is not int or self.count < 1:
-            raise ConfigError(f"NodeSpec(count={self.count!r}): a node has a whole number of devices, at least 1.")
-        for name in ("bandwidth", "latency"):
-            check_size("NodeSpec", name, getattr(self, name))
-        for busy, factor in self.slowdown:
-            check_size("NodeSpec", "slowdown", busy)
-            check_size("NodeSpec", "slowdown", factor)
-        if any(a[0] >= b[0] for a, b in pairwise(self.slowdown)):
-            raise ConfigError(f"NodeSpec(slowdown={self.slowdown}): numbers of devices must ascend.")
+        check_fields(self)
+        good = all(is_number(n) and n > 0 for pair in self.slowdown for n in pair)
+        good = good and all(a[0] < b[0] for a, b in pairwise(self.slowdown))
+        require(good, f"NodeSpec(slowdown={self.slowdown}): numbers must be above 0, those of devices must ascend.")
 
     def slow(self, busy: float) -> float:
         """How much slower a device is when `busy` of the node work at once, see `slowed`."""
@@ -181,27 +165,22 @@ class ClusterSpec:
     """
 
     nodes: tuple[NodeSpec, ...]
-    bandwidth: float
-    latency: float = NETWORK_LATENCY
+    bandwidth: Positive
+    latency: Positive = NETWORK_LATENCY
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
-        if not self.nodes:
-            raise ConfigError(f"a ClusterSpec needs at least one node. {_FORM}")
-        if wrong := [node for node in self.nodes if not isinstance(node, NodeSpec)]:
-            raise ConfigError(
-                f"ClusterSpec: {wrong[0]!r} is not a NodeSpec. ClusterSpec.of reads a description. {_FORM}"
-            )
-        for name in ("bandwidth", "latency"):
-            check_size("ClusterSpec", name, getattr(self, name))
+        require(bool(self.nodes), f"a ClusterSpec needs at least one node. {_FORM}")
+        for node in self.nodes:
+            good = isinstance(node, NodeSpec)
+            require(good, f"ClusterSpec: {node!r} is not a NodeSpec. ClusterSpec.of reads a description. {_FORM}")
+        check_fields(self)
 
     @classmethod
-    def of(cls, text: str | ClusterSpec, bandwidth: float | None = None) -> ClusterSpec:
+    def of(cls, text: str | ClusterSpec) -> ClusterSpec:
         """From "a100:16x8" (16 nodes of 8 A100s), several such parts joined by commas, or "here" ("here:4": as
-        four devices).
-
-        The network is the usual one of the devices (the slowest of the parts) unless a part says "@200Gbps" or
-        `bandwidth` [bytes/s of a node] does. Errors: ConfigError for another form, an unknown device, sizes below 1.
+        four devices). The network is the usual one of the devices (the slowest of the parts) unless a part says
+        "@200Gbps". Errors: ConfigError for another form, an unknown device, sizes below 1.
         """
         if isinstance(text, ClusterSpec):
             return text
@@ -209,13 +188,8 @@ class ClusterSpec:
             raise ConfigError(f"cluster {text!r} is not a description of a cluster. {_FORM}")
         if here := _HERE.fullmatch(text.strip().lower()):
             return cls.this_machine(int(here["devices"]) if here["devices"] else None)
-        nodes: list[NodeSpec] = []
-        networks: list[float] = []
-        for part in text.split(","):
-            made, network = _part(part.strip(), text)
-            nodes += made
-            networks.append(network)
-        return cls(tuple(nodes), bandwidth if bandwidth is not None else min(networks))
+        parts = [_part(part.strip(), text) for part in text.split(",")]
+        return cls(tuple(node for nodes, _ in parts for node in nodes), min(network for _, network in parts))
 
     @classmethod
     def this_machine(cls, devices: int | None = None, memory: float | None = None) -> ClusterSpec:
@@ -224,12 +198,10 @@ class ClusterSpec:
         work at once take equal parts: a profile knows better."""
         cores = len(os.sched_getaffinity(0))
         count = cores if devices is None else devices
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"this_machine(devices={devices!r}): give a whole number of at least 1.")
-        whole = memory if memory is not None else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        host = DeviceSpec(
-            "host", whole / count, {"float32": 100e9, "bfloat16": 100e9}, 8 * GIGA, link=GIGA, host=4 * GIGA
-        )
+        good = type(count) is int and count >= 1
+        require(good, f"this_machine(devices={devices!r}): give a whole number of at least 1.")
+        each = (memory or float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))) / count
+        host = DeviceSpec("host", each, {"float32": 100e9, "bfloat16": 100e9}, 8 * GIGA, link=GIGA, host=4 * GIGA)
         shared = ((cores, 1.0), (count, count / cores)) if count > cores else ()
         return cls((NodeSpec(host, count, GIGA, 50e-6, shared),), GIGA, 200e-6)
 
@@ -264,26 +236,9 @@ class ClusterSpec:
         """The devices of node `node`, as numbers in the cluster."""
         return range(self._ends[node] - self.nodes[node].count, self._ends[node])
 
-    def first(self, devices: int) -> ClusterSpec:
-        """The cluster's first `devices` devices as a cluster of their own. Errors: PlacementError beyond its size."""
-        if not 1 <= devices <= self.size:
-            raise PlacementError(f"{devices} devices were asked of a cluster of {self.size}.")
-        nodes, left = [], devices
-        for node in self.nodes:
-            if left > 0:
-                nodes.append(replace(node, count=min(node.count, left)))
-                left -= node.count
-        return replace(self, nodes=tuple(nodes))
-
     def __str__(self) -> str:
-        parts: list[tuple[str, int, int]] = []
-        for node in self.nodes:
-            name, count = node.device.name, node.count
-            if parts and (parts[-1][0], parts[-1][2]) == (name, count):
-                parts[-1] = (name, parts[-1][1] + 1, count)
-            else:
-                parts.append((name, 1, count))
-        return ",".join(f"{name}:{nodes}x{count}" for name, nodes, count in parts)
+        runs = groupby(f"{node.device.name}:{{}}x{node.count}" for node in self.nodes)
+        return ",".join(form.format(len(list(nodes))) for form, nodes in runs)
 
 
 def slowest(devices: Sequence[DeviceSpec]) -> DeviceSpec:
@@ -293,15 +248,9 @@ def slowest(devices: Sequence[DeviceSpec]) -> DeviceSpec:
     dtypes = set.intersection(*(set(kind.flops) for kind in kinds))
     if not dtypes:
         raise ConfigError(f"devices {', '.join(sorted(kind.name for kind in kinds))} have no dtype in common.")
-    return DeviceSpec(
-        "+".join(sorted(kind.name for kind in kinds)),
-        min(kind.memory for kind in kinds),
-        {dtype: min(kind.flops[dtype] for kind in kinds) for dtype in sorted(dtypes)},
-        min(kind.bandwidth for kind in kinds),
-        min(kind.link for kind in kinds),
-        min(kind.network for kind in kinds),
-        min(kind.host for kind in kinds),
-    )
+    flops = {dtype: min(kind.flops[dtype] for kind in kinds) for dtype in sorted(dtypes)}
+    least = {name: min(getattr(kind, name) for kind in kinds) for name in _SIZES}
+    return DeviceSpec("+".join(sorted(kind.name for kind in kinds)), flops=flops, **least)
 
 
 def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
@@ -309,16 +258,13 @@ def _part(part: str, text: str) -> tuple[list[NodeSpec], float]:
     if match is None:
         raise ConfigError(f"cluster {text!r}: {part!r} is not of the form DEVICE:NODESxDEVICES. {_FORM}")
     spec, nodes, count = device(match["device"]), int(match["nodes"]), int(match["count"])
-    if nodes < 1 or count < 1:
-        raise ConfigError(f"cluster {text!r}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
-    if nodes * count > MOST_DEVICES:
-        raise ConfigError(
-            f"cluster {text!r}: {nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster."
-        )
+    good = nodes >= 1 and count >= 1
+    require(good, f"cluster {text!r}: {part!r} asks for {nodes} nodes of {count} devices; both must be >= 1.")
+    require(
+        nodes * count <= MOST_DEVICES,
+        f"cluster {text!r}: {nodes * count:,} devices are more than the {MOST_DEVICES:,} of any cluster.",
+    )
     network = spec.network
     if match["network"]:
         network = float(match["network"]) * {"g": 1e9, "t": 1e12}[match["unit"]] / 8
     return [NodeSpec(spec, count, spec.link)] * nodes, network
-
-
-__all__ = ["GIB", "ClusterSpec", "NodeSpec", "slowed", "slowest"]

@@ -8,6 +8,7 @@ from itertools import combinations
 
 from hybridflow.errors import PlacementError, nearest
 from hybridflow.planner.describe.mesh import Mesh, Parallel
+from hybridflow.topology import check_sizes
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,6 @@ class Pin:
         if self.devices is not None:
             object.__setattr__(self, "devices", Mesh(tuple(sorted(self.devices))).devices)
         for parallel in (self.parallel, self.generate):
-            if parallel is not None and parallel.micro_batches is not None:
-                raise PlacementError(f"{self}: engines cut micro-batches by their tokens. Leave micro_batches out.")
             if self.devices is not None and parallel is not None and parallel.size != len(self.devices):
                 raise PlacementError(
                     f"{self} contradicts itself: p*t*d = {parallel.size} devices, and {len(self.devices)} are pinned."
@@ -33,11 +32,12 @@ class Pin:
 
     def joined(self, other: Pin) -> Pin | None:
         """Both pins of a group as one; None where they contradict each other."""
-        mine, theirs = ((pin.devices, pin.parallel, pin.generate) for pin in (self, other))
-        if any(a is not None and b is not None and a != b for a, b in zip(mine, theirs, strict=True)):
-            return None
-        devices, parallel, generate = self.devices, self.parallel, self.generate
-        both = devices or other.devices, parallel or other.parallel, generate or other.generate
+        both = []
+        for name in ("devices", "parallel", "generate"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is not None and theirs is not None and mine != theirs:
+                return None
+            both.append(theirs if mine is None else mine)
         if both[0] is not None and any(x.size != len(both[0]) for x in both[1:] if x is not None):
             return None
         return Pin(self.group, *both)
@@ -62,33 +62,27 @@ class Cap:
     devices: int
 
     def __post_init__(self) -> None:
-        if type(self.devices) is not int or self.devices < 1:
-            raise PlacementError(f"Cap({self.group!r}, {self.devices!r}): give a whole number of at least 1.")
+        check_sizes(f"Cap({self.group!r})", devices=self.devices)
 
     def __str__(self) -> str:
         return f"Cap({self.group}, {self.devices})"
 
 
 @dataclass(frozen=True)
-class Apart:
+class _Pair:
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.first}, {self.second})"
+
+
+class Apart(_Pair):
     """The two groups share no device."""
 
-    first: str
-    second: str
 
-    def __str__(self) -> str:
-        return f"Apart({self.first}, {self.second})"
-
-
-@dataclass(frozen=True)
-class Together:
+class Together(_Pair):
     """The two groups are on the same devices."""
-
-    first: str
-    second: str
-
-    def __str__(self) -> str:
-        return f"Together({self.first}, {self.second})"
 
 
 @dataclass(frozen=True)
@@ -116,9 +110,8 @@ class Rules:
         for constraint in self.constraints:
             _check_known(constraint, groups, devices)
         self.pins = _pins(self.constraints)
-        self.caps: dict[str, Cap] = {}
-        for cap in sorted((c for c in self.constraints if isinstance(c, Cap)), key=lambda cap: -cap.devices):
-            self.caps[cap.group] = cap
+        caps = sorted((c for c in self.constraints if isinstance(c, Cap)), key=lambda cap: -cap.devices)
+        self.caps = {cap.group: cap for cap in caps}
         self.apart = [c for c in self.constraints if isinstance(c, Apart)]
         self.together = [c for c in self.constraints if isinstance(c, Together)]
         self.one_layout = tuple(dict.fromkeys(c.group for c in self.constraints if isinstance(c, OneLayout)))
@@ -139,21 +132,18 @@ class Rules:
 
     def allows(self, group: str, mesh: Mesh, parallel: Parallel, generates: bool = False) -> bool:
         """A call of this group may run so, as far as this group's own constraints go."""
-        if group in self.caps and mesh.size > self.caps[group].devices:
+        if not self.allows_mesh(group, mesh):
             return False
         if (pin := self.pins.get(group)) is None:
             return True
-        if pin.devices is not None and mesh.devices != pin.devices:
-            return False
         asked = pin.generate if generates else pin.parallel
-        return asked is None or (asked.p, asked.t, asked.d) == (parallel.p, parallel.t, parallel.d)
+        return asked is None or asked.sizes == parallel.sizes
 
     def allows_mesh(self, group: str, mesh: Mesh) -> bool:
         """Some call of this group may run there, as far as this group's own constraints go."""
         if group in self.caps and mesh.size > self.caps[group].devices:
             return False
-        pinned = self.devices(group)
-        return pinned is None or mesh.devices == pinned
+        return (pinned := self.devices(group)) is None or mesh.devices == pinned
 
     def allows_sets(self, sets: Iterable[Iterable[str]]) -> bool:
         """Groups may be colocated in these sets, each on devices of its own."""

@@ -94,6 +94,41 @@ class Graph:
         return tuple(edge for edge in self.edges if edge.target == name)
 
 
+class WeightMove(NamedTuple):
+    """Call `target` uses weights of `group` that call `source` stepped or, frozen, had first."""
+
+    group: str
+    source: str
+    target: str
+    distance: int
+
+
+def home(graph: Graph, group: str) -> str:
+    """The call in whose layout a group's weights stay: the last that trains them, else the first that does not
+    generate, else the first."""
+    calls = graph.of_group(group)
+    trains = [call for call in calls if call.kind == "training"]
+    others = [call for call in calls if call.kind != "generation"]
+    return (trains[-1:] or others or calls)[0].name
+
+
+def moves(graph: Graph) -> tuple[WeightMove, ...]:
+    """Every use of weights that may lie in another layout where they were before, in program order.
+
+    They come from the call that stepped them, those of a frozen group from where they stay.
+    """
+    found, at = [], {call.name: i for i, call in enumerate(graph.calls)}
+    for call in graph.calls:
+        steps = [edge for edge in graph.into(call.name) if edge.kind == "parameters"]
+        if steps:
+            last = max(steps, key=lambda edge: (-edge.distance, at[edge.source]))
+            found.append(WeightMove(call.group, last.source, call.name, last.distance))
+        elif graph.models.get(call.group) is not None:
+            source = home(graph, call.group)
+            found.append(WeightMove(call.group, source, call.name, int(at[source] > at[call.name])))
+    return tuple(move for move in found if move.source != move.target)
+
+
 class Source(NamedTuple):
     """Which call wrote something, in which iteration (counted from 1)."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from hybridflow.errors import PlacementError
-from hybridflow.topology import RankGrid
+from hybridflow.models.spec import ModelSpec
+from hybridflow.placement import ranges
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.topology import RankGrid, check_sizes, divisors
+
+MANY_NODES = 16
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         given = self.devices
-        if not given or given[0] < 0 or any(a >= b for a, b in itertools.pairwise(given)):
+        if not given or given[0] < 0 or any(a >= b for a, b in pairwise(given)):
             raise PlacementError(f"Mesh({given!r}): give device numbers from 0 in ascending order, each once.")
 
     @classmethod
@@ -50,32 +55,24 @@ class Mesh:
         return bool(self.bits & other.bits)
 
     def __str__(self) -> str:
-        return ",".join(_runs(self.devices))
+        return ranges(self.devices)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Pipeline, tensor and data parallel sizes. `micro_batches` per data parallel rank are those of another system's
-    runs, for `calibrate`; searches leave None: the engines cut rows by `micro_tokens`, and are priced so.
+    """Pipeline, tensor and data parallel sizes. `shards` data parallel ranks, neighbours among these, share one copy of
+    the parameters (FSDP, ZeRO 3); with 1 each has its own.
 
-    `shards` data parallel ranks, neighbours among these, share one copy of the parameters (FSDP, ZeRO 3); with 1 each
-    has its own. Errors: PlacementError for a size below one, and for shards that do not divide d.
+    Errors: PlacementError for a size below one, and for shards that do not divide d.
     """
 
     p: int = 1
     t: int = 1
     d: int = 1
-    micro_batches: int | None = None
     shards: int = 1
 
     def __post_init__(self) -> None:
-        sizes = (("p", self.p), ("t", self.t), ("d", self.d), ("micro_batches", self.micro_batches))
-        sizes += (("shards", self.shards),)
-        for name, size in sizes:
-            if size is None and name == "micro_batches":
-                continue
-            if type(size) is not int or size < 1:
-                raise PlacementError(f"Parallel({name}={size!r}): must be a whole number of at least 1.")
+        check_sizes("Parallel", p=self.p, t=self.t, d=self.d, shards=self.shards)
         if self.d % self.shards:
             raise PlacementError(f"Parallel(d={self.d}, shards={self.shards}): shards must divide d.")
 
@@ -97,7 +94,7 @@ class Parallel:
         return RankGrid(p=self.p, t=self.t, d=self.d)
 
     def __str__(self) -> str:
-        return f"{self.p}-{self.t}-{self.d}" + (f" ({self.micro_batches} mb)" if self.micro_batches else "")
+        return f"{self.p}-{self.t}-{self.d}"
 
 
 @dataclass(frozen=True)
@@ -114,11 +111,6 @@ class CallPlan:
                 f"p*t*d = {p.p}*{p.t}*{p.d} = {p.size} devices do not fill a mesh of {self.mesh.size} devices."
             )
 
-    def alike(self, other: CallPlan) -> bool:
-        """Weights lie the same way: micro-batches do not move them."""
-        here, there = self.parallel, other.parallel
-        return self.mesh == other.mesh and here.sizes == there.sizes and here.shards == there.shards
-
     def within(self, home: CallPlan) -> bool:
         """Weights that lie as in `home` get here inside the processes that have them: the same devices, and sizes that
         divide those (paper, section 5); any sizes where ranks share a copy of the parameters anyway."""
@@ -133,12 +125,124 @@ class CallPlan:
 ExecutionPlan = Mapping[str, CallPlan]  # by the name of the call
 
 
-def _runs(devices: tuple[int, ...]) -> list[str]:
-    """Neighbouring numbers as `first-last`."""
-    found: list[list[int]] = []
-    for device in devices:
-        if found and device == found[-1][1] + 1:
-            found[-1][1] = device
-        else:
-            found.append([device, device])
-    return [f"{first}-{last}" if last > first else str(first) for first, last in found]
+def sizes(cluster: ClusterSpec) -> list[int]:
+    """Numbers of devices that a set may get: any within a node, then whole neighbouring nodes.
+
+    Of more than 16 equal nodes those numbers that differ by an eighth at most, and all but a power of two of them.
+    """
+    counts = [node.count for node in cluster.nodes]
+    found = set(range(1, max(counts) + 1))
+    if len(set(counts)) == 1 and len(counts) > MANY_NODES:
+        return sorted(found | {counts[0] * nodes for nodes in _some(len(counts))})
+    for first in range(len(counts)) if len(set(counts)) > 1 else [0]:
+        found |= set(accumulate(counts[first:]))
+    return sorted(found)
+
+
+def _some(nodes: int) -> set[int]:
+    found, step = {nodes}, 1
+    for number in range(1, nodes):
+        if number == step * MANY_NODES:
+            step *= 2
+        if number % step == 0:
+            found.add(number)
+        if number.bit_count() == 1:
+            found.add(nodes - number)
+    return found
+
+
+def packings(cluster: ClusterSpec, asked: Sequence[int | Mesh]) -> Iterator[list[Mesh]]:
+    """All ways to give each set a mesh, from its size or, pinned, the mesh itself, without overlap; of ways that differ
+    only in which of equal devices a set has, some."""
+    found = {i: mesh for i, mesh in enumerate(asked) if isinstance(mesh, Mesh)}
+    taken = 0
+    for mesh in found.values():
+        if taken & mesh.bits:
+            return
+        taken |= mesh.bits
+    # large sets first: what is left of the nodes then takes the small ones
+    order = sorted([(i, n) for i, n in enumerate(asked) if isinstance(n, int)], key=lambda one: -one[1])
+    for made in _place(cluster, order, taken, found):
+        yield [made[i] for i in range(len(asked))]
+
+
+def _place(
+    cluster: ClusterSpec, order: Sequence[tuple[int, int]], taken: int, found: Mapping[int, Mesh]
+) -> Iterator[Mapping[int, Mesh]]:
+    if not order:
+        yield found
+        return
+    (i, size), *rest = order
+    for mesh in _candidates(cluster, size, taken):
+        yield from _place(cluster, rest, taken | mesh.bits, {**found, i: mesh})
+
+
+def _candidates(cluster: ClusterSpec, size: int, taken: int) -> Iterator[Mesh]:
+    """Free meshes of a size that differ in what they leave: part of the node with least room first, or whole nodes."""
+    free = [[d for d in cluster.devices_of(n) if not taken >> d & 1] for n in range(len(cluster.nodes))]
+    unlike, tried = len(set(cluster.nodes)) > 1, set()
+    for node in sorted((devices for devices in free if len(devices) >= size), key=len):
+        at = cluster.node_of(node[0])
+        whole = unlike and len(node) == cluster.nodes[at].count  # then it matters which nodes are beside it
+        kind = (len(node), cluster.nodes[at], at if whole else None)
+        if kind not in tried:
+            tried.add(kind)
+            yield Mesh(tuple(node[:size]))
+    if size <= min(node.count for node in cluster.nodes):
+        return
+    whole = [len(devices) == cluster.nodes[n].count for n, devices in enumerate(free)]
+    for first in range(len(free)):
+        total, last = 0, first
+        while last < len(free) and whole[last] and total < size:
+            total += len(free[last])
+            last += 1
+        if total == size and last > first + 1:
+            yield Mesh(tuple(d for devices in free[first:last] for d in devices))
+
+
+def meshes(cluster: ClusterSpec) -> list[Mesh]:
+    """Meshes that calls may run on (ReaL, section 4): whole neighbouring nodes, or a slice of one node whose size is a
+    power of two and which starts at a multiple of it.
+
+    Beyond 16 nodes runs of nodes are as slices are: powers of two, aligned; and the whole cluster.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for node in range(len(cluster.nodes)):
+        devices = cluster.devices_of(node)
+        for size in powers(len(devices)):
+            for start in range(0, len(devices) - size + 1, size):
+                found[tuple(devices[start : start + size])] = None
+    count = len(cluster.nodes)
+    lengths = range(1, count + 1) if count <= MANY_NODES else [*powers(count), count]
+    for length in lengths:
+        for start in range(0, count - length + 1, 1 if count <= MANY_NODES else length):
+            first, last = cluster.devices_of(start), cluster.devices_of(start + length - 1)
+            found[tuple(range(first[0], last[-1] + 1))] = None
+    return [Mesh(devices) for devices in found]
+
+
+def strategies(model: ModelSpec | None, size: int, node: int) -> list[Parallel]:
+    """All p, t, d on `size` devices that the model can be cut by; tensor parallel groups lie within `node` neighbours.
+
+    A group without a model (functions) is data parallel.
+    """
+    if model is None:
+        return [Parallel(d=size)]
+    found = []
+    for t in divisors(size):
+        if node % t or not model.divides(t):
+            continue
+        for p in divisors(size // t):
+            if p <= model.layers:
+                found.append(Parallel(p, t, size // t // p))
+    return found
+
+
+def generation_sizes(train: Parallel) -> list[Parallel]:
+    """Generation layouts within a training layout (paper, section 5): p_g divides p and t_g divides t."""
+    return [Parallel(p, t, train.size // (p * t)) for p in divisors(train.p) for t in divisors(train.t)]
+
+
+def powers(limit: int) -> list[int]:
+    """Powers of two up to `limit`."""
+    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config import DType
 from hybridflow.errors import ConfigError
-from hybridflow.settings import Size, settings
+from hybridflow.settings import Positive, Size, check_fields, is_number, require, settings
 
 
 @dataclass(frozen=True)
@@ -19,16 +18,14 @@ class Lengths:
     Errors: ConfigError for lengths that are not positive, or whose figures contradict each other.
     """
 
-    mean: float
-    max: float
-    square_mean: float
+    mean: Positive
+    max: Positive
+    square_mean: Positive
 
     def __post_init__(self) -> None:
-        figures = (self.mean, self.max, self.square_mean)
-        if not all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in figures):
-            raise ConfigError(f"Lengths{figures}: mean, max and mean square must be positive numbers.")
-        if self.mean > self.max * (1 + 1e-9):
-            raise ConfigError(f"Lengths: a mean of {self.mean:g} tokens is above the maximum of {self.max:g}.")
+        check_fields(self)
+        good = self.mean <= self.max * (1 + 1e-9)
+        require(good, f"Lengths: a mean of {self.mean:g} tokens is above the maximum of {self.max:g}.")
 
     @classmethod
     def of(cls, lengths: int | float | tuple[float, float] | list[float] | Sequence[int] | Lengths) -> Lengths:
@@ -36,12 +33,10 @@ class Lengths:
         at least three lengths."""
         if isinstance(lengths, Lengths):
             return lengths
-        if isinstance(lengths, int | float) and type(lengths) is not bool:
+        if is_number(lengths):
             return cls(lengths, lengths, float(lengths) * lengths)
-        if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
-            raise ConfigError(f"lengths {lengths!r}: give a number, a pair (mean, max), or a list of lengths.")
-        if not all(isinstance(n, int | float) and n > 0 for n in lengths):
-            raise ConfigError(f"lengths {list(lengths)[:8]!r}: every length must be a positive number.")
+        if not isinstance(lengths, list | tuple) or not lengths or not all(is_number(n) and n > 0 for n in lengths):
+            raise ConfigError(f"lengths {lengths!r:.80}: give a positive number, a pair (mean, max), or a list.")
         if len(lengths) == 2 and isinstance(lengths, tuple):
             mean, longest = lengths
             spread = max(0.0, min(longest - mean, mean))
@@ -56,8 +51,9 @@ class Workload:
 
     `prompt` and `response` take what `Lengths.of` takes. `minibatches` and `epochs` hold for training calls that do
     not say otherwise. `recompute` trains with activation recomputation. `micro_tokens` is the token budget of a
-    micro-batch that is not fixed by `Parallel.micro_batches`. With `sequence_parallel` the ranks of a tensor parallel
-    group share what lies between the cut matrices, too, and hand it to the next stage once.
+    micro-batch; `micro_batches` per data parallel rank are those of another system's runs instead, for `calibrate`.
+    With `sequence_parallel` the ranks of a tensor parallel group share what lies between the cut matrices, too, and
+    hand it to the next stage once.
 
     Errors: ConfigError for sizes that are not positive, and for more responses per prompt than rows.
     """
@@ -71,16 +67,17 @@ class Workload:
     dtype: DType = "bfloat16"
     responses_per_prompt: Size = 1
     micro_tokens: Size = 4096
+    micro_batches: Size | None = None
     sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
         for name in ("prompt", "response"):
             object.__setattr__(self, name, Lengths.of(getattr(self, name)))
-        if self.rows % self.responses_per_prompt:
-            raise ConfigError(
-                f"Workload(rows={self.rows}, responses_per_prompt={self.responses_per_prompt}): rows are responses, "
-                "and must be a multiple of those per prompt."
-            )
+        require(
+            self.rows % self.responses_per_prompt == 0,
+            f"Workload(rows={self.rows}, responses_per_prompt={self.responses_per_prompt}): rows are responses, and "
+            "must be a multiple of those per prompt.",
+        )
 
     @property
     def tokens(self) -> float:

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 
 import numpy as np
 
 from hybridflow.planner.cost.timeline import Order
-from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh
-from hybridflow.planner.search.meshes import packings, sizes
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, packings, sizes
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import (
     STAGES,
@@ -57,7 +56,7 @@ class ColocatedSet:
     groups: tuple[str, ...]
     mesh: Mesh
     layouts: tuple[Layouts, ...]
-    seconds: tuple[float, float, float]
+    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -91,42 +90,33 @@ def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
         yield ((first,), *sets)
 
 
-@dataclass
 class AutoMapping:
     """The choices of every set of groups on every number of devices, and the best way to share devices between sets."""
 
-    problem: Problem
-    sizes: list[int] = field(init=False)
-    usual: frozenset[int] = field(init=False)
-    most_places: int = field(init=False)
-    keys: dict[str, int] = field(init=False)
-    _fronts: dict[tuple, Front] = field(default_factory=dict)
-    _ready: dict[tuple, Front] = field(default_factory=dict)
-    _places: dict[tuple[tuple[int, ...] | None, int], list[Mesh]] = field(default_factory=dict)
-    _known: dict[tuple[tuple[int, ...], int], Front] = field(default_factory=dict)
-    _lone: dict[tuple[tuple[int, ...], int], Floats] = field(default_factory=dict)
-    allocations: int = 0
-    tried: int = 0
-
-    def __post_init__(self) -> None:
-        cluster, pins = self.problem.cluster, self.problem.rules.pins.values()
+    def __init__(self, problem: Problem) -> None:
+        self.problem, cluster, pins = problem, problem.cluster, problem.rules.pins.values()
         pinned = {size for pin in pins for size in pin.sizes}
         self.usual = frozenset(sizes(cluster)) | {size for size in pinned if size % cluster.nodes[0].count == 0}
         self.sizes = sorted(self.usual | pinned)
         self.most_places = max(4, PLACES // len(cluster.nodes) ** 2)
         known: dict[tuple, int] = {}
-        self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in self.problem.graph.groups}
+        self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in problem.graph.groups}
         self.example = {key: group for group, key in self.keys.items()}
         # what generates comes last in a set: only then is there more than one kind of choice to tell apart
-        self.last = {group: (group in self.problem.graph.generating, key) for group, key in self.keys.items()}
+        self.last = {group: (group in problem.graph.generating, key) for group, key in self.keys.items()}
+        self.allocations = self.tried = 0
+        self._fronts: dict[tuple, Front] = {}
+        self._ready: dict[tuple, Front] = {}
+        self._places: dict[tuple[tuple[int, ...] | None, int], list[Mesh]] = {}
+        self._known: dict[tuple[tuple[int, ...], int], Front] = {}
+        self._lone: dict[tuple[tuple[int, ...], int], Floats] = {}
 
     def _kind(self, group: str) -> tuple:
         """Groups of one kind cost the same wherever they are."""
         graph, rules = self.problem.graph, self.problem.rules
         calls = tuple((c.kind, c.rows, c.minibatches, c.epochs) for c in graph.of_group(group))
-        own = rules.pins.get(group), rules.caps.get(group)
-        own = own if any(own) else None
-        return graph.models[group], graph.strategies.get(group), group in graph.trained, calls, own
+        own = graph.models[group], graph.strategies.get(group), group in graph.trained, calls
+        return *own, rules.pins.get(group), rules.caps.get(group)
 
     @cached_property
     def best(self) -> Mapped | None:
@@ -321,9 +311,7 @@ class AutoMapping:
         asked: list[int | Mesh] = []
         for names, size in zip(sets, allocated, strict=True):
             pins = {pinned for name in names if (pinned := self.problem.rules.devices(name)) is not None}
-            if len(pins) > 1:
-                return
-            if pins and len(next(iter(pins))) != size:
+            if len(pins) > 1 or any(len(pinned) != size for pinned in pins):
                 return
             asked.append(Mesh(pins.pop()) if pins else size)
         yield from packings(self.problem.cluster, asked)
@@ -336,7 +324,7 @@ class AutoMapping:
         for names, mesh, (front, row) in zip(sets, where, chosen, strict=True):
             own = Mesh(mesh.devices[: front.sizes[row]])
             stages = front.values[row, :STAGES].tolist()
-            found.append(ColocatedSet(names, own, front.layouts[row], (stages[0], stages[1], stages[2])))
+            found.append(ColocatedSet(names, own, front.layouts[row], tuple(stages)))
             for group, layouts in zip(names, front.layouts[row], strict=True):
                 for call in self.problem.graph.of_group(group):
                     plan[call.name] = CallPlan(own, layouts.of(call))

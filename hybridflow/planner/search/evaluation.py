@@ -15,8 +15,7 @@ import numpy as np
 
 from hybridflow.planner.cost.timeline import GraphSchedule
 from hybridflow.planner.describe.graph import Call
-from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh
-from hybridflow.planner.search.meshes import meshes
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, meshes
 from hybridflow.planner.search.problem import Option, Problem
 from hybridflow.planner.search.stages import Floats, undominated
 
@@ -93,7 +92,7 @@ def _layouts(problem: Problem, calls: Sequence[Call], mesh: Mesh, prune: bool) -
     kept, width = {}, 6 if problem.sharing else 5  # who waits more leaves more to others that share
     for call in calls:
         options = [option for parallel in layouts if (option := problem.option(call, mesh, parallel)) is not None]
-        values = np.array([option[1:width] for option in options]).reshape(len(options), -1)
+        values = np.array([option[1:width] for option in options]).reshape(len(options), width - 1)
         kept |= {options[i].plan.parallel: None for i in undominated(values)}
     return [x for x in layouts if x in kept or problem.rules.pinned_sizes(group, x)]
 
@@ -109,11 +108,8 @@ class Evaluator:
         self.homes = [number[problem.homes[call.group]] for call in self.calls]
         program = problem.graph.calls
         self.nodes = [
-            (
-                number.get(program[node.call].name),
-                None if node.moved_from is None else number[program[node.moved_from].name],
-            )
-            for node in self.schedule.nodes
+            (number.get(program[to].name), None if source is None else number[program[source].name])
+            for to, source, _ in self.schedule.nodes
         ]
         self._numbers = [{(o.plan.mesh, o.plan.parallel): i for i, o in enumerate(own)} for own in options]
         self._alike = [[number[name] for name in names] for names in problem.alike]
@@ -145,14 +141,14 @@ class Evaluator:
     def score(self, state: Sequence[int], limit: float = math.inf) -> Score | None:
         """None when a bound shows that the cost is at least `limit`, which saves the timeline."""
         key = tuple(state)
-        found = self._scores.get(key)
-        if found is None:
-            self.evaluations += 1
-            found = self._score(state, limit)
-            if found is not None:
-                if len(self._scores) >= _REMEMBERED:
-                    self._scores.clear()
-                self._scores[key] = found
+        if (known := self._scores.get(key)) is not None:
+            return known
+        self.evaluations += 1
+        found = self._score(state, limit)
+        if found is not None:
+            if len(self._scores) >= _REMEMBERED:
+                self._scores.clear()
+            self._scores[key] = found
         return found
 
     def _score(self, state: Sequence[int], limit: float) -> Score | None:

@@ -19,15 +19,15 @@ from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.cost.timeline import Order
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint
-from hybridflow.planner.describe.graph import Graph
+from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import alternatives, infeasibility_report
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
-from hybridflow.planner.search.exact import exact, space_size
-from hybridflow.planner.search.mcmc import mcmc
+from hybridflow.planner.search.call_search import exact, mcmc, space_size
 from hybridflow.planner.search.problem import Problem, plan_moves
 from hybridflow.planner.search.similarity import similarity_map
+from hybridflow.settings import require
 
 Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity"]
 SMALL = 1e7
@@ -58,8 +58,8 @@ def plan(
     Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
     (for which model, how much memory is missing, and the smallest cluster that fits).
     """
-    if not budget_s > 0:
-        raise ConfigError(f"budget_s={budget_s!r}: give a positive number of seconds.")
+    require(budget_s > 0, f"budget_s={budget_s!r}: give a positive number of seconds.")
+    require(workload.micro_batches is None, "Workload(micro_batches): engines cut by micro_tokens. Leave it out.")
     if search not in get_args(Search):
         raise ConfigError(f"search={search!r} is unknown.{nearest(str(search), get_args(Search))}")
     rules, spec = tuple(constraints), ClusterSpec.of(cluster)
@@ -86,15 +86,12 @@ def _search(
     problem: Problem, search: Search, budget_s: float, seed: int, per_call: bool, order: Order
 ) -> tuple[ExecutionPlan, str] | None:
     """The fastest plan of all that the search finds, and by what it was found."""
-    found: list[tuple[ExecutionPlan, str]] = []
     if search == "similarity":
         mapped = similarity_map(problem)
-        return (mapped, "similarity search") if mapped is not None and problem.fits(mapped) else None
+        return None if mapped is None else (mapped, "similarity search")
     mapping = AutoMapping(problem)
-    by_timeline = overlap_map(problem, order, mapping)
-    for mapped, how in ((mapping.best, "auto-mapping"), (by_timeline, "auto-mapping by timeline")):
-        if mapped is not None and problem.fits(mapped.plan):
-            found.append((mapped.plan, how))
+    searches = ((mapping.best, "auto-mapping"), (overlap_map(problem, order, mapping), "auto-mapping by timeline"))
+    found: list[tuple[ExecutionPlan, str]] = [(mapped.plan, how) for mapped, how in searches if mapped is not None]
     of_calls = per_call or not found if search == "auto" else search != "auto_mapping"
     left = budget_s if of_calls else 0.0
     if of_calls and (search == "exact" or (search == "auto" and space_size(problem) <= SMALL)):
@@ -107,53 +104,43 @@ def _search(
         best = mcmc(problem, starts=[p for p, _ in found], seed=seed, budget_s=left, order=order, patience=12)
         if best is not None:
             found.append((best.plan, "MCMC"))
-    # of equals the earlier one: auto-mapping moves less
-    return min(found, key=lambda one: _rounded(problem.timeline(one[0], order=order).per_iteration), default=None)
 
+    def rounded(one: tuple[ExecutionPlan, str]) -> float:  # of equals the earlier one: auto-mapping moves less
+        return float(f"{problem.timeline(one[0], order=order).per_iteration:.6g}")
 
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.6g}")
+    return min(found, key=rounded, default=None)
 
 
 def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order: Order = "program") -> Placement:
     """An execution plan with everything that there is to say of it."""
     timeline = problem.timeline(found, order=order)
-    nodes = tuple(node.count for node in problem.cluster.nodes)
-    groups = {}
+    nodes, groups = tuple(node.count for node in problem.cluster.nodes), {}
     for group in problem.graph.groups:
-        home = found[problem.homes[group]]
-        generation = next((c for c in problem.graph.of_group(group) if c.kind == "generation"), None)
-        sizes = found[generation.name].parallel if generation else None
-        has_model = problem.graph.models[group] is not None
-        train = problem.backends[group].sized(home.parallel) if has_model else None
-        generate = (sizes.p, sizes.t) if sizes else None
+        home, train, generate, share = found[problem.homes[group]], None, None, None
+        if problem.graph.models[group] is not None:
+            train = problem.costs.backends[group].sized(home.parallel)
+        for call in problem.graph.of_group(group):
+            if call.kind == "generation" and share is None:
+                generate, share = found[call.name].parallel.sizes[:2], _memory_fraction(problem, found, call)
         away = _elsewhere(problem, found, group)
-        share = _memory_fraction(problem, found, generation.name) if generation else None
         groups[group] = GroupPlacement(home.mesh.devices, nodes, train, generate, away, share)
     middle = (max(span.iteration for span in timeline.spans) + 1) // 2
-    spans = [span for span in timeline.of(middle) if span.mesh is not None]
-    first = min((span.start for span in spans), default=0.0)
-    bars = tuple(
-        Bar(
-            span.call,
-            problem.graph.call(span.call).group,
-            span.mesh.devices if span.mesh else (),
-            span.start - first,
-            span.stop - first,
-            span.moves is not None,
-        )
-        for span in spans
-    )
-    calls = _calls(problem, found, order)
-    return Placement(nodes, groups, calls, timeline.per_iteration, str(problem.cluster), found_by, bars)
+    spans = [(span, span.mesh) for span in timeline.of(middle) if span.mesh is not None]
+    first = min((span.start for span, _ in spans), default=0.0)
+    bars = []
+    for span, mesh in spans:
+        group, moves = problem.graph.call(span.call).group, span.moves is not None
+        bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
+    calls, cluster = _calls(problem, found, order), str(problem.cluster)
+    return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars))
 
 
-def _memory_fraction(problem: Problem, found: ExecutionPlan, call: str) -> float:
+def _memory_fraction(problem: Problem, found: ExecutionPlan, call: Call) -> float:
     """The share of a device's memory that is left for generation: its weights and its KV cache."""
-    group = problem.graph.call(call).group
-    here, static = found[call], problem.static(found)
-    stays = here == found[problem.homes[group]] and group not in problem.graph.trained  # the weights it generates with
-    own = problem.costs.static(group, here) if stays else 0.0
+    here, static = found[call.name], problem.static(found)
+    # of a group that is not trained, the weights that stay are those it generates with
+    stays = here == found[problem.homes[call.group]] and call.group not in problem.graph.trained
+    own = problem.costs.static(call.group, here) if stays else 0.0
     left = min((problem.capacity[d] - static[d] + own) / problem.cluster.device(d).memory for d in here.mesh.devices)
     return min(0.99, max(0.01, math.floor(100 * left) / 100))
 
@@ -167,7 +154,7 @@ def _elsewhere(problem: Problem, found: ExecutionPlan, group: str) -> tuple[Call
     for method, calls in methods.items():
         plans = [found[call.name] for call in calls]
         generates = calls[0].kind == "generation"
-        if not all(at.within(home) if generates else at.alike(home) for at in plans):
+        if not all(at.within(home) if generates else at == home for at in plans):
             away += [CallPlacement(method, at.mesh.devices, at.parallel.sizes) for at in plans]
     return tuple(away)
 
@@ -178,27 +165,23 @@ def _calls(problem: Problem, found: ExecutionPlan, order: Order) -> dict[str, Ca
     for call in problem.calls:
         here, home = found[call.name], found[problem.homes[call.group]]
         devices = here.mesh.devices
-        room = None
-        if call.kind == "generation":
-            room = problem.costs.room(call.name, here, max(static[d] for d in devices))
+        beside = max(static[d] for d in devices)
+        room = problem.costs.room(call.name, here, beside) if call.kind == "generation" else None
         active = problem.costs.active(call.name, here, home, room)
         fullest = max(devices, key=lambda d: (static[d] + active) / problem.capacity[d])
         runner_up, lost = others.get(call.name, ("", ""))
         calls[call.name] = CallLayout(
-            call.group,
-            call.kind,
-            devices,
-            (here.parallel.p, here.parallel.t, here.parallel.d),
-            seconds[call.name],
-            here != home,
-            moved.get(call.name, 0.0),
-            problem.limit(call, here, max(static[d] for d in devices)),
-            static[fullest] + active,
-            problem.capacity[fullest],
-            runner_up,
-            lost,
+            group=call.group,
+            kind=call.kind,
+            devices=devices,
+            sizes=here.parallel.sizes,
+            seconds=seconds[call.name],
+            differs=here != home,
+            move_seconds=moved.get(call.name, 0.0),
+            limit=problem.limit(call, here, beside),
+            memory=static[fullest] + active,
+            capacity=problem.capacity[fullest],
+            runner_up=runner_up,
+            lost=lost,
         )
     return calls
-
-
-__all__ = ["SMALL", "placement_of", "plan"]

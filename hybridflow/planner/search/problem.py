@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridflow.errors import ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.backends import Backend
-from hybridflow.planner.cost.contention import Contention
-from hybridflow.planner.cost.pipeline_cost import CallCost
+from hybridflow.planner.cost.call_cost import CallCost
 from hybridflow.planner.cost.simulator import Simulator
-from hybridflow.planner.cost.timeline import Timeline, home, moves, simulate
-from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
+from hybridflow.planner.cost.timeline import Contention, Timeline, simulate
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint, OneLayout, Pin, Rules
-from hybridflow.planner.describe.graph import Call, Graph
-from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
-from hybridflow.planner.search.meshes import generation_sizes, strategies
+from hybridflow.planner.describe.graph import Call, Graph, home, moves
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel, generation_sizes, strategies
 
-MANY_NODES = 16
 STEPS = 64
 
 
@@ -50,10 +47,12 @@ class Problem:
     cluster: ClusterSpec
     costs: Simulator
     constraints: tuple[Constraint, ...] = ()
+    _known: dict[tuple, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Options, seconds of generation, moves, and shapes of meshes that were asked for."""
 
     def __post_init__(self) -> None:
         for pin in self.rules.pins.values():
-            backend, one = self.backends[pin.group], pin.group in self.rules.one_layout
+            backend, one = self.costs.backends[pin.group], pin.group in self.rules.one_layout
             check_pin(pin, self.graph.models[pin.group], backend, self.cluster, one)
 
     @cached_property
@@ -114,32 +113,20 @@ class Problem:
 
     @cached_property
     def homogeneous(self) -> bool:
-        return len(set(self.cluster.nodes)) == 1
+        return not any(self._kinds)
 
     @cached_property
-    def _options(self) -> dict[tuple, Option | None]:
-        return {}
-
-    @cached_property
-    def _moves(self) -> dict[tuple, float]:
-        return {}
+    def _kinds(self) -> list[int]:
+        """Of each node, a number that equal nodes share."""
+        kinds = list(dict.fromkeys(self.cluster.nodes))
+        return [kinds.index(node) for node in self.cluster.nodes]
 
     def shape(self, mesh: Mesh) -> tuple:
         """Meshes of equal shape cost the same: how many devices of which nodes."""
-        if mesh.bits not in self._shapes:
-            counts = self.counts(mesh)
-            kinds = ((self._kinds[self.cluster.nodes[node]], count) for node, count in counts.items())
-            self._shapes[mesh.bits] = tuple(counts.values()) if self.homogeneous else tuple(kinds)
-        return self._shapes[mesh.bits]
-
-    @cached_property
-    def _kinds(self) -> dict[NodeSpec, int]:
-        """A number for each kind of node: numbers are quicker to compare."""
-        return {node: number for number, node in enumerate(dict.fromkeys(self.cluster.nodes))}
-
-    @cached_property
-    def _shapes(self) -> dict[int, tuple]:
-        return {}
+        key = ("shape", mesh.bits)
+        if key not in self._known:
+            self._known[key] = tuple((self._kinds[node], count) for node, count in self.counts(mesh).items())
+        return self._known[key]
 
     def counts(self, mesh: Mesh) -> dict[int, int]:
         """How many devices of each node are in a mesh."""
@@ -151,7 +138,7 @@ class Problem:
         found = strategies(self.graph.models[group], mesh.size, math.gcd(*self.counts(mesh).values()))
         if generates or self.graph.models[group] is None:
             return found
-        backend = self.backends[group]
+        backend = self.costs.backends[group]
         return [own for sizes in found if (own := backend.parallel(*sizes.sizes)) is not None]
 
     def generation_sizes(self, group: str, mesh: Mesh, train: Parallel) -> list[Parallel]:
@@ -160,17 +147,12 @@ class Problem:
         every = self.strategies(group, mesh, generates=True) if train.shards > 1 else generation_sizes(train)
         return [sizes for sizes in every if CallPlan(mesh, sizes).within(within)]
 
-    @cached_property
-    def backends(self) -> Mapping[str, Backend]:
-        """By group, what its strategy means."""
-        return {group: Backend.of(self.graph.strategies.get(group)) for group in self.graph.groups}
-
     def option(self, call: Call, mesh: Mesh, parallel: Parallel, shape: tuple | None = None) -> Option | None:
         """None where the simulator refuses it. Cached per mesh shape; only the mesh differs."""
         key = (call.name, parallel, shape if shape is not None else self.shape(mesh))
-        if key not in self._options:
-            self._options[key] = self._asked(call, CallPlan(mesh, parallel))
-        found = self._options[key]
+        if key not in self._known:
+            self._known[key] = self._asked(call, CallPlan(mesh, parallel))
+        found = self._known[key]
         if found is None or found.plan.mesh == mesh:
             return found
         return found._replace(plan=CallPlan(mesh, parallel))
@@ -194,38 +176,24 @@ class Problem:
         64th of the smallest memory."""
         steps = math.ceil(beside / self.step - 1e-9)
         key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
-        if key not in self._generation:
-            self._generation[key] = self._cost(call, plan, steps * self.step).seconds
-        return self._generation[key]
+        if key not in self._known:
+            self._known[key] = self._cost(call, plan, steps * self.step).seconds
+        return self._known[key]
 
     def limit(self, call: Call, plan: CallPlan, beside: float) -> str:
         """What most of a call's time is spent on; `beside` as for `generation`."""
         return self._cost(call, plan, beside).limit
 
-    @cached_property
-    def _generation(self) -> dict[tuple, float]:
-        return {}
-
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds, remembered: pairs that differ by whole nodes cost the same."""
         if source == target:
             return 0.0
-        key = (group, source.parallel, target.parallel, *self._relative(source.mesh, target.mesh))
-        if key not in self._moves:
-            self._moves[key] = self.costs.reallocation(group, source, target)
-        return self._moves[key]
-
-    @cached_property
-    def _shifts(self) -> dict[tuple[int, int], tuple]:
-        return {}
-
-    def _relative(self, first: Mesh, second: Mesh) -> tuple:
-        key = (first.bits, second.bits)
-        if key not in self._shifts:
-            low = min(first.devices[0], second.devices[0])
-            shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
-            self._shifts[key] = (key[0] >> shift, key[1] >> shift)
-        return self._shifts[key]
+        low = min(source.mesh.devices[0], target.mesh.devices[0])
+        shift = low - low % self.cluster.nodes[0].count if self.homogeneous else 0
+        key = (group, source.parallel, target.parallel, source.mesh.bits >> shift, target.mesh.bits >> shift)
+        if key not in self._known:
+            self._known[key] = self.costs.reallocation(group, source, target)
+        return self._known[key]
 
     def static(self, plan: ExecutionPlan) -> list[float]:
         """Bytes that stay on each device between calls."""
@@ -236,19 +204,6 @@ class Problem:
                 found[device] += more
         return found
 
-    def memory(self, plan: ExecutionPlan) -> list[float]:
-        """Bytes in use on each device at its fullest moment, with the least KV cache that generation can do with."""
-        active = [0.0] * self.cluster.size
-        for call in self.calls:
-            here = plan[call.name]
-            more = self.costs.active(call.name, here, plan[self.homes[call.group]])
-            for device in here.mesh.devices:
-                active[device] = max(active[device], more)
-        return [a + b for a, b in zip(self.static(plan), active, strict=True)]
-
-    def fits(self, plan: ExecutionPlan) -> bool:
-        return all(used <= limit for used, limit in zip(self.memory(plan), self.capacity, strict=True))
-
     def seconds(self, plan: ExecutionPlan) -> dict[str, float]:
         """Seconds of each call, of generation with the KV cache that it finds room for."""
         static, found = self.static(plan), {}
@@ -256,8 +211,8 @@ class Problem:
             here = plan[call.name]
             if call.kind == "generation":
                 found[call.name] = self.generation(call, here, max(static[d] for d in here.mesh.devices))
-            else:
-                found[call.name] = self._cost(call, here, 0.0).seconds
+            elif (option := self.option(call, here.mesh, here.parallel)) is not None:
+                found[call.name] = option.seconds
         return found
 
     def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
@@ -283,9 +238,16 @@ def check_pin(pin: Pin, model: ModelSpec | None, backend: Backend, cluster: Clus
     groups would lie across nodes.
     """
     for sizes in (pin.parallel, pin.generate):
-        if sizes is not None:
-            _check_model(pin, sizes, model)
-            _check_nodes(pin, sizes, cluster)
+        if sizes is None:
+            continue
+        if model is None and sizes.p * sizes.t > 1:
+            raise PlacementError(f"{pin} cannot be: {pin.group} runs functions, which are not cut. Pin p=1, t=1.")
+        try:
+            if model is not None:
+                model.check_parallel(sizes.p, sizes.t, pin.group)
+        except ModelError as error:
+            raise PlacementError(f"{pin} cannot be: {error}") from None
+        _check_nodes(pin, sizes, cluster)
     if model is None or pin.parallel is None:
         return
     if (own := backend.parallel(*pin.parallel.sizes)) is None:
@@ -298,36 +260,20 @@ def check_pin(pin: Pin, model: ModelSpec | None, backend: Backend, cluster: Clus
         )
 
 
-def _check_model(pin: Pin, sizes: Parallel, model: ModelSpec | None) -> None:
-    if model is None:
-        if sizes.p * sizes.t > 1:
-            raise PlacementError(f"{pin} cannot be: {pin.group} runs functions, which are not cut. Pin p=1, t=1.")
-        return
-    try:
-        model.check_parallel(sizes.p, sizes.t, pin.group)
-    except ModelError as error:
-        raise PlacementError(f"{pin} cannot be: {error}") from None
-
-
 def _check_nodes(pin: Pin, sizes: Parallel, cluster: ClusterSpec) -> None:
     counts = [node.count for node in cluster.nodes]
+    listed, inside = " or ".join(map(str, sorted(set(counts)))), counts
     if pin.devices is not None:
-        inside: Sequence[int] = list(cluster.counts(pin.devices).values())
+        inside = list(cluster.counts(pin.devices).values())
     elif sizes.size <= max(counts):
         inside = [sizes.size]
-    else:
-        inside = counts
-        if not any(b - a == sizes.size for a, b in combinations(accumulate([0, *counts]), 2)):
-            raise PlacementError(
-                f"{pin} cannot be: {sizes.size} devices are neither devices of one node nor whole nodes, which have "
-                f"{_listed(counts)}. Use other sizes, or pin devices."
-            )
+    elif not any(b - a == sizes.size for a, b in combinations(accumulate([0, *counts]), 2)):
+        raise PlacementError(
+            f"{pin} cannot be: {sizes.size} devices are neither devices of one node nor whole nodes, which have "
+            f"{listed}. Use other sizes, or pin devices."
+        )
     if any(count % sizes.t for count in inside):
         raise PlacementError(
-            f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have "
-            f"{_listed(counts)} devices. Use a smaller t, or other devices."
+            f"{pin} cannot be: tensor parallel groups of t={sizes.t} would lie across nodes, which have {listed} "
+            "devices. Use a smaller t, or other devices."
         )
-
-
-def _listed(counts: Sequence[int]) -> str:
-    return " or ".join(str(count) for count in sorted(set(counts)))

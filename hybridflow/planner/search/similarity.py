@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridflow.errors import PlacementError
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.search.problem import Problem
-from hybridflow.planner.search.stages import STAGES, Floats, Front, Layouts, group_layouts
+from hybridflow.planner.search.stages import STAGES, Floats, Front, GroupLayout, Layouts, group_layouts, setting
+
+ALONE = Front(np.zeros((1, STAGES + 2)), [()], [()], [0])
+"""No peers: nothing to choose, and nothing that takes time or memory."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,6 @@ class LayoutPair:
     grid: int
 
 
-class _Side(NamedTuple):
-    """All training and inference calls, or all generation calls, in one layout; seconds without generation."""
-
-    parallel: Parallel
-    seconds: float
-    static: float
-    active: float
-    copy: float
-    least: float  # seconds of generation with all memory for its KV cache
-
-
 def similarity(train: Parallel, generate: Parallel) -> float:
     """Mean share of a device's generation shard that it holds from training: 1 where nothing has to move.
 
@@ -55,11 +47,10 @@ def similarity(train: Parallel, generate: Parallel) -> float:
     """
     grid = train.grid
     rule = "hybridflow" if train.p % generate.p == 0 and train.t % generate.t == 0 else "general"
-    generation, held = grid.generation(generate.p, generate.t, rule), 0.0
-    for rank in range(grid.size):
-        here, there = grid.coords(rank), generation.coords(rank)
-        held += _common(here.p, train.p, there.p, generate.p) * _common(here.t, train.t, there.t, generate.t)
-    return held / grid.size
+    here, there = grid.coordinates, grid.generation(generate.p, generate.t, rule).coordinates
+    sizes = {"p": (train.p, generate.p), "t": (train.t, generate.t)}
+    layers, tensors = (_common(here[axis], own, there[axis], other) for axis, (own, other) in sizes.items())
+    return sum((layers * tensors).tolist()) / grid.size
 
 
 def similarity_map(problem: Problem) -> ExecutionPlan | None:
@@ -78,7 +69,7 @@ def similarity_map(problem: Problem) -> ExecutionPlan | None:
     rules, (actor,) = problem.rules, both
     if not rules.allows_sets([graph.groups]) or not all(rules.allows_mesh(group, mesh) for group in graph.groups):
         return None
-    peers, others = _alone(mesh), [group for group in graph.groups if group != actor]
+    peers, others = ALONE, [group for group in graph.groups if group != actor]
     for group in others:
         own = Front.of(group_layouts(problem, group, mesh), mesh.size, min(problem.capacity))
         peers = peers.with_peers(own, min(problem.capacity))
@@ -90,82 +81,68 @@ def similarity_map(problem: Problem) -> ExecutionPlan | None:
 
 
 def best_pair(
-    problem: Problem, group: str, mesh: Mesh, *, peers: Front | None = None, full: bool = False
+    problem: Problem, group: str, mesh: Mesh, *, peers: Front = ALONE, full: bool = False
 ) -> LayoutPair | None:
     """The pair of layouts with which all calls of `group` and of its `peers` on `mesh` take least time; None where no
     pair fits into memory. `full` prices the switch of every pair."""
-    beside = _alone(mesh) if peers is None else peers
     calls = problem.graph.of_group(group)
     generation = [call for call in calls if call.kind == "generation"]
-    train, generate = (_sides(problem, [c for c in calls if (c in generation) == side], mesh) for side in (False, True))
     bandwidth = min(problem.cluster.nodes[node].bandwidth for node in problem.counts(mesh))
     pairs = []
-    for a in train:
-        for b in generate:
-            rows = _fitting(problem, group, mesh, a, b, beside)
-            if len(rows):
-                alike = 1.0 if a.parallel == b.parallel else similarity(a.parallel, b.parallel)
-                least = a.seconds + b.least + beside.values[rows, :STAGES].sum(axis=1).min()
-                pairs.append((least + (1 - alike) * b.copy / bandwidth, alike, least, a, b, rows))
+    for train in problem.strategies(group, mesh):
+        for generate in problem.strategies(group, mesh, generates=True):
+            pair = Layouts(train, generate)
+            own = setting(problem, group, calls, mesh, pair)
+            if own is None or len(rows := _fitting(problem, mesh, group, pair, own, peers)) == 0:
+                continue
+            options = [option for call in generation if (option := problem.option(call, mesh, generate)) is not None]
+            alike = 1.0 if train == generate else similarity(train, generate)
+            least = own.seconds + sum(option.seconds for option in options)
+            least += peers.values[rows, :STAGES].sum(axis=1).min()
+            pairs.append((least + (1 - alike) * options[0].copy / bandwidth, alike, least, pair, own, rows))
     best: LayoutPair | None = None
     priced = 0
-    for _, alike, least, a, b, rows in sorted(pairs, key=lambda pair: pair[:2]):
+    for _, alike, least, pair, own, rows in sorted(pairs, key=lambda one: one[:2]):
         if best is not None and least >= best.seconds and not full:
             continue
-        seconds, row = _fastest(problem, generation, mesh, a, b, beside, rows)
+        here = CallPlan(mesh, pair.of(generation[0]))
+        seconds, row = _fastest(problem, generation, here, own, peers, rows)
         if best is not None and seconds >= best.seconds and not full:
             continue
         priced += 1
-        switch = problem.reallocation(group, CallPlan(mesh, a.parallel), CallPlan(mesh, b.parallel))
-        seconds += len(generation) * switch
+        seconds += len(generation) * problem.reallocation(group, CallPlan(mesh, pair.parallel), here)
         if best is None or seconds < best.seconds:
-            best = LayoutPair(a.parallel, b.parallel, seconds, alike, beside.layouts[row], 0, 0)
+            best = LayoutPair(pair.parallel, here.parallel, seconds, alike, peers.layouts[row], 0, 0)
     return best and replace(best, priced=priced, grid=len(pairs))
 
 
-def _alone(mesh: Mesh) -> Front:
-    """No peers: nothing to choose, and nothing that takes time or memory."""
-    return Front(np.zeros((1, STAGES + 2)), [()], [()], [mesh.size])
-
-
-def _sides(problem: Problem, calls: Sequence[Call], mesh: Mesh) -> list[_Side]:
-    generates, group = calls[0].kind == "generation", calls[0].group
-    found = []
-    for parallel in problem.strategies(group, mesh, generates):
-        if not problem.rules.allows(group, mesh, parallel, generates):
-            continue
-        options = [option for call in calls if (option := problem.option(call, mesh, parallel)) is not None]
-        if len(options) == len(calls):
-            seconds, active = sum(o.seconds for o in options), max(o.active for o in options)
-            took = (0.0, seconds) if generates else (seconds, 0.0)
-            found.append(_Side(parallel, took[0], options[0].static, active, options[0].copy, took[1]))
-    return found
-
-
-def _fitting(problem: Problem, group: str, mesh: Mesh, a: _Side, b: _Side, beside: Front) -> np.ndarray:
+def _fitting(
+    problem: Problem, mesh: Mesh, group: str, pair: Layouts, own: GroupLayout, peers: Front
+) -> NDArray[np.intp]:
     """The choices of the peers that fit beside a pair."""
-    if group in problem.rules.one_layout and not CallPlan(mesh, b.parallel).within(CallPlan(mesh, a.parallel)):
+    one = group in problem.rules.one_layout
+    if one and pair.generate and not CallPlan(mesh, pair.generate).within(CallPlan(mesh, pair.parallel)):
         return np.zeros(0, dtype=np.intp)
-    active = max(a.active, b.active + (b.copy if a.parallel != b.parallel else 0.0))
-    used: Floats = a.static + beside.values[:, STAGES] + np.maximum(active, beside.values[:, STAGES + 1])
+    active = np.maximum(own.active, peers.values[:, STAGES + 1])
+    used = own.static + peers.values[:, STAGES] + active
     return np.flatnonzero(used <= min(problem.capacity[device] for device in mesh.devices))
 
 
 def _fastest(
-    problem: Problem, generation: Sequence[Call], mesh: Mesh, a: _Side, b: _Side, beside: Front, rows: np.ndarray
+    problem: Problem, generation: Sequence[Call], here: CallPlan, own: GroupLayout, peers: Front, rows: NDArray[np.intp]
 ) -> tuple[float, int]:
     """Seconds of a pair without its switches, and the choice of the peers for which they are least: peers that keep
     less leave generation more KV cache."""
-    plan, found = CallPlan(mesh, b.parallel), []
+    found = []
     for row in rows.tolist():
-        static = a.static + float(beside.values[row, STAGES])
-        took = sum(problem.generation(call, plan, static) for call in generation)
-        found.append((a.seconds + took + float(beside.values[row, :STAGES].sum()), row))
+        static = own.static + float(peers.values[row, STAGES])
+        took = sum(problem.generation(call, here, static) for call in generation)
+        found.append((own.seconds + took + float(peers.values[row, :STAGES].sum()), row))
     return min(found)
 
 
-def _common(index: int, parts: int, other_index: int, other_parts: int) -> float:
-    """Share of the other's part [i/n, (i+1)/n) that lies within one's own."""
-    low = max(index / parts, other_index / other_parts)
-    high = min((index + 1) / parts, (other_index + 1) / other_parts)
-    return max(0.0, high - low) * other_parts
+def _common(index: NDArray[np.int64], parts: int, other_index: NDArray[np.int64], other_parts: int) -> Floats:
+    """Share of the other's part [i/n, (i+1)/n) that lies within one's own, by rank."""
+    low = np.maximum(index / parts, other_index / other_parts)
+    high = np.minimum((index + 1) / parts, (other_index + 1) / other_parts)
+    return np.maximum(0.0, high - low) * other_parts

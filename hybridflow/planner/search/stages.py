@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -41,14 +42,24 @@ class Generates(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """One choice for a group on a mesh: seconds of each stage without those of `generates`, bytes per device that stay,
-    and bytes on top of them while a call runs."""
+    """One choice for a group on a mesh. `values` are those of `Front`, without the seconds of `generates`."""
 
     layouts: Layouts
-    seconds: tuple[float, float, float]
-    static: float
-    active: float
+    values: tuple[float, ...]
     generates: tuple[Generates, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of all stages."""
+        return sum(self.values[:STAGES])
+
+    @property
+    def static(self) -> float:
+        return self.values[_STATIC]
+
+    @property
+    def active(self) -> float:
+        return self.values[_ACTIVE]
 
 
 def stage_of(call: Call) -> int:
@@ -72,20 +83,18 @@ def group_layouts(problem: Problem, group: str, mesh: Mesh) -> Iterator[GroupLay
     found = []
     for parallel in problem.strategies(group, mesh, all(call.kind == "generation" for call in calls)):
         for generate in problem.generation_sizes(group, mesh, parallel) if hybrid else [None]:
-            setting = _setting(problem, group, calls, mesh, Layouts(parallel, generate))
-            if setting is not None:
-                found.append(setting)
+            found.append(setting(problem, group, calls, mesh, Layouts(parallel, generate)))
     kept: dict[tuple[Generates, ...], list[GroupLayout]] = {}
-    for setting in sorted(found, key=lambda s: sum(s.seconds)):
-        alike = kept.setdefault(setting.generates, [])
-        if not any(_beats(other, setting) for other in alike):
-            alike.append(_with_transition(problem, group, mesh, setting))
-    yield from (setting for alike in kept.values() for setting in alike)
+    for one in sorted(filter(None, found), key=lambda s: s.seconds):
+        alike = kept.setdefault(one.generates, [])
+        if not any(all(map(le, other.values, one.values)) for other in alike):
+            alike.append(_with_transition(problem, group, mesh, one))
+    yield from (one for alike in kept.values() for one in alike)
 
 
-def _setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, layouts: Layouts) -> GroupLayout | None:
+def setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, layouts: Layouts) -> GroupLayout | None:
     """Without the transition to the generation layout."""
-    seconds, static, active, generates = [0.0, 0.0, 0.0], 0.0, 0.0, []
+    seconds, static, active, generates = [0.0] * STAGES, 0.0, 0.0, []
     for call in calls:
         parallel = layouts.of(call)
         if not problem.rules.allows(group, mesh, parallel, call.kind == "generation"):
@@ -101,24 +110,16 @@ def _setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, la
             static, active = option.static, max(active, option.active)
         else:
             active = max(active, option.active + option.copy)
-    return GroupLayout(layouts, (seconds[0], seconds[1], seconds[2]), static, active, tuple(generates))
+    return GroupLayout(layouts, (*seconds, static, active), tuple(generates))
 
 
 def _with_transition(problem: Problem, group: str, mesh: Mesh, setting: GroupLayout) -> GroupLayout:
     """Weights get into the layout of each generation call before it."""
-    home, (generation, *others) = CallPlan(mesh, setting.layouts.parallel), setting.seconds
+    home, (generation, *others) = CallPlan(mesh, setting.layouts.parallel), setting.values
     for call in setting.generates:
         if call.parallel != home.parallel:
             generation += problem.reallocation(group, home, CallPlan(mesh, call.parallel))
-    return setting._replace(seconds=(generation, *others))
-
-
-def _beats(first: GroupLayout, second: GroupLayout) -> bool:
-    """At most as slow in every stage, and as large."""
-    pairs = zip(
-        (*first.seconds, first.static, first.active), (*second.seconds, second.static, second.active), strict=True
-    )
-    return all(a <= b for a, b in pairs)
+    return setting._replace(values=(generation, *others))
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Front:
     def of(cls, settings: Iterable[GroupLayout], size: int, capacity: float) -> Front:
         """Of one group on `size` devices of `capacity` bytes."""
         given = [s for s in settings if s.static + s.active <= capacity]
-        values = np.array([(*s.seconds, s.static, s.active) for s in given]).reshape(-1, _WIDTH)
+        values = np.array([s.values for s in given]).reshape(-1, _WIDTH)
         made = cls(values, [(s.layouts,) for s in given], [s.generates for s in given], [size] * len(given))
         return made._kept(_undominated_alike(values, made._kinds()))
 

@@ -16,11 +16,11 @@ from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.layer_costs import Sizes
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
+from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.reallocation_cost import LayoutChange, volume
 from hybridflow.planner.cost.simulator import Simulator
-from hybridflow.planner.describe.cluster_spec import DEVICES, GIB, ClusterSpec, DeviceSpec, NodeSpec, device
+from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, DeviceSpec, NodeSpec, device
 from hybridflow.planner.describe.graph import grpo, ppo
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Lengths, Workload
@@ -42,8 +42,8 @@ def simulator(work: Workload = WORK, cluster: ClusterSpec = A100S, **how) -> Sim
     return Simulator(cluster, GRAPH, work, **how)
 
 
-def at(p: int, t: int, d: int, start: int = 0, micro_batches: int | None = None) -> CallPlan:
-    return CallPlan(Mesh.of(start, p * t * d), Parallel(p, t, d, micro_batches))
+def at(p: int, t: int, d: int, start: int = 0) -> CallPlan:
+    return CallPlan(Mesh.of(start, p * t * d), Parallel(p, t, d))
 
 
 SIZES = st.sampled_from([(p, t, d) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) for d in (1, 2, 4) if p * t * d <= 32])
@@ -55,7 +55,7 @@ SIZES = st.sampled_from([(p, t, d) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) f
 def test_devices_of_a_data_sheet():
     assert device("A100") is DEVICES["a100"] is device("a100-80gb")
     assert device("h100").peak("bfloat16") == 989.4e12
-    assert device("h200").memory > device("h100").memory == 80 * GIB
+    assert device("h200").memory > device("h100").memory == 80 * 2**30
     for spec in DEVICES.values():
         assert pickle.loads(pickle.dumps(spec)) == spec
         assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
@@ -71,8 +71,6 @@ def test_clusters_count_their_devices_through():
     assert ClusterSpec.of(str(cluster)) == cluster
     assert cluster.bandwidth == 25e9  # of the slower network
     assert ClusterSpec.of("a100:2x8@400Gbps").bandwidth == 50e9
-    assert ClusterSpec.of("a100:2x8", bandwidth=1e9).bandwidth == 1e9
-    assert str(cluster.first(17)) == "a100:2x8,h100:1x1"
     assert ClusterSpec.of("here").size >= 1
     assert ClusterSpec.this_machine(4).size == 4
 
@@ -98,9 +96,9 @@ def test_clusters_that_are_refused(text, says):
 def test_sizes_that_are_refused():
     spec = device("a100")
     for wrong in (0, -1.0, float("nan"), True, "80"):
-        with pytest.raises(ConfigError, match="must be a positive number"):
+        with pytest.raises(ConfigError, match="above 0"):
             DeviceSpec("mine", wrong, {"bfloat16": 1e12}, 1e12)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="must be a positive number"):
+        with pytest.raises(ConfigError, match="above 0"):
             ClusterSpec((NodeSpec(spec, 8, 1e9),), wrong)  # type: ignore[arg-type]
     for count in (0, -8, 1.5):
         with pytest.raises(ConfigError, match="at least 1"):
@@ -120,8 +118,6 @@ def test_sizes_that_are_refused():
     for index in (-1, 32):
         with pytest.raises(PlacementError, match="0 to 31"):
             A100S.node_of(index)
-    with pytest.raises(PlacementError, match="cluster of 32"):
-        A100S.first(33)
     with pytest.raises(PlacementError, match="0 to 31"):
         simulator().cost(TRAIN, at(2, 2, 8, start=8))
 
@@ -183,7 +179,7 @@ def test_training_takes_longer_than_inference_and_more_with_recomputation(sizes)
 @given(SIZES, st.sampled_from(KINDS))
 def test_better_devices_and_links_are_not_slower(sizes, call):
     here = at(*sizes)
-    slow, fast = ClusterSpec.of("a100:4x8", bandwidth=5e9), ClusterSpec.of("h100:4x8")
+    slow, fast = ClusterSpec.of("a100:4x8@40Gbps"), ClusterSpec.of("h100:4x8")
     assert simulator(cluster=slow).cost(call, here).seconds >= simulator().cost(call, here).seconds
     assert simulator(cluster=fast).cost(call, here).seconds < simulator().cost(call, here).seconds
 
@@ -232,7 +228,7 @@ def test_micro_batches_fill_the_pipeline():
     alone, deep = simulator().cost(INFER, at(1, 1, 4)), simulator().cost(INFER, at(4, 1, 1))
     assert "pipeline" not in alone.parts
     assert deep.parts["pipeline"] > 0
-    refilled = simulator().cost(INFER, at(4, 1, 1, micro_batches=16))
+    refilled = simulator(replace(WORK, micro_batches=16)).cost(INFER, at(4, 1, 1))
     assert refilled.parts["pipeline"] > deep.parts["pipeline"]  # every given part fills the pipeline anew
     assert refilled.parts["compute"] == pytest.approx(deep.parts["compute"], rel=1e-6)
 
@@ -347,9 +343,9 @@ def test_calibration_finds_what_made_the_observations():
 def test_observations_that_are_refused():
     with pytest.raises(ConfigError, match="at least one observation"):
         calibrate([])
-    with pytest.raises(ConfigError, match="positive"):
+    with pytest.raises(ConfigError, match="above 0"):
         Observation(A100S, MODEL, "training", Parallel(), WORK, 0.0)
-    with pytest.raises(ConfigError, match="positive"):
+    with pytest.raises(ConfigError, match="above 0"):
         Observation(A100S, MODEL, "training", Parallel(), WORK, True)
     with pytest.raises(ConfigError, match="says nothing"):
         Observation(A100S, MODEL, "function", Parallel(), WORK, 1.0)

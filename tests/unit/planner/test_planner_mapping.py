@@ -12,19 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import PlacementError
+from hybridflow.planner import explain
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, OneLayout, Pin, Together
-from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, generation_sizes, strategies
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.explain import fits, grown, infeasibility_report
+from hybridflow.planner.explain import grown, infeasibility_report
 from hybridflow.planner.search.auto_mapping import auto_map
-from hybridflow.planner.search.exact import exact
-from hybridflow.planner.search.mcmc import mcmc
-from hybridflow.planner.search.meshes import generation_sizes, strategies
+from hybridflow.planner.search.call_search import exact, mcmc
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.problem import Problem
-from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
+from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
 
 GRAPH = grpo_of(SMALL, LARGE)
 WORK = Workload(rows=64, prompt=128, response=128)
@@ -132,9 +131,9 @@ def problems(draw) -> Problem:
 def test_auto_mapping_equals_brute_force_on_any_nodes_under_any_constraints(problem: Problem):
     found, best = auto_map(problem), by_force(problem)
     assert (found.seconds if found else math.inf) == pytest.approx(best, rel=1e-9)
-    assert fits(problem) or found is None
+    assert explain.fits(problem) or found is None
     if found:
-        assert problem.fits(found.plan)
+        assert fits(problem, found.plan)
         assert obeys(problem, found.plan)
 
 

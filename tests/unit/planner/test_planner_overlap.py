@@ -14,12 +14,11 @@ from hypothesis.extra.numpy import arrays
 from benchmarks.planner_findings import KINDS, WORKLOAD, best_size, finding, problem_of
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
-from hybridflow.planner.describe.mesh import Mesh
+from hybridflow.planner.describe.mesh import Mesh, sizes
 from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
-from hybridflow.planner.search.meshes import sizes
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import undominated
-from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
+from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_a_placement_by_timeline_is_no_slower_than_the_stages_let_one_think(grap
     mapped, found = auto_map(problem), overlap_map(problem)
     assert mapped is not None
     assert found is not None
-    assert problem.fits(found.plan)
+    assert fits(problem, found.plan)
     assert found.seconds == problem.timeline(found.plan).per_iteration
     assert found.seconds <= problem.timeline(mapped.plan).per_iteration * (1 + 1e-9)
     taken = [device for own in found.sets for device in own.mesh.devices]

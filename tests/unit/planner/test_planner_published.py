@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.calibration import Observation, calibrate
-from hybridflow.planner.cost.hardware import DEFAULT
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import ppo
@@ -75,18 +75,16 @@ GRAPH = ppo(
 WORKLOAD = Workload(rows=4096, prompt=1024, response=1024, minibatches=8)
 
 
-def predicted(simulator: Simulator, sizes) -> list[float]:
-    mesh = Mesh.of(0, 128)
-    plans = {call: CallPlan(mesh, Parallel(*size)) for call, size in zip(CALLS, sizes, strict=True)}
-    return list(simulator.seconds(plans).values())
-
-
 def observed(workload: Workload, sizes, seconds) -> list[Observation]:
-    groups = [GRAPH.call(name) for name in CALLS]
-    return [
-        Observation(H100S, GRAPH.models[call.group], call.kind, Parallel(*size), workload, taken)  # type: ignore[arg-type]
-        for call, size, taken in zip(groups, sizes, seconds, strict=True)
-    ]
+    found = []
+    for name, (*cut, micro_batches), taken in zip(CALLS, sizes, seconds, strict=True):
+        call, work = GRAPH.call(name), replace(workload, micro_batches=micro_batches)
+        found.append(Observation(H100S, GRAPH.models[call.group], call.kind, Parallel(*cut), work, taken))  # type: ignore[arg-type]
+    return found
+
+
+def predicted(coefficients: Coefficients, workload: Workload, sizes) -> list[float]:
+    return [seen.predicted(coefficients) for seen in observed(workload, sizes, [1.0] * len(CALLS))]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -96,8 +94,8 @@ def observed(workload: Workload, sizes, seconds) -> list[Observation]:
     ids=["searched", "heuristic"],
 )
 def test_uncalibrated_predictions_of_published_calls(recompute, sizes, published):
-    simulator = Simulator(H100S, GRAPH, replace(WORKLOAD, recompute=recompute))
-    for call, seconds, taken in zip(CALLS, predicted(simulator, sizes), published, strict=True):
+    found = predicted(DEFAULT, replace(WORKLOAD, recompute=recompute), sizes)
+    for call, seconds, taken in zip(CALLS, found, published, strict=True):
         assert seconds <= 1.5 * taken, call
         if call != "actor.generate_sequences":
             assert seconds >= taken / 4, call
@@ -107,8 +105,7 @@ def test_uncalibrated_predictions_of_published_calls(recompute, sizes, published
 def test_calibrated_on_the_heuristic_plan_the_searched_one_is_predicted(recompute):
     workload = replace(WORKLOAD, recompute=recompute)
     coefficients = calibrate(observed(workload, HEURISTIC, HEURISTIC_SECONDS))
-    simulator = Simulator(H100S, GRAPH, workload, coefficients)
-    searched, heuristic = (sum(predicted(simulator, sizes)) for sizes in (SEARCHED, HEURISTIC))
+    searched, heuristic = (sum(predicted(coefficients, workload, sizes)) for sizes in (SEARCHED, HEURISTIC))
     assert searched == pytest.approx(383.1, rel=0.28)
     assert heuristic == pytest.approx(546.8, rel=0.28)
     assert searched < heuristic
@@ -130,9 +127,7 @@ def test_any_published_call_alone_keeps_the_plans_in_order():
     for one, factor in product(seen, (0.5, 1.0, 2.0)):
         fitted = calibrate([replace(one, seconds=one.seconds * factor)])
         assert all(0 < getattr(fitted, name) <= 1 for name in ("compute", "attention", "memory", "link", "network"))
-        searched, heuristic = (
-            sum(predicted(Simulator(H100S, GRAPH, WORKLOAD, fitted), sizes)) for sizes in (SEARCHED, HEURISTIC)
-        )
+        searched, heuristic = (sum(predicted(fitted, WORKLOAD, sizes)) for sizes in (SEARCHED, HEURISTIC))
         assert searched < heuristic, (one.kind, one.parallel, factor)
 
 

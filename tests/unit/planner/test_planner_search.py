@@ -13,18 +13,25 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.planner.describe.constraints import Apart, Cap, Constraint, Pin, Together
-from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.mesh import (
+    CallPlan,
+    Mesh,
+    Parallel,
+    generation_sizes,
+    meshes,
+    packings,
+    sizes,
+    strategies,
+)
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map
+from hybridflow.planner.search.call_search import exact, mcmc, space_size
 from hybridflow.planner.search.evaluation import Evaluator, options_of
-from hybridflow.planner.search.exact import exact, space_size
-from hybridflow.planner.search.mcmc import mcmc
-from hybridflow.planner.search.meshes import generation_sizes, meshes, pack, sizes, strategies
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.similarity import best_pair, similarity
 from hybridflow.planner.search.stages import undominated
-from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, grpo_of, obeys, ppo_of
+from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
 
 TOKENS = 2e5
 
@@ -48,7 +55,7 @@ def by_force(problem: Problem) -> float:
         count = max(numbers) + 1
         shares = combinations_with_replacement(sizes(spec), count)
         for share in {order for found in shares for order in permutations(found)}:
-            if sum(share) > spec.size or (where := pack(spec, list(share))) is None:
+            if sum(share) > spec.size or (where := next(packings(spec, list(share)), None)) is None:
                 continue
             sets = []
             for number in range(count):
@@ -105,7 +112,7 @@ def test_auto_mapping_equals_brute_force(graph, nodes: int, count: int, memory: 
     found, best = auto_map(problem), by_force(problem)
     assert (found.seconds if found else np.inf) == pytest.approx(best, rel=1e-12)
     if found:
-        assert problem.fits(found.plan)
+        assert fits(problem, found.plan)
         taken = [device for own in found.sets for device in own.mesh.devices]
         assert len(taken) == len(set(taken))
         assert {group for own in found.sets for group in own.groups} == set(graph.groups)
@@ -157,7 +164,7 @@ def test_mcmc_comes_within_2_percent_of_the_optimum_with_every_seed(graph, spec,
         found = mcmc(problem, seed=seed, budget_s=60, evaluations=4000)
         assert found is not None
         assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.02 * best.seconds
-        assert problem.fits(found.plan)
+        assert fits(problem, found.plan)
         assert problem.timeline(found.plan).per_iteration == pytest.approx(found.seconds)
 
 
@@ -209,10 +216,10 @@ def test_similarity_is_the_share_that_a_device_holds():
 
 def test_sets_are_packed_without_overlap():
     spec = cluster(3, 4)
-    assert pack(spec, [4, 2, 4, 2]) is not None
-    assert pack(spec, [3, 3, 3, 3]) is None
-    assert pack(spec, [8, Mesh((0, 1)), 2]) == [Mesh.of(4, 8), Mesh((0, 1)), Mesh((2, 3))]
-    assert pack(spec, [12, 1]) is None
+    assert list(packings(spec, [4, 2, 4, 2]))
+    assert not list(packings(spec, [3, 3, 3, 3]))
+    assert next(packings(spec, [8, Mesh((0, 1)), 2])) == [Mesh.of(4, 8), Mesh((0, 1)), Mesh((2, 3))]
+    assert not list(packings(spec, [12, 1]))
     assert sizes(spec) == [1, 2, 3, 4, 8, 12]
 
 

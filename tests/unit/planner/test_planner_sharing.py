@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.cost.contention import Contention
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
-from hybridflow.planner.cost.layer_costs import Seconds, Sizes
+from hybridflow.planner.cost.call_cost import CallCost
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
-from hybridflow.planner.cost.pipeline_cost import CallCost
+from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.simulator import Simulator
-from hybridflow.planner.cost.timeline import simulate
+from hybridflow.planner.cost.timeline import Contention, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.describe.graph import ppo
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.planner.cost.timeline import busiest, moves, simulate
-from hybridflow.planner.describe.graph import Graph
+from hybridflow.planner.cost.timeline import busiest, simulate
+from hybridflow.planner.describe.graph import Graph, moves
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from tests.example_plans import LLAMA_7B, SMALL, grpo_of, ppo_of
 

@@ -12,9 +12,8 @@ from hybridflow.errors import PlacementError
 from hybridflow.placement import CallPlacement, GroupPlacement, Placement
 from hybridflow.planner.describe.graph import Graph, GraphBuilder
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.search.call_search import exact, mcmc
 from hybridflow.planner.search.evaluation import Evaluator, options_of
-from hybridflow.planner.search.exact import exact
-from hybridflow.planner.search.mcmc import mcmc
 from hybridflow.planner.search.planning import placement_of
 from hybridflow.planner.search.problem import Problem
 from hybridflow.workers.call_placement import ReplicaPlacement, can_replicate, divided
