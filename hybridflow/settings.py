@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -44,7 +45,8 @@ class Check(NamedTuple):
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a finite number, of Python or numpy; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    return abs(number) <= sys.float_info.max  # a whole number may be too large for math.isfinite
 
 
 def is_whole(value: Any) -> TypeGuard[int]:

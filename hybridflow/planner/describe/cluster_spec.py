@@ -19,6 +19,7 @@ from hybridflow.placement import GIB
 from hybridflow.settings import Positive, Size, check_fields, is_number, require
 
 TERA, GIGA = 1e12, 1e9
+_SIZES = ("memory", "bandwidth", "link", "network", "host")
 
 
 @dataclass(frozen=True)
