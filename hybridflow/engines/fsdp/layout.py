@@ -64,7 +64,7 @@ def tensor_parallel_styles(spec: Decoder) -> dict[str, str]:
         below = re.sub(r"\.\d+(?=\.|$)", ".*", module.removeprefix(f"{spec.decoder}."))
         if below in plan:
             found[module] = plan[below]
-        elif name in ends and shape[:1] == (spec.vocab,):
+        elif name in ends and len(shape) == 2 and shape[0] == spec.vocab:  # a norm may be of this size
             found[module] = ends[name]
     return found
 
