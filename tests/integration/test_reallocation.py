@@ -57,7 +57,8 @@ class Watched(hf.ActorWorker):
     def remember(self) -> int:
         """Remember the storages of all training state; their bytes."""
         with self.at_work():
-            kinds = [self.engine.storage(), self.engine.gradients(), *self.engine.optimizer_storage().values()]
+            gradients = self.engine._shards.gradients.buffers  # `engine.gradients()` are copies
+            kinds = [self.engine.storage(), gradients, *self.engine.optimizer_storage().values()]
             tensors = [tensor for kind in kinds for tensor in kind.values()]
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         remembered[:] = map(StorageWeakRef, storages.values())
