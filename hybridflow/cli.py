@@ -18,7 +18,7 @@ from typing import Any
 from hybridflow.errors import ConfigError, HybridFlowError
 
 _ROLE_MODEL = re.compile(r"(?P<role>[A-Za-z_]\w*)\.model=(?P<model>.*)")
-_INTERRUPTED = 130  # as of a program that a shell saw end by Ctrl-C
+_INTERRUPTED = 130  # a shell's status for a program ended by Ctrl-C
 _EPILOG = """\
 examples:
   hybridflow plan recipes/ppo.py --cluster a100:16x8 model=DIR prompts=FILE.jsonl --response 1024
@@ -28,7 +28,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status. What the user did wrong is said in one line. What follows `--` is the driver's."""
+    """Returns the exit status. A user's mistake prints one line. Arguments after `--` are the driver's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     parser = _parser()
@@ -113,7 +113,7 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
     if rest:
         raise ConfigError(f"profile takes one model, got {rest[0]!r} as well.")
     _check_target(given.save)
-    ModelSpec.from_hf_config(configuration(given.model))  # refuse what is not a model before anything starts
+    ModelSpec.from_hf_config(configuration(given.model))  # refuse anything but a model before a process starts
     start = time.perf_counter()
     running = Session.existing()
     session = running or Session.open()
@@ -129,12 +129,12 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _devices(session: Any) -> int:
-    """The accelerators of one node of the session, or the cores of this machine."""
+    """Accelerators of one node of the session, or cores of this machine."""
     return max(session.backend.accelerators) if session.has_cuda else len(os.sched_getaffinity(0))
 
 
 def _check_target(path: str | None) -> None:
-    """Before minutes are spent on what would go there. Errors: ConfigError for a file that cannot be written."""
+    """Runs before minutes are spent on the file. Errors: ConfigError for a file that cannot be written."""
     if path is None:
         return
     file = Path(path).absolute()
@@ -179,9 +179,9 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
-    """`FILE.py` as the program that it is, or its function `FILE.py:FUNCTION`, which is called with all arguments as
-    one list, as a recipe's `main` is, if it takes any. Errors: ConfigError without such a file or function; what the
-    driver itself raises is one too, and shows the driver's own lines."""
+    """`FILE.py` as a program, or the function `FILE.py:FUNCTION`, called with all arguments as one list, like a
+    recipe's `main`, if it takes any. Errors: ConfigError without such a file or function, and for any error of the
+    driver, with the driver's own lines."""
     path, function = _file(name)
 
     def run() -> None:
@@ -197,7 +197,7 @@ def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
 
 
 def _file(name: str) -> tuple[str, str]:
-    """Of FILE.py:FUNCTION both parts. Errors: ConfigError."""
+    """Both parts of FILE.py:FUNCTION. Errors: ConfigError."""
     path, _, function = name.partition(":")
     if not Path(path).is_file():
         raise ConfigError(f"there is no driver {path}. Give a Python file, such as recipes/ppo.py.")
@@ -218,7 +218,7 @@ def _takes_arguments(driver: Callable[..., Any], name: str) -> bool:
 
 @contextmanager
 def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Arguments and module path as of `python FILE.py ...`. A program that exits has come to its end."""
+    """Sets arguments and module path as `python FILE.py ...` does. SystemExit ends the program normally."""
     before = sys.argv, list(sys.path)
     sys.argv, sys.path[0:0] = [path, *arguments], [str(Path(path).resolve().parent)]
     try:

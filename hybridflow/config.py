@@ -34,8 +34,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 def _data_parallel(
     owner: Any, sizes: Mapping[str, int], dp: int | None, devices: int, replicate: int = 1, **others: int
 ) -> int:
-    """Data parallel size, a multiple of `replicate`, of a strategy that cuts its model into `sizes`; `others` are
-    settings that belong to it. Errors: PlacementError when they do not fit on `devices` devices."""
+    """Data parallel size, a multiple of `replicate`, of a strategy that shards its model by `sizes`; `others` are
+    further settings for messages. Errors: PlacementError when the sizes do not fit on `devices` devices."""
     model = math.prod(sizes.values())
     found = dp if dp is not None else max(1, devices // model)
     if model * found == devices:
@@ -57,7 +57,7 @@ def _data_parallel(
 
 @settings
 class Optimizer:
-    """What Adam and SGD share. `clip_grad` is the largest global gradient norm (0 switches clipping off).
+    """Base of Adam and SGD. `clip_grad` is the largest global gradient norm (0 switches clipping off).
 
     The learning rate rises linearly over `warmup_steps` optimizer steps and then follows `schedule` down to `min_lr`
     over `total_steps` (needed unless the schedule is constant).
@@ -116,7 +116,7 @@ class TrainStrategy(Protocol):
 
 
 def is_strategy(value: object) -> bool:
-    """Whether `value` is a TrainStrategy, and neither a class nor another object that has a grid."""
+    """Whether `value` is a TrainStrategy instance, not a class or another object with a grid."""
     return isinstance(value, TrainStrategy) and not isinstance(value, type) and callable(value.grid)
 
 
@@ -127,8 +127,8 @@ class Megatron:
     `dtype` is the dtype of parameters and activations: None means bfloat16 on CUDA and float32 on CPU; with a 16-bit
     dtype, main parameters and gradients are float32. `micro_tokens` is the token budget of one micro-batch; a single
     longer row still forms a micro-batch of its own. `packed` micro-batches are rows laid end to end without padding,
-    others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order; by
-    default as even as can be, larger stages first.
+    others are padded to their longest row. `stage_layers` are the decoder layers of each pipeline stage, in order; the
+    default is as even as possible, larger stages first.
     """
 
     tp: Size = 1
@@ -159,8 +159,8 @@ class LoRA:
     W [out, in], computes (W + alpha / rank * B A) x (equation 3) with trained A [rank, in] and B [out, rank].
 
     `targets` name linear layers of the decoder as peft does: "q_proj", "mlp.up_proj", or
-    "model.layers.0.self_attn.q_proj" for a single one; "all-linear" is all of them. `dropout` is that of x before A in
-    training. `start` is a directory in peft's format whose adapters are trained on; without it B begins as zero.
+    "model.layers.0.self_attn.q_proj" for a single one; "all-linear" is all of them. `dropout` applies to x before A in
+    training. `start` is a directory in peft's format whose adapters training continues; without it B starts at zero.
     """
 
     rank: Size = 16
@@ -196,16 +196,16 @@ class LoRA:
 class FSDP:
     """Torch's fully sharded data parallelism (FSDP2) of transformers' own model (Zhao et al. 2023).
 
-    Parameters, gradients and optimizer state are cut over the `dp` data parallel ranks (default: all of the pool), a
-    decoder layer is gathered while it computes. `replicate` > 1 is HSDP: that number of copies, each cut over
-    dp / replicate ranks. `tp` cuts every layer first, by tensor parallelism (rank = d * tp + t).
+    Parameters, gradients and optimizer state are sharded over the `dp` data parallel ranks (default: all of the pool);
+    a decoder layer is gathered while it computes. `replicate` > 1 is HSDP: that number of copies, each sharded over
+    dp / replicate ranks. `tp` first shards every layer by tensor parallelism (rank = d * tp + t).
 
-    `dtype` computes: None means bfloat16 on CUDA and float32 on CPU; what is trained is kept in float32 all the same.
-    `micro_tokens` and `packed` are as for `Megatron`. Gradients of the micro-batches of a mini-batch are added up on
-    each rank and reduced once, which needs memory for whole gradients; `reduce_often=True` reduces those of every
-    micro-batch instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
+    `dtype` is the compute dtype: None means bfloat16 on CUDA and float32 on CPU. Trained parameters are always stored
+    in float32. `micro_tokens` and `packed` are as for `Megatron`. Gradients of the micro-batches of a mini-batch are
+    added up on each rank and reduced once, which needs memory for whole gradients; `reduce_often=True` reduces those of
+    every micro-batch instead. `offload=True` keeps parameters, gradients and optimizer state in host memory.
 
-    With `lora` only adapters (and a value head) are trained and kept in float32, the model is frozen and in `dtype`.
+    With `lora` only adapters (and a value head) are trained and stored in float32; the frozen model is in `dtype`.
     """
 
     _instead: ClassVar[Mapping[str, str]] = {
@@ -257,10 +257,10 @@ def _is_stage(value: Any) -> bool:
 class ZeRO:
     """Data parallelism without redundancy (Rajbhandari et al. 2020) of transformers' own model.
 
-    Over `dp` ranks (default: all of the pool) stage 1 cuts the optimizer's state, stage 2 gradients too, stage 3 also
-    parameters: that is `FSDP(reduce_often=True)`. Other settings are those of `FSDP`.
+    Over `dp` ranks (default: all of the pool) stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also
+    parameters (the same as `FSDP(reduce_often=True)`). Other settings are those of `FSDP`.
 
-    With stages 1 and 2 parameters have the dtype that computes, and in 16 bits float32 main parameters beside them.
+    In stages 1 and 2 parameters have the compute dtype; with a 16-bit dtype there are float32 main parameters as well.
     """
 
     _instead: ClassVar[Mapping[str, str]] = {
@@ -309,7 +309,7 @@ class Sampling:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a response, as far as the sampling decides."""
+        """Upper bound of the sampling on a response's tokens."""
         return self.max_tokens or 256
 
 
@@ -318,13 +318,13 @@ class VLLM:
     """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
 
     `sampling` is the default of `generate_sequences`, whose arguments override it call by call. `max_length` bounds
-    prompt plus response (None: the model's context): a response ends there, unfinished, also before `max_tokens`, and
-    `max_tokens` that leave no room for any prompt are refused. `memory_fraction` (CUDA) is the share of device memory
-    for weights and KV cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
+    prompt plus response (None: the model's context): a response ends there, unfinished, even before `max_tokens`; a
+    `max_tokens` that leaves no room for a prompt is refused. `memory_fraction` (CUDA) is the share of device memory for
+    weights and KV cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
 
-    On CUDA vLLM captures graphs, which hold addresses: its weights are then released and acquired as a whole, and
-    never share memory with training. `eager=True` goes without graphs: generation is slower, the transition works
-    layer by layer and shares what is equal. On CPU it is always so.
+    On CUDA vLLM captures graphs, which hold addresses: its weights are released and acquired as a whole and never share
+    memory with training. `eager=True` captures no graphs: generation is slower, the transition works layer by layer and
+    shares equal storages. CPU always runs eagerly.
     """
 
     _instead: ClassVar[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""What a driver calls that is no group: sessions, advantages, and weights that go from group to group."""
+"""Driver functions: open and close a session, compute advantages, move weights between groups."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def init(
 ) -> None:
     """Connect to the Ray cluster at `address` (or `RAY_ADDRESS`), or start a local one with `devices` logical devices.
 
-    Called by the first `ResourcePool` if the driver does not. Timeouts in seconds: to wait for results of other groups
-    and for a group to be built, its checkpoint read included; and to be inside a collective. Until `shutdown`, SIGTERM
-    ends the driver as Ctrl-C does, with status 143, unless there is a handler. Errors: ConfigError when one is open.
+    The first `ResourcePool` calls it if the driver does not. Timeouts in seconds: for results of other groups and for
+    building a group, including its checkpoint; and for a collective. Until `shutdown`, SIGTERM ends the driver as
+    Ctrl-C does, with status 143, unless the user installed a handler. Errors: ConfigError when a session is open.
     """
     if (session := Session.existing()) is not None and session.traces:
         return
@@ -67,9 +67,9 @@ def compute_advantage(
     `f(token_rewards, batch, **options) -> (advantages, returns)`, or -> a mapping of columns with these two; its
     attributes `reads` and `writes` name the other columns.
 
-    `kl_coef` * KL(actor || reference) per token, as estimated by `kl` ("k1", the default, "k2", "k3", "abs"), is taken
-    from the rewards. An `AdaptiveKL`, and a `Lagrange` among the options, keep what they learn from one iteration to
-    the next, in no checkpoint, and learn nothing from a call that fails.
+    `kl_coef` * KL(actor || reference) per token, as estimated by `kl` ("k1", the default, "k2", "k3", "abs"), is
+    subtracted from the rewards. An `AdaptiveKL`, and a `Lagrange` among the options, keep their state between
+    iterations, but not in checkpoints; a call that fails leaves it unchanged.
 
     Estimators over groups write as `returns` the score of the row, its summed reward, at every valid token (verl: the
     advantages). They leave rows without a valid token out of the statistics of their group (verl and TRL count them).
@@ -88,16 +88,16 @@ def compute_advantage(
 def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     """Give `destination` the current weights of `source`, another group of the same model; returns at once.
 
-    For a rollout that generates on devices of its own, a reference that follows the actor, or a second actor. Pools and
-    layouts may be any, equal, overlapping or disjoint: every rank gets exactly what it needs and does not hold, in one
-    weight plan that is made once for a pair of groups (ReaL, section 5; PUZZLE, algorithm 1).
+    For a rollout on devices of its own, a reference that follows the actor, or a second actor. Pools and layouts may be
+    equal, overlapping or disjoint: every rank receives exactly the elements that it needs and does not hold, by one
+    weight plan per pair of groups (ReaL, section 5; PUZZLE, algorithm 1).
 
-    It takes place in the order of the calls on both groups: later calls on `destination` see the new weights, all of
-    them. A destination that trains keeps its optimizer's moments. If it fails on the way, calls on `destination` raise
-    until a `sync_weights` into it succeeds. The future gives `bytes` (over the wire, of all ranks) and `seconds`.
+    The transfer runs in call order on both groups: later calls on `destination` see all of the new weights. A
+    destination that trains keeps its optimizer's moments. If the transfer fails, calls on `destination` raise until a
+    `sync_weights` into it succeeds. The future returns `bytes` (over the wire, of all ranks) and `seconds`.
 
     Errors, before a byte moves: LayoutError when the models differ, PlacementError for a closed group, ConfigError for
-    what has no weights.
+    a group without weights.
     """
     for group in (source, destination):
         _check_group("sync_weights", group)
@@ -119,14 +119,12 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
 
 
 class _Keep:
-    """The type of `KEEP`."""
-
     def __repr__(self) -> str:
         return "hf.KEEP"
 
 
 KEEP = _Keep()
-"""Stands for a setting that stays as it is."""
+"""Keeps a setting unchanged."""
 
 
 def reallocate(
@@ -138,12 +136,12 @@ def reallocate(
 ) -> WorkerGroup:
     """Move `group` to another strategy, another pool or slice, or both; returns it: the same object, in a new layout.
 
-    Weights, optimizer state and step counts come along, so training continues as before; calls that were issued
-    earlier run first, and batches that it wrote stay valid. An actor's generation engine is closed and
-    built again, as `generate` says (None: it generates no more). Blocks until the group is there.
+    Weights, optimizer state and step counts move too, so training continues as before; earlier calls run first, and
+    batches that the group wrote stay valid. An actor's generation engine is closed and rebuilt by `generate` (None: the
+    group stops generating). Blocks until done.
 
-    Only when everything has arrived are the old ranks freed: until then, weights and optimizer state exist twice on
-    devices that both layouts use, and a step that fails leaves the group as it was.
+    The old ranks are freed after everything has arrived: until then, devices in both layouts hold weights and optimizer
+    state twice, and a failed step leaves the group unchanged.
 
     Errors, before a byte moves: PlacementError when sizes and devices do not fit or the group is closed, ModelError
     when the model does not divide, LayoutError, ConfigError. WorkerError of a rank that cannot be built.
@@ -187,7 +185,7 @@ def reallocate(
 
 
 def _generating(group: WorkerGroup, settings: dict[str, Any], generate: Any) -> dict[str, Any]:
-    """The settings with another way to generate, or none. Errors: ConfigError where that is not the group's to say."""
+    """The settings with `generate` replaced. Errors: ConfigError for a group that has no such setting."""
     if group.has_replica_for("generate_sequences"):
         raise ConfigError(f"reallocate({group.name}, generate=...): it generates where its placement says.")
     if "generate" not in settings:
@@ -206,7 +204,7 @@ def _check_group(what: str, group: WorkerGroup) -> None:
 
 
 def _own_grid(group: WorkerGroup, where: ResourcePool, generate: Any) -> RankGrid | None:
-    """Where `group` was placed with a grid of its own: one of the same p and t on other devices.
+    """For a group placed with an explicit grid: a grid with the same p and t on other devices.
 
     Errors: PlacementError when these sizes do not fit.
     """
@@ -222,7 +220,7 @@ def _own_grid(group: WorkerGroup, where: ResourcePool, generate: Any) -> RankGri
 
 
 def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
-    """Errors: LayoutError for models of equal tensors that compute with them differently, such as in their rotation."""
+    """Errors: LayoutError for models with equal tensors but different computation, such as rotary embeddings."""
     specs = [
         group.worker_class.model_spec(group.settings)  # type: ignore[attr-defined]
         for group in (source, destination)
@@ -241,7 +239,7 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
 
 
 def _use(spec: Any) -> dict[str, Any]:
-    """The settings that decide how a model computes: of a TransformersSpec its config without labels."""
+    """The settings that decide how a model computes: for a TransformersSpec, its config without labels."""
     config: dict[str, Any] | None = getattr(spec, "config", None)
     if config is None:
         return {name: getattr(spec, name) for name in _USE}

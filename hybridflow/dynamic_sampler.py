@@ -1,4 +1,4 @@
-"""Dynamic sampling: batches of groups whose rewards differ, drawn until there are enough of them (DAPO)."""
+"""Dynamic sampling (DAPO): prompts are drawn until a batch has enough groups with different rewards."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def dynamic_sampling(
 ) -> DynamicSampler:
     """Iterates over batches of exactly `rows` rows, made of groups of responses whose scores differ.
 
-    Groups with equal scores have no advantage: with them a batch holds less than it seems to. So
-    `sample(prompts) -> batch` (generation and rewards, with `group_id`) is called with further prompts of `loader`
-    until there are `rows` rows of groups that do; surplus rows are dropped. Scores are the column `by`, per row or per
-    token: a component `rewards/<name>` where other rewards would always differ.
+    Groups with equal scores have zero advantage. So `sample(prompts) -> batch` (generation and rewards, with
+    `group_id`) is called with further prompts of `loader` until `rows` rows are in groups with different scores;
+    surplus rows are dropped. Scores are the column `by`, per row or per token: use a component `rewards/<name>` where
+    other rewards would always differ.
 
-    After `max_rounds` draws the rest is filled with groups of equal scores, and a warning is logged. `steps` batches
-    come, or as many as `loader` has prompts for: its own `steps` count draws. Its `state()` continues the run with the
-    next batch. Each batch is one iteration, which waits for its rewards; `metrics()` reports how it was made.
+    After `max_rounds` draws the batch is filled with groups of equal scores, and a warning is logged. The sampler
+    yields `steps` batches, or as many as `loader` has prompts for: the loader's own `steps` count draws. `state()`
+    continues the run with the next batch. Each batch is one iteration, which waits for its rewards; `metrics()`
+    describes it.
 
     Yu et al., "DAPO" (2025), section 3.2, equation 11. Errors: ConfigError; BatchError for groups of different sizes,
     or of a size that does not divide `rows`; those of `sample`.
@@ -51,7 +52,7 @@ def dynamic_sampling(
 
 @dataclass
 class _Sampled:
-    """The groups that the rounds of one batch have given so far."""
+    """Groups collected so far for one batch."""
 
     informative: list[BatchRef] = field(default_factory=list)
     degenerate: list[BatchRef] = field(default_factory=list)
@@ -100,11 +101,11 @@ class DynamicSampler:
     _metrics: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def metrics(self) -> dict[str, float]:
-        """How the last batch was made.
+        """Metrics of the last batch.
 
-        `sampling/rounds` draws; of all groups drawn `sampling/kept`, a share, had different scores; a share
-        `sampling/filled` of the batch's rows are of groups that do not. `sampling/reward` is the mean score of all rows
-        drawn: that of the policy, where the mean over the batch is that of selected groups.
+        `sampling/rounds`: draws. `sampling/kept`: share of the drawn groups with different scores. `sampling/filled`:
+        share of the batch's rows in groups with equal scores. `sampling/reward`: mean score of all drawn rows, which is
+        the policy's; the batch's mean covers selected groups only.
         """
         return dict(self._metrics)
 
@@ -141,7 +142,7 @@ class DynamicSampler:
         return out
 
     def _explain(self, found: _Sampled, done: int) -> None:
-        """Too few rows: the prompts have ended, or `rows` is out of reach. Errors: BatchError."""
+        """Errors: BatchError: the prompts have ended, or `rows` is out of reach."""
         if found.rounds == self.max_rounds:
             raise BatchError(
                 f"dynamic_sampling(rows={self.rows}): {found.rounds} rounds gave {found.rows} rows in all. "

@@ -30,7 +30,7 @@ class ModelError(HybridFlowError, ValueError):
 class CheckpointError(HybridFlowError, ValueError):
     """A checkpoint directory is missing, incomplete, does not match the model or cannot be written.
 
-    `rank` is the one that met it, where all ranks of a group raise the same.
+    `rank` is the rank that found the error; all ranks of a group raise it.
     """
 
     rank: int | None = None
@@ -76,7 +76,7 @@ class WorkerError(HybridFlowError, RuntimeError):
 
     Attributes: `role`, `rank` (in the group), `method`, `rows` (start and stop of the rank's rows in the call's batch,
     None where they are not adjacent), `cause` (the original exception where it could be pickled, else None),
-    `remote_traceback` (text) and `id` (the same wherever this error is met).
+    `remote_traceback` (text) and `id` (the same in every process that raises this error).
     """
 
     def __init__(
@@ -105,7 +105,9 @@ class WorkerError(HybridFlowError, RuntimeError):
             return self
         both = type(kind.__name__, (WorkerError, kind), {"__module__": kind.__module__, "__reduce__": _reduce_both})
         assert both.__base__ is not None
-        error = both.__base__.__new__(both, self.args[0])  # of the base that fixes the layout: OSError's, of a timeout
+        error = both.__base__.__new__(
+            both, self.args[0]
+        )  # `__new__` of the base that fixes the memory layout, e.g. OSError
         error.args = self.args
         error.__dict__.update(self.__dict__)
         return error

@@ -1,4 +1,4 @@
-"""KeptFiles: the files of a run; what cannot be written now is kept, and written as soon as it can be."""
+"""KeptFiles: the files of a run. Lines that cannot be written are kept and written later."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class KeptFiles:
-    """Files in `directory`, always of complete lines or whole.
+    """Files in `directory`; a reader sees complete lines or complete files.
 
-    An OSError, such as of a full disk, does not stop the run: it is one warning per kind, and every further write
-    begins with what is still to be written.
+    An OSError, such as a full disk, does not stop the run: each kind is logged once, and every later write first
+    retries the pending ones.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lines: dict[str, list[bytes]] = {}
         self._contents: dict[str, bytes] = {}
-        self._ends: dict[str, int] = {}  # of the complete lines, where a write may have left half of one
+        self._ends: dict[str, int] = {}  # end of the complete lines; a write may have left half a line
         self._why, self._told = "", set[int | None]()
 
     def append(self, name: str, lines: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class KeptFiles:
         self.write()
 
     def write(self) -> None:
-        """Try everything that is still to be written."""
+        """Retry all pending writes."""
         for name, lines in self._lines.items():
             with self.forgiving(self.directory / name):
                 while lines:
@@ -46,13 +46,13 @@ class KeptFiles:
                 del self._contents[name]
 
     def missing(self) -> str:
-        """What could not be written, and why; empty if everything was."""
+        """Names the pending writes and the reason; empty if there are none."""
         lines = [f"{len(kept)} lines of {name}" for name, kept in self._lines.items() if kept]
         return f"{', '.join([*lines, *self._contents])} ({self._why})" if lines or self._contents else ""
 
     @contextmanager
     def forgiving(self, what: object) -> Iterator[None]:
-        """An OSError within is a warning, the first of its kind."""
+        """Logs an OSError inside as a warning, once per kind."""
         try:
             yield
         except OSError as error:
@@ -79,7 +79,7 @@ class KeptFiles:
 
     def _cut(self, name: str, descriptor: int) -> None:
         """Remove half a line that an earlier attempt may have left."""
-        size = os.fstat(descriptor).st_size  # less than before: somebody has removed the file
+        size = os.fstat(descriptor).st_size  # smaller than before: the file was removed
         os.ftruncate(descriptor, min(self._ends.setdefault(name, size), size))
 
     def _replace(self, path: Path, content: bytes) -> None:

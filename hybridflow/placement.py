@@ -1,7 +1,6 @@
-"""Placement: where every group of a loop is, how its model is cut there, and why: what the planner finds. Pure.
+"""Placement: the planner's result: devices and layout of every group of a loop, and the reasons. Pure.
 
-A plain value: it is printed, drawn, saved as YAML, and taken by the runtime. Devices are numbers in the cluster, which
-count through from node to node.
+A plain value that can be printed, drawn, saved as YAML and run. Devices are numbered through the cluster, node by node.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from hybridflow.settings import read_yaml
 Strategy = Megatron | FSDP | ZeRO
 _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
 GIB = float(1 << 30)
-_MOST = 1 << 20  # devices of a range: a typing error must not fill the memory
+_MOST = 1 << 20  # devices of a range: a typo must not fill the memory
 _MEANT = {"float": "finite number of at least 0", "str": "text", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
 class CallPlacement:
-    """`method` runs on `devices` in the sizes (p, t, d), with weights that its group gives them."""
+    """`method` runs on `devices` with the sizes (p, t, d) and weights from its group."""
 
     method: str
     devices: tuple[int, ...]
@@ -41,13 +40,13 @@ class CallPlacement:
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Devices of a group and how its model is trained, or kept where it is not trained (None: a group of functions).
+    """Devices of a group and the strategy that trains or holds its model (None: a group of functions).
 
-    `nodes` are the devices of each node of the cluster. `generate` are (p_g, t_g), None for a group that does not
-    generate. `elsewhere` are methods with layouts of their own; one that is called several times in an iteration, and
-    not always in the group's layout, is there once for each call, in their order. `memory_fraction` is the share of a
-    device's memory that weights and KV cache of generation may have beside all that stays there.
-    Errors: PlacementError for devices that the nodes have not, or that are not in ascending order.
+    `nodes` are the devices of each node of the cluster. `generate` is (p_g, t_g), None for a group that does not
+    generate. `elsewhere` lists methods with layouts of their own; a method that is called several times in an
+    iteration, not always in the group's layout, is listed once per call, in order. `memory_fraction` is the share of
+    device memory that generation's weights and KV cache may use beside all resident memory.
+    Errors: PlacementError for devices beyond the nodes or not in ascending order.
     """
 
     devices: tuple[int, ...]
@@ -70,11 +69,11 @@ class GroupPlacement:
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Where one call runs, its sizes (p, t, d), and what is expected of it.
+    """Devices, sizes (p, t, d) and predicted costs of one call.
 
-    `differs`: the weights of its group are at home elsewhere or in other sizes, and are moved here in `move_seconds`
-    before it. `memory` are bytes on its fullest device while it runs, of all groups there, of `capacity`. `limit` is
-    what most of its `seconds` are spent on, `runner_up` the next best layout and `lost` why it is not taken.
+    `differs`: its group's weights have another layout or other devices and are moved here first, in `move_seconds`.
+    `memory`: bytes of all groups on its fullest device while it runs, out of `capacity`. `limit` names the largest part
+    of its `seconds`, `runner_up` the next best layout, `lost` the reason against that.
     """
 
     group: str
@@ -101,7 +100,7 @@ class CallLayout:
 
 @dataclass(frozen=True)
 class Bar:
-    """`call` runs on `devices` from `start` to `stop` [s]; `move`: its weights are on their way to them."""
+    """`call` runs on `devices` from `start` to `stop` [s]; `move`: its weights travel to them."""
 
     call: str
     group: str
@@ -116,10 +115,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Placement:
-    """`placement["actor"]` is where the actor goes. `nodes` are the devices of each node of the `cluster`.
+    """`placement["actor"]` is the actor's GroupPlacement.
 
-    `calls` are in program order, `seconds` the expected time of an iteration, `bars` one of them, and `found_by` the
-    search that found it. Errors: PlacementError for a group that it does not have, with the nearest name.
+    `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
+    of an iteration, `bars` its timeline, `found_by` the search that found it. Errors: PlacementError for an unknown
+    group, with the nearest name.
     """
 
     nodes: tuple[int, ...]
@@ -150,7 +150,7 @@ class Placement:
         return _from_plain, (self.plain(),)
 
     def plain(self) -> dict[str, Any]:
-        """Everything as numbers, texts, lists and dictionaries."""
+        """The placement as numbers, strings, lists and dicts."""
         head = {"cluster": self.cluster, "nodes": list(self.nodes), "seconds": self.seconds, "found_by": self.found_by}
         groups = {name: _plain(group) for name, group in self.groups.items()}
         for group in groups.values():
@@ -163,7 +163,7 @@ class Placement:
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
-        """What `save` wrote. Errors: PlacementError for a missing file or one that is no placement."""
+        """Read a file of `save`. Errors: PlacementError for a missing file or one without a placement."""
         plain = read_yaml(path, "placement file", PlacementError)
         try:
             return _from_plain(plain)
@@ -196,7 +196,7 @@ class Placement:
         return f"<p>{html.escape(self._title())}</p><table>{body}</table>"
 
     def explain(self) -> str:
-        """For every call: where it is, its time and what limits it, memory, and why the runner-up was not taken."""
+        """For every call: devices, time and its limit, memory, and the reason against the runner-up."""
         parts = [self._title()]
         for name, call in self.calls.items():
             lines = [f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}"]
@@ -280,7 +280,7 @@ def _check_values(value: Any) -> None:
 
 
 def _fit(label: Any, width: float, height: float) -> None:
-    """Turns a label that is wider than its bar [pixels] on its side, and takes away what does not fit even so."""
+    """Rotates a label that is wider than its bar [pixels]; removes it if it still does not fit."""
     for rotation in (0, 90):
         label.set_rotation(rotation)
         box = label.get_window_extent()
@@ -313,7 +313,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Devices as ranges; of strategies the settings that are not the default ones, by the strategy's name."""
+    """Devices as ranges; strategies by name with their non-default settings."""
     if isinstance(value, Strategy):
         own = {f.name: getattr(value, f.name) for f in fields(value)}
         kept = {name: _plain(one) for name, one in own.items() if one != getattr(type(value), name, None)}

@@ -1,7 +1,7 @@
-"""`hybridflow profile`: measures what a model's layers take on the devices at hand, for the planner to price calls by.
+"""`hybridflow profile`: measures a model's layers on the local devices, so that the planner can price calls.
 
-Groups of 1, 2, 4, ... devices build real engines for the model with few layers, and time them at powers of two. Sizes
-that do not fit, or do not divide the model, are left out: there the planner's formulas stay.
+Groups of 1, 2, 4, ... devices build real engines for the model with few layers and time them at powers of two. Sizes
+that do not fit or do not divide the model are left out: the planner uses its formulas there.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hybridflow.tracing.trace import configuration
 from hybridflow.workers.worker import Worker, place
 
 logger = logging.getLogger(__name__)
-_LEAST = 1e-7  # seconds: what is measured as nothing, or less by noise
+_LEAST = 1e-7  # seconds: lower bound of a measurement, which noise may make zero or negative
 _BUSY_SECONDS = 0.3
-_BYTES = 18.0  # of a trained parameter at most: 16-bit parameter, float32 gradient, main parameter, moments
+_BYTES = 18.0  # per trained parameter, at most: 16-bit parameter, float32 gradient, main parameter, moments
 _CALLS = 10
 _PASSES: tuple[tuple[Pass, Pass], ...] = (("forward", "output"), ("backward", "output_backward"))
 
@@ -55,7 +55,7 @@ class ProfileWorker(Worker):
 
     @register(ONE_TO_ALL, blocking=True)
     def measure(self, what: str, arguments: tuple[Any, ...]) -> Any:
-        """What the probe's method `what` says on each rank."""
+        """Run the probe's method `what` on each rank."""
         return getattr(self.probe, what)(*arguments)
 
     @register(ONE_TO_ALL, blocking=True)
@@ -68,15 +68,15 @@ class ProfileWorker(Worker):
 
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids"), writes=("seen",))
     def look(self, batch: Batch) -> Batch:
-        """`seen` [B] float32: a call that reads and writes columns, and computes nothing."""
+        """`seen` [B] float32: reads and writes columns and computes nothing."""
         return Batch({"seen": torch.zeros(batch.rows)})
 
 
 @settings
 class Amounts:
-    """What is measured: rows of `length` tokens, micro-batches of `least` to `tokens` tokens, decode steps of up to
-    `rows` rows, models of `few` and `many` layers. A figure is the median of `repeats`, that of a decode step of
-    `steps` steps each time. Errors: ConfigError for sizes that are not positive, and without two numbers of layers.
+    """Sizes to measure: rows of `length` tokens, micro-batches of `least` to `tokens` tokens, decode steps of up to
+    `rows` rows, models of `few` and `many` layers. A time is the median of `repeats` runs, for decoding of `steps`
+    steps each. Errors: ConfigError for sizes that are not positive, and unless `few` and `many` differ.
     """
 
     devices: Size
@@ -99,11 +99,11 @@ class Amounts:
 
 
 def profile(model: str | os.PathLike[str], devices: int, **how: Any) -> LayerProfile:
-    """Measured on one node's first `devices` devices of the session's cluster; `how` says how much, see `Amounts`.
+    """Measure on the first `devices` devices of one node of the session's cluster; `how` are fields of `Amounts`.
 
-    `model` is a directory with a `config.json`, such a file, or a name of the hub; no weights are read.
-    Errors: ConfigError for wrong amounts, CheckpointError and ModelError for a path without a model or an
-    unsupported one, PlacementError for more devices than there are.
+    `model` is a directory with a `config.json`, such a file, or a hub name; no weights are read.
+    Errors: ConfigError for wrong amounts, CheckpointError and ModelError for a path without a model or an unsupported
+    one, PlacementError for more devices than there are.
     """
     amounts, config = Amounts(devices=devices, **how), configuration(model)
     spec = ModelSpec.from_hf_config(config)
@@ -149,16 +149,16 @@ class _Profiling:
         logger.info("t=%d, d=%d: %.1f s", t, d, time.perf_counter() - start)
 
     def _slowdown(self) -> None:
-        """Devices of one node that work at once, each for itself."""
+        """Measure devices of one node that compute at once."""
         sizes = powers(self.amounts.devices)
         with self._group(1, sizes[-1]) as group:
             ranks = group.measure("busy", (self.amounts.tokens // 4, _BUSY_SECONDS, sizes))
-        # a rank is one of the larger sizes, the last of its figures
+        # each rank reports the larger sizes only, which are its last values
         took = {n: sum(found[i - len(sizes)] for found in ranks[:n]) / n for i, n in enumerate(sizes)}
         self.slow = {n: max(1.0, seconds / took[1]) for n, seconds in took.items()}
 
     def _call_seconds(self) -> float:
-        """A call of one group after the other, each of which reads what the one before it wrote."""
+        """Time calls of alternating groups; each reads the columns of the call before."""
         rows, half = 8 * self.amounts.devices, max(1, self.amounts.length // 2)
         ids = Ragged.from_lengths(torch.zeros(rows * half, dtype=torch.int64), [half] * rows)
         with self._group(1, self.amounts.devices) as group:
@@ -180,7 +180,7 @@ class _Profiling:
         return small / 2, BIG / max(big - small, _LEAST)
 
     def _passes(self, t: int, d: int) -> None:
-        """Curves of training and inference; with several data parallel ranks only what they add to an update."""
+        """Curves of training and inference; with several data parallel ranks only their extra time per update."""
         few, many = self._layers(t)
         if not few or not self.spec.divides(t):
             logger.info("t=%d is not measured: it does not divide the model, or two layers do not fit.", t)
@@ -230,14 +230,14 @@ class _Profiling:
         self._add("step", t, rest, busy=busy)
 
     def _add(self, kind: Pass, t: int, points: Points, d: int = 1, head: Head = "lm", busy: float = 1.0) -> None:
-        """A curve as of devices that have their node for themselves, and which more work never makes faster."""
+        """Add a curve, corrected to devices that have their node to themselves, and non-decreasing."""
         alone = slowed(sorted(self.slow.items()), t * d * busy)
         model = architecture(replace(self.spec, head=head))
         kept = [max(_LEAST, seconds) / alone for seconds in rising([seconds for _, seconds in points])]
         self.curves.append(Curve(model, kind, t, tuple(zip((n for n, _ in points), kept, strict=True)), d, busy))
 
     def _layers(self, t: int) -> tuple[int, int]:
-        """The numbers of layers that are measured: the model's own at most, and what fits."""
+        """The two layer counts to measure: at most the model's own, and within memory."""
         few, many = self.amounts.few, self.amounts.many
         each = self._elements(few + 1) - self._elements(few)
         # two models of few layers and one of many are on a device at once
@@ -263,18 +263,18 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def _seconds(found: Mapping[str, Points], kind: str, i: int) -> float:
-    """Of a forward pass, or of a backward pass: both passes less the forward one."""
+    """Seconds of a forward pass, or of a backward pass: both passes minus the forward pass."""
     forward = found["forward"][i][1]
     return forward if kind == "forward" else max(_LEAST, found["both"][i][1] - forward)
 
 
 def _grown(at: tuple[float, float], few: tuple[float, float], many: tuple[float, float]) -> tuple[float, float]:
-    """The point `at`, moved as far as it is from `few` to `many`: as many more layers."""
+    """Extrapolate `at` by the difference of `few` and `many`, for as many more layers."""
     return at[0] + many[0] - few[0], at[1] + max(0.0, many[1] - few[1])
 
 
 def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
-    """Of what each rank measured: the largest seconds at each point."""
+    """The largest seconds of all ranks at each point."""
     return {
         kind: [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*(one[kind] for one in found))]
         for kind in found[0]
@@ -282,7 +282,7 @@ def _slowest(found: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
 
 
 def _share(found: Iterable[Mapping[str, Points]], kind: str) -> float:
-    """Of what each rank measured: the mean share of the time in which it worked."""
+    """The mean share of busy time over all ranks."""
     return max(_LEAST, statistics.fmean(share for one in found for _, share in one[kind]))
 
 
@@ -293,7 +293,7 @@ def _answers(tokens: int, length: int) -> int:
 
 
 def known_device(name: str) -> str:
-    """What the planner calls a device: "NVIDIA A100-SXM4-80GB" is its a100."""
+    """The planner's name of a device: "NVIDIA A100-SXM4-80GB" is a100."""
     plain = name.lower().replace(" ", "-")
     fitting = [known for known in DEVICES if set(known.split("-")) <= set(plain.split("-"))]
     return max(fitting, key=len) if fitting else plain

@@ -1,4 +1,4 @@
-"""Settings: frozen, keyword-only dataclasses that say what is wrong when they are written, and their checks. Pure."""
+"""Settings: frozen, keyword-only dataclasses that validate their fields at construction. Pure."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class Check(NamedTuple):
-    """What a setting must be, in words and as a test: `Annotated[float, Check("above 1", lambda value: value > 1)]`.
+    """Requirement on a setting, as text and test: `Annotated[float, Check("above 1", lambda value: value > 1)]`.
 
-    None is let through where the annotation says `| None`. Settings annotated `bool` or `Literal[...]` are checked
-    without one, and lists given for a `tuple[...]` (YAML has no tuples) become one.
+    None passes where the annotation says `| None`. `bool` and `Literal[...]` settings are checked without a Check; a
+    list given for a `tuple[...]` becomes a tuple (YAML has no tuples).
     """
 
     words: str
@@ -44,13 +44,13 @@ class Check(NamedTuple):
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number, of Python or numpy; True and False are not."""
+    """Whether `value` is a finite Python or numpy number; bools are not."""
     number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     return abs(number) <= sys.float_info.max  # a whole number may be too large for math.isfinite
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether it is a whole number, of Python or numpy; True and False are not."""
+    """Whether `value` is a Python or numpy integer; bools are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -65,9 +65,9 @@ Size = Annotated[int, Check("a whole number of at least 1", lambda value: type(v
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass whose values are checked when it is written (`Check`).
+    """Decorator: a frozen, keyword-only dataclass with fields checked at construction (`Check`).
 
-    Errors: ConfigError for a value out of range, and for a wrong name, with the nearest one.
+    Errors: ConfigError for a value out of range, and for an unknown name, with the nearest one.
     """
     made = dataclass(frozen=True, kw_only=True)(cls)
     generated: Any = made.__init__
@@ -87,7 +87,7 @@ def _check_names(cls: type, values: Mapping[str, Any]) -> None:
     known = {field.name: field for field in fields(cls)}
     for name in values:
         if name not in known:
-            instead = getattr(cls, "_instead", {}).get(name)  # of what others have and this one does in its own way
+            instead = getattr(cls, "_instead", {}).get(name)  # hint for a setting of other classes
             hint = f" {instead}" if instead else nearest(name, known) if known else " It takes none."
             raise ConfigError(f"{cls.__name__} has no setting {name!r}.{hint}")
     for name, field in known.items():
@@ -103,7 +103,7 @@ def check_fields(owner: Any) -> None:
 
 
 def checked(cls: type, name: str, value: Any) -> Any:
-    """The value of a setting as its annotation has it. Errors: ConfigError when it is of another type or range."""
+    """`value` converted to the setting's annotation. Errors: ConfigError for a wrong type or range."""
     kind, optional = _annotations(cls)[name]
     if value is None and optional:
         return None
@@ -126,7 +126,7 @@ def checked(cls: type, name: str, value: Any) -> Any:
 
 @cache
 def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
-    """For each field its type, without `| None`, and whether it has that."""
+    """For each field its type without `| None`, and whether None is allowed."""
     found = {}
     hints = (get_annotations(base, eval_str=True) for base in reversed(cls.__mro__))
     for name, kind in chain.from_iterable(each.items() for each in hints):
@@ -143,7 +143,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def read_yaml(path: str | Path, what: str, error: type[Exception] = ConfigError) -> Any:
-    """What a file holds, which is called `what` in messages. Errors: `error` for one that cannot be read."""
+    """Content of a YAML file, called `what` in messages. Errors: `error` for a file that cannot be read."""
     try:
         return yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:

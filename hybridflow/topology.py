@@ -51,14 +51,14 @@ def divisors(number: int) -> list[int]:
 
 
 class _RankArray:
-    """Ranks in an array with one named axis per coordinate, from slowest to fastest."""
+    """An array of ranks with one named axis per coordinate, slowest first."""
 
     axes: ClassVar[tuple[str, ...]]
     array: NDArray[np.int64]
 
     @cached_property
     def coordinates(self) -> dict[str, NDArray[np.int64]]:
-        """By axis, the coordinate of every rank."""
+        """For each axis, the coordinate of every rank."""
         return dict(zip(self.axes, np.unravel_index(self.array.ravel().argsort(), self.array.shape), strict=True))
 
     def _at(self, rank: int) -> dict[str, int]:
@@ -135,8 +135,7 @@ class RankGrid(_RankArray):
     ) -> GenerationGrid:
         """The generation grid over the same ranks (paper, section 5.3 and figure 8); sizes default to p_g, t_g.
 
-        Without a rule, here or in the grid, it is the paper's where t_g divides t and p_g divides p, and the general
-        one otherwise.
+        The default rule is the paper's where t_g divides t and p_g divides p, otherwise the general one.
         """
         p = p if p is not None else self.p_g if self.p_g is not None else self.p
         t = t if t is not None else self.t_g if self.t_g is not None else self.t
@@ -153,11 +152,10 @@ class GenerationGrid(_RankArray):
     `rule="vanilla"` ranks of a training replica are simply counted through with the smaller sizes.
 
     `rule="general"` takes any sizes: the ranks of the whole group are counted through, so a generation replica may be
-    larger than a training replica or lie across two of them, and a device's generation shard need not contain what it
-    trains.
+    larger than a training replica or span two, and a device's generation shard need not contain its training shard.
 
-    Errors: PlacementError for an unknown rule, and for sizes that it cannot group: t_g has to divide t and p_g to
-    divide p, or (general) p_g*t_g the number of ranks.
+    Errors: PlacementError for an unknown rule or sizes that it does not allow: t_g must divide t and p_g must divide p,
+    or (general) p_g*t_g must divide the number of ranks.
     """
 
     train: RankGrid
@@ -185,7 +183,7 @@ class GenerationGrid(_RankArray):
 
     @property
     def d(self) -> int:
-        """Parts of the group that hold generation replicas of their own: the training replicas (1: general rule)."""
+        """Parts of the group with their own generation replicas: the training replicas (1 under the general rule)."""
         return 1 if self.rule == "general" else self.train.d
 
     @property
@@ -216,7 +214,7 @@ class GenerationGrid(_RankArray):
         return GenerationCoords(**self._at(rank))
 
     def replica(self, rank: int) -> int:
-        """Index of the rank's generation replica in 0..replicas-1; it takes rows in that order."""
+        """Index of the rank's generation replica in 0..replicas-1; replicas take rows in this order."""
         at = self.coords(rank)
         return at.d * self.micro + at.micro
 

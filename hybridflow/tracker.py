@@ -1,4 +1,4 @@
-"""Tracker: what a run shows and keeps: live figures, `metrics.jsonl`, samples, and the reward curve."""
+"""Tracker: the record of a run: live metrics, `metrics.jsonl`, samples, and the reward curve."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class _Resolvable(Protocol):
 
 
 Metrics = Mapping[str, float] | _Resolvable
-"""A flat dict of figures, or anything whose `get()` returns one (a future of a group call)."""
+"""A flat dict of metrics, or anything whose `get()` returns one (a future of a group call)."""
 
 _KEPT = ("metrics.jsonl", "samples.jsonl", "notes.json", "reward.png")
 
 
 class Tracker:
-    """Writes a run's figures to `directory`, and shows them.
+    """Writes a run's metrics to `directory` and shows them.
 
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
       figures of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
 
-    A directory that has such files already keeps them: they are renamed to `metrics.<n>.jsonl` and so on, and the new
-    run starts afresh. `total` is the number of iterations to come, for the display. `console=False` shows nothing.
+    Files of an earlier run in the directory are renamed to `metrics.<n>.jsonl` and so on. `total` is the number of
+    iterations, for the display. `console=False` shows nothing.
 
-    What cannot be written (a full disk, a directory that was removed) does not stop the run: each kind of error is one
-    warning, the figures are kept and written when they can be, and the end says what is missing then.
+    A failed write (full disk, removed directory) does not stop the run: each kind of error is logged once, the metrics
+    are kept and written later, and the end of the run names the missing ones.
 
-    `log` is one iteration behind; `finish` writes the last one and draws the curve. Who neither calls it nor uses
-    `with` gets it at the end of the session (`hf.shutdown()`) or of the program.
+    `log` is one iteration behind; `finish` writes the last one and draws the curve. Without a call or `with`, it runs
+    at the end of the session (`hf.shutdown()`) or of the program.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, total: int | None = None, console: bool = True) -> None:
@@ -77,16 +77,17 @@ class Tracker:
         atexit.register(self._finish_late)
 
     def log(self, *metrics: Metrics) -> None:
-        """The figures of one iteration, later ones winning. Futures are waited for in the *next* `log` (or `finish`).
+        """Log the metrics of one iteration; later arguments win.
 
-        So the driver is at most one iteration behind and never waits for the iteration that it has just issued.
-        Errors: ConfigError for figures that are no mapping or no numbers, and whatever a failed call raises.
+        Futures are waited for in the *next* `log` (or `finish`), so the driver never waits for the iteration that it
+        has just issued. Errors: ConfigError for metrics that are not a mapping of numbers, and the error of a failed
+        call.
         """
         if self._closed:
             raise ConfigError("this run's tracker is finished: make a new Tracker to log more.")
         self._step += 1
         session = Session.existing()
-        if session is not None and session is not self._session:  # its end comes before, or instead of, the program's
+        if session is not None and session is not self._session:  # a session may end before the program
             self._session = session
             session.before_shutdown(self._finish_late)
         stages = () if session is None else (session.iterations.stage_seconds(),)
@@ -103,7 +104,7 @@ class Tracker:
                 self._display.samples(rows, title)
 
     def note(self, **figures: Any) -> None:
-        """Single figures of the whole run (accuracy before and after), kept in `notes.json`."""
+        """Write values of the whole run (accuracy before and after) to `notes.json`."""
         self._notes |= figures
         self._files.replace("notes.json", (json.dumps(self._notes, default=_plain, indent=2) + "\n").encode())
 
@@ -122,7 +123,7 @@ class Tracker:
             self._close()
 
     def _finish_late(self) -> None:
-        """`finish` at the end of the program: errors are logged, and a failed program is not waited for."""
+        """`finish` at program exit: logs errors; does not wait if the program failed."""
         if self._closed:
             return
         if _failed() and self._pending is not None and not all(map(_is_there, self._pending[0])):
@@ -139,7 +140,7 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         if kind is None:
             self.finish()
-        else:  # what the run waits for may never come
+        else:  # the pending results may never arrive
             self._close()
 
     def _write(self, metrics: tuple[Metrics, ...], step: int) -> None:
@@ -189,7 +190,7 @@ def drawn_curve(points: Sequence[tuple[int, float]], window: int = 5) -> bytes:
 
 
 def _resolve(part: Metrics) -> dict[str, float]:
-    """Plain floats. Errors: ConfigError naming the figure."""
+    """The metrics as floats. Errors: ConfigError naming the metric."""
     found = part if isinstance(part, Mapping) else part.get() if isinstance(part, _Resolvable) else part
     if not isinstance(found, Mapping):
         raise ConfigError(f"tracker.log was given {found!r:.80}; it takes dicts of numbers, or futures of them.")
@@ -203,12 +204,12 @@ def _resolve(part: Metrics) -> dict[str, float]:
 
 
 def _failed() -> bool:
-    """Whether an exception, Ctrl-C among them, has ended the program or is on its way out."""
+    """Whether an exception, including Ctrl-C, has ended the program or is propagating."""
     return getattr(sys, "last_value", None) is not None or sys.exc_info()[1] is not None
 
 
 def _is_there(part: Metrics) -> bool:
-    """Whether these figures can be had without waiting; those that cannot say so are asked for."""
+    """Whether `get` returns without waiting; assumed for values that cannot tell."""
     done = getattr(part, "done", None)
     return done is None or bool(done())
 
@@ -219,7 +220,7 @@ def _plain(value: Any) -> Any:
 
 
 def _set_aside(directory: Path) -> None:
-    """Rename the files of an earlier run in this directory, all with the first number that is free."""
+    """Rename the files of an earlier run, all with the first free number."""
     here = [directory / name for name in _KEPT if (directory / name).exists()]
     if not here:
         return

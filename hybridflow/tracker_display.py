@@ -1,4 +1,4 @@
-"""RunDisplay: the figures of a run on the terminal; plain lines where the output is not one."""
+"""RunDisplay: metrics of a run on the terminal; plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class RunDisplay:
-    """Shows one iteration after the other, with a bar when `total` is known. `console` defaults to standard output."""
+    """Shows each iteration, with a progress bar when `total` is known. `console` defaults to standard output."""
 
     def __init__(self, total: int | None = None, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -37,7 +37,7 @@ class RunDisplay:
         self._task = self._progress.add_task("iteration", total=total)
 
     def iteration(self, figures: Mapping[str, float]) -> None:
-        """Figures of one iteration, as `Tracker` writes them; those that are not there are left out."""
+        """Show the metrics of one iteration, as `Tracker` writes them; missing ones are left out."""
         if "reward/mean" in figures:
             self._rewards.append(figures["reward/mean"])
         if not self._console.is_terminal:
@@ -89,7 +89,7 @@ class RunDisplay:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character per value, from the lowest to the highest of them."""
+    """One character per value, scaled from the lowest to the highest."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     span = (high - low) or 1.0
     return "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in values)

@@ -1,7 +1,7 @@
 """Advantage estimators (advantages/) and losses (losses/), one per file with formula and citation.
 
 Each is a frozen value of its options that is called with tensors; `registry.py` has their names. To add one, write its
-file and name it there. A user's function can stand in the place of each.
+file and name it there. A user's function can replace each.
 """
 
 from hybridflow.algorithms.advantages.safe_rlhf import Lagrange as Lagrange

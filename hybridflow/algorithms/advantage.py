@@ -31,12 +31,12 @@ def compute_advantage(
     kl: str | None = None,
     **options: Any,
 ) -> Batch:
-    """`hf.compute_advantage` of a batch at hand: advantages and returns, ragged [B, R] float32, 0 at masked tokens.
+    """`hf.compute_advantage` on a local batch: advantages and returns, ragged [B, R] float32, 0 at masked tokens.
 
     Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards), `response_mask`
     (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` and `ref_log_probs`. The
-    penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is taken from the reward of every valid token; then
-    `kl` [B] (k1, nats per row) and `kl_coef` [B] are written too. Computed in float64, rounded at the end.
+    penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is subtracted from the reward of every valid token;
+    then `kl` [B] (k1, nats per row) and `kl_coef` [B] are written too. Computed in float64, rounded at the end.
 
     Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`; MissingColumnError;
     EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an estimator over groups
@@ -101,7 +101,7 @@ class AdvantageCall:
 
     @property
     def controllers(self) -> list[Controller]:
-        """The arguments that learn from the call."""
+        """The arguments with state that the call updates."""
         return [value for value in (*self.estimator.options.values(), self.kl_coef) if isinstance(value, Controller)]
 
     def __call__(self, batch: Batch) -> Batch:
@@ -148,9 +148,9 @@ class AdvantageCall:
 
 
 def _columns(found: Estimator, result: Any, mask: Ragged) -> dict[str, Tensor | Ragged]:
-    """What an estimator returned, by column: float32, and exactly 0 at masked tokens.
+    """An estimator's result by column: float32, and exactly 0 at masked tokens.
 
-    Errors: BatchError when these are not the columns that it writes, or not finite numbers of the batch's shape.
+    Errors: BatchError unless these are the columns that it writes, with finite numbers in the batch's shape.
     """
     if isinstance(result, tuple) and len(result) == 2:
         result = dict(zip(("advantages", "returns"), result, strict=True))

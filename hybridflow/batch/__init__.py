@@ -1,1 +1,2 @@
-"""Rows of named columns: `batch`, its `columns`, `ragged` ones, other `formats`; `row_split`: which row goes where."""
+"""Rows of named columns: `batch`, its `columns`, `ragged` columns, other `formats`; `row_split` assigns rows to
+parts."""

@@ -1,4 +1,4 @@
-"""Column: the three kinds of values that a batch holds, and what each operation means for them. Pure.
+"""Column: the three kinds of columns in a batch, and the operations on each. Pure.
 
 A column of B rows is dense (`Tensor` [B, *F]), ragged (`Ragged`: rows of different length) or a list of B Python
 objects (texts, ground truths). Everything that depends on the kind is here, so `Batch` never has to ask.
@@ -26,14 +26,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Objects(list):
-    """A list whose entries stay Python objects also when all of them are numbers."""
+    """A list whose entries stay Python objects even if all of them are numbers."""
 
 
 def as_column(name: str, value: Any) -> tuple[Column, bool]:
     """`value` as a column, and whether its memory is read-only (a numpy array over shared memory).
 
-    Tensors and arrays are not copied; an array of strings or objects becomes a list, and what a list becomes says
-    `from_values`. Errors: BatchError when the value does not have one entry per row.
+    Tensors and arrays are not copied; an array of strings or objects becomes a list, and `from_values` converts lists.
+    Errors: BatchError when the value does not have one entry per row.
     """
     if isinstance(value, np.ndarray) and value.ndim > 0:
         if value.dtype.kind in "OUSMm":
@@ -102,7 +102,7 @@ def _number_dtype(values: Sequence[Any]) -> torch.dtype | None:
 
 
 def names_of(given: Sequence[Any]) -> list[str]:
-    """The names in `("a", "b")` and in `(["a", "b"],)`. Errors: BatchError for what is no name."""
+    """The names in `("a", "b")` and in `(["a", "b"],)`. Errors: BatchError for values other than names."""
     several = [one if isinstance(one, Iterable) and not isinstance(one, str) else [one] for one in given]
     names = [name for some in several for name in some]
     if odd := [name for name in names if not isinstance(name, str)]:
@@ -215,8 +215,8 @@ def size_of(column: Column) -> int:
 def encode(column: Column) -> tuple[Any, ...]:
     """Plain numpy arrays that travel out of band and hold no more than the column's own rows.
 
-    (A view of a torch tensor would pickle its whole storage.) Python objects are pickled here, so that nobody unpickles
-    them who does not read them. Tensors come back on the CPU, without gradients.
+    (A view of a torch tensor would pickle its whole storage.) Python objects are pickled here, so only their readers
+    unpickle them. Tensors come back on the CPU, without gradients.
     """
     if isinstance(column, list):
         return ("objects", np.frombuffer(cloudpickle.dumps(list(column)), np.uint8))

@@ -1,6 +1,6 @@
-"""RowPlan: which row goes to which part. Pure.
+"""RowPlan: assigns rows to parts.
 
-The one place that splits a batch, over data parallel ranks (parts) and over mini-batches (chunks). Chunks are
+Pure. The one place that splits a batch, over data parallel ranks (parts) and over mini-batches (chunks). Chunks are
 contiguous ranges of rows that do not depend on the number of parts, so an update sees the same mini-batches at any
 data parallel size; inside a chunk the rows go to the parts contiguously or balanced by weight (tokens per row).
 """
@@ -163,7 +163,6 @@ def _snap(bounds: Sequence[int], starts: Tensor) -> list[int]:
 
 
 def _expand(starts: Tensor, units: Tensor) -> Tensor:
-    """The rows of these units."""
     if len(starts) == int(starts[-1]) + 1:  # every unit is one row
         return units
     from_to = zip(starts[units].tolist(), starts[units + 1].tolist(), strict=True)

@@ -1,7 +1,6 @@
-"""SessionBackend: what a session asks of the side that runs its calls.
+"""SessionBackend: the interface through which a session runs calls.
 
-There are two: Ray's processes (`ray_backend.py`), and a trace, which only writes calls down
-(`tracing/trace_backend.py`).
+Ray's processes implement it (`ray_backend.py`), and a trace, which only records calls (`tracing/trace_backend.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hybridflow.topology import RankGrid
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds: to wait for inputs and peers, and to be inside a collective."""
+    """Timeouts in seconds: for inputs and peers, and for a collective."""
 
     peers: float = 1800.0
     collective: float = 600.0
@@ -37,7 +36,7 @@ class HostProcess:
 
 @dataclass(frozen=True)
 class PoolHosts:
-    """The host processes of a pool by device. `reserved` is what the backend holds for them."""
+    """The host processes of a pool by device. `reserved` is the backend's reservation for them."""
 
     name: str
     hosts: tuple[HostProcess, ...]
@@ -46,10 +45,10 @@ class PoolHosts:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Where the ranks of the group `name` are: rank i runs in the process `hosts[i]`, of rank `members[i]` in its pool.
+    """Placement of the group `name`: rank i runs in the process `hosts[i]`, rank `members[i]` of its pool.
 
-    `settings` are those of the worker class, all of them; with `own_grid` the grid was given beside them. Hosts know
-    these ranks by `key`, which is never used again.
+    `settings` are all settings of the worker class; `own_grid`: the caller gave the grid. Hosts know these ranks by
+    `key`, which is never reused.
     """
 
     name: str
@@ -68,7 +67,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class RankCall:
-    """One call on one rank. `rows` are due in its result; `span` is where its input rows lie in the call's batch.
+    """One call on one rank. Its result has `rows` rows; `span` is the range of its input rows in the call's batch.
 
     The ranks in `agree` tell each other whether they have their inputs before any of them begins.
     """
@@ -84,21 +83,21 @@ class RankCall:
 
 
 class SessionBackend(Protocol):
-    """Starts host processes, builds ranks in them and issues calls. `traces` says that nothing is run."""
+    """Starts host processes, builds ranks in them and issues calls. `traces`: calls are recorded, not run."""
 
     name: str
     deadlines: Deadlines
     traces: bool
     has_cuda: bool
     iterations: Any
-    """Which calls are under way: `iterations.Iterations`."""
+    """Calls in flight: `iterations.Iterations`."""
     channels: Any
-    """How weights travel between ranks: `weight_channels.WeightChannels`."""
+    """Weight transfers between ranks: `weight_channels.WeightChannels`."""
 
     def start_hosts(self, pool: str, per_node: Sequence[int]) -> PoolHosts:
-        """One process for each device of each node; without nodes one process that has no device.
+        """One process for each device of each node; without nodes one process without a device.
 
-        Errors: PlacementError when the cluster has not got the devices."""
+        Errors: PlacementError when the cluster lacks the devices."""
         ...
 
     def stop_hosts(self, hosts: PoolHosts) -> None: ...
@@ -114,17 +113,17 @@ class SessionBackend(Protocol):
         ...
 
     def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
-        """Issue a call on each rank that has one, in rank order; returns at once with what each will return."""
+        """Issue a call on each rank that has one, in rank order; returns references to the results at once."""
         ...
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
-        """`worker.method(*arguments)` of every rank; waits. Errors: WorkerError of a rank where it raised."""
+        """`worker.method(*arguments)` of every rank; waits. Errors: WorkerError of a rank that raised."""
         ...
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:
         """Free the ranks and the channels of their weights; wait at most `wait` seconds.
 
-        Returns the failure of a rank that could not free its model, which is logged too."""
+        Returns and logs the failure of a rank that could not free its model."""
         ...
 
     def close(self) -> None: ...

@@ -35,11 +35,11 @@ from hybridflow.errors import BatchError, MissingColumnError, WorkerError, neare
 
 @dataclass(frozen=True, repr=False)
 class BatchRef:
-    """`rows` rows of named columns that lie wherever they were written.
+    """`rows` rows of named columns that stay in the processes that wrote them.
 
-    Combining, selecting, splitting and repeating rearrange references and return at once; `get` is the only way to
-    bring data home. Columns are those of `Batch`. `split_spec` says how `split` cuts the rows by default, `part` which
-    part of a split they are.
+    Combining, selecting, splitting and repeating rearrange references and return at once; only `get` brings data to the
+    driver. Columns are those of `Batch`. `split_spec` is the default of `split`, `part` the part of a split that these
+    rows are.
     """
 
     rows: int
@@ -57,7 +57,7 @@ class BatchRef:
 
     @classmethod
     def of_output(cls, output: RankOutput, columns: Sequence[str], part: SplitPart | None = None) -> BatchRef:
-        """The columns of what one rank returns for the rows of `part`."""
+        """The columns of one rank's output for the rows of `part`."""
         return cls(output.rows or 0, {name: ColumnRef(name, output) for name in columns}, part=part)
 
     @property
@@ -66,17 +66,17 @@ class BatchRef:
 
     @property
     def may_fail(self) -> bool:
-        """Whether any of it comes from a call (what the driver stored itself is there)."""
+        """Whether any column comes from a call rather than from the driver."""
         nodes = {id(ref.node): ref.node for ref in self.column_refs.values()}
         return any(not isinstance(output.ref, Manifest) for output in outputs_of(nodes.values()))
 
     def to_rank(self) -> RankRows:
-        """The rows as they travel to the host of a rank."""
+        """The rows in the form that is sent to a rank's host."""
         return RankRows(self.rows, self.column_refs, self.part and self.part.chunk_rows)
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """Where these rows lie in the batch that they were split from, if they are adjacent there."""
+        """The rows' range in the batch that they were split from, if they are adjacent there."""
         if self.part is None or not (split := self.part.split).contiguous:
             return None
         start, stop = even_bounds(split.rows, split.parts)[self.part.index : self.part.index + 2]
@@ -152,9 +152,8 @@ class BatchRef:
     ) -> list[BatchRef]:
         """`parts` batches that cover every row once; without options contiguous and even (sizes differ by one).
 
-        `balance` spreads the sum of that column (or the lengths of a ragged one) evenly, `groups=True` never cuts rows
-        of one `group_id`, `chunks` splits each of that number of row ranges on its own. Inside a call, the operation
-        decides.
+        `balance` spreads the sum of that column (or the lengths of a ragged one) evenly, `groups=True` keeps rows of
+        one `group_id` together, `chunks` splits each of n row ranges separately. In a call, the operation decides.
         """
         if type(parts) is not int or parts < 1:
             raise BatchError(f"split({parts!r}): must be a whole number of at least 1.")
@@ -167,7 +166,7 @@ class BatchRef:
             bounds = itertools.pairwise(even_bounds(self.rows, parts))
             return [replace(self._slice(a, b), part=SplitPart(split, i)) for i, (a, b) in enumerate(bounds)]
         counts = split.plan.counts()
-        if split.groups is not None:  # group boundaries are data: the documented exception that waits
+        if split.groups is not None:  # group boundaries are data, so this waits
             counts = [[len(chunk) for chunk in part] for part in Reader().assignment(split)]
         cut = [SplitPart(split, i, tuple(chunk_rows)) for i, chunk_rows in enumerate(counts)]
         return [replace(self._gathered(sum(part.chunk_rows or ()), part), part=part) for part in cut]
@@ -188,7 +187,7 @@ class BatchRef:
         return replace(repeated, column_refs=refs)
 
     def take(self, rows: Sequence[int]) -> BatchRef:
-        """The rows at these positions, in that order, each at most once. Errors: BatchError for others."""
+        """The rows at these positions, in this order, each at most once. Errors: BatchError for other positions."""
         wanted = np.array(rows, dtype=np.int64) if len(rows) else np.empty(0, np.int64)
         if wanted.ndim != 1 or (len(wanted) and not 0 <= wanted.min() <= wanted.max() < self.rows):
             raise BatchError(f"take: positions must be whole numbers from 0 to {self.rows - 1}, got {list(rows)[:20]}.")
@@ -203,7 +202,7 @@ class BatchRef:
         return self._new_rows(rows, lambda node: Gather(node, selection, repeat))
 
     def _new_rows(self, rows: int, change: Callable[[Node], Node] = lambda node: node) -> BatchRef:
-        """`change` applied to every node, keeping nodes that columns share shared."""
+        """`change` applied once to every node; columns keep sharing nodes."""
         done: dict[int, Node] = {}
         for ref in self.column_refs.values():
             if id(ref.node) not in done:
@@ -212,7 +211,7 @@ class BatchRef:
 
     @staticmethod
     def concat(parts: Sequence[BatchRef]) -> BatchRef:
-        """Rows of all parts, one after the other; the parts of one balanced split come back in their old order."""
+        """Rows of all parts concatenated; the parts of one balanced split return to their original order."""
         if not parts:
             raise BatchError("BatchRef.concat needs at least one batch.")
         first, rows = parts[0], tuple(part.rows for part in parts)
@@ -239,7 +238,7 @@ class BatchRef:
         return replace(first, rows=sum(rows), column_refs=refs, part=None)
 
     def get(self, columns: str | Sequence[str] | None = None, timeout: float | None = None) -> Batch:
-        """Bring the batch (or some columns) home; waits for the calls that write them.
+        """Fetch the batch (or some columns); waits for the calls that write them.
 
         Errors: WorkerError of the call that failed, WaitTimeoutError after `timeout` seconds.
         """
@@ -284,7 +283,7 @@ def _as_ref(value: Any) -> BatchRef:
 
 
 def _permuted_split(parts: Sequence[BatchRef]) -> SplitSpec | None:
-    """The split that moved rows, where these are all of its parts in their order."""
+    """The split that moved rows, if these are all of its parts in order."""
     split = parts[0].part.split if parts[0].part else None
     if split is None or split.contiguous or not split.rows:
         return None

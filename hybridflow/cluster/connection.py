@@ -1,5 +1,5 @@
-"""Connection: the driver joins a Ray cluster, or starts a local one that no other user and no network reaches; SIGTERM
-ends it as Ctrl-C does, with status 143."""
+"""Connection: joins a Ray cluster or starts a local one, closed to other users and the network; SIGTERM ends the driver
+as Ctrl-C does, with status 143."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _LONGEST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_0000000/sock
 def connect(session: str, address: str | None, devices: int | None) -> str:
     """Join the cluster at `address`, or start a local one with `devices` logical devices.
 
-    Returns the directory of a cluster that was started, "" for one that was joined. Processes of a local cluster listen
-    on the loopback address only. Errors: ConfigError.
+    Returns the directory of a started cluster, "" for a joined one. Processes of a local cluster listen on the loopback
+    address only. Errors: ConfigError.
     """
     # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address and address != "local":
         _join(address)
         return ""
-    # one idle worker per CPU would be started, and hosts never use them: they have an environment of their own
+    # Ray would start one idle worker per CPU, which hosts with their own environment never use
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
@@ -81,7 +81,7 @@ def _join(address: str) -> None:
 
 
 def _show_token(address: str, host: str) -> None:
-    """`ray start` may ask for the user's token, which Ray shows only to clusters that it finds without an address."""
+    """Ray sends the user's token, which `ray start` may require, only to clusters found without an address."""
     try:
         GcsClient(address=address)
     except ray.exceptions.AuthenticationError:
@@ -95,10 +95,10 @@ def _show_token(address: str, host: str) -> None:
 
 @contextlib.contextmanager
 def _loopback_only() -> Iterator[None]:
-    """A cluster that is started within has the address 127.0.0.1, and its processes listen there only.
+    """A cluster started inside listens on 127.0.0.1 only.
 
-    Ray takes such an address for the machine's outward one, and listens on all interfaces, except where it starts no
-    clusters of several machines (macOS, Windows). Its processes have to know as well: they would not find each other.
+    Ray replaces a loopback address by the machine's outward one and listens on all interfaces, except on systems
+    without multi-machine clusters (macOS, Windows). Its processes need the same setting to find each other.
     """
     name, known = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
     before = os.environ.get(name)
@@ -112,7 +112,7 @@ def _loopback_only() -> Iterator[None]:
 
 
 def _ray_directory() -> str:
-    """Ray's own, which it opens to every user, in a private one. Errors: ConfigError for a path that is too long."""
+    """Ray's directory, which Ray opens to every user, inside a private one. Errors: ConfigError for a long path."""
     path = _private_directory() / "ray"
     if (length := len(os.fsencode(path))) > _LONGEST_DIRECTORY:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _ray_directory() -> str:
 
 
 def _private_directory() -> Path:
-    """A directory of this user's that no other user can enter. Errors: ConfigError when somebody else's is there."""
+    """A directory that only this user can enter. Errors: ConfigError when another user owns the path."""
     path = Path(get_default_system_temp_dir()) / f"hybridflow-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -135,12 +135,12 @@ def _private_directory() -> Path:
 
 
 class Termination:
-    """What SIGTERM does to the driver between `taken` and `give_back`.
+    """Handles SIGTERM in the driver between `taken` and `give_back`.
 
-    KeyboardInterrupt is raised in the main thread, which is the only exception that Ray's waits let through as it is;
-    what it ends leaves no traceback. More signals change nothing. A driver that has not ended `_WITHIN_SECONDS` later
-    is ended as it stands, and its watcher cleans up. A handler that the user installed stays, and so does SIG_IGN;
-    sessions of other threads, and of a prompt or notebook, where an exception ends a cell only, change nothing.
+    It raises KeyboardInterrupt in the main thread, the only exception that Ray's waits pass through unchanged, and
+    prints no traceback. Further signals are ignored. A driver that still runs `_WITHIN_SECONDS` later is killed, and
+    its watcher cleans up. A user's handler or SIG_IGN stays in place; sessions in other threads, a prompt or a
+    notebook, where an exception only ends a cell, install nothing.
     """
 
     def __init__(self) -> None:
@@ -155,10 +155,10 @@ class Termination:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the signal over from Ray, which is started inside; what comes meanwhile has its effect at the end.
+        """Replace the handler of Ray, which is started inside; a signal in the meantime is handled at the end.
 
-        Ray's own handler ends Ray's processes first, whereupon the driver aborts, and so does a second signal. What
-        goes to the driver's process group (Ctrl-C, `timeout`) would end them first too: they get groups of their own.
+        Ray's own handler ends Ray's processes first, whereupon the driver aborts, as on a second signal. A signal to
+        the driver's process group (Ctrl-C, `timeout`) would also reach them first, so they get groups of their own.
         """
         if not self._main or self._before is None:
             yield
@@ -175,7 +175,7 @@ class Termination:
             raise
         finally:
             utils.set_sigterm_handler, services.ConsolePopen = rays, popen
-            self._install()  # Ray has put one of C++ before it
+            self._install()  # Ray has installed a C++ handler over it
             self._held = False
         if self._ours:
             sys.excepthook = self._ended
@@ -186,7 +186,7 @@ class Termination:
         signal.signal(signal.SIGTERM, self._handle if self._ours else self._before)
 
     def give_back(self) -> None:
-        """Leave the signal as it was found, unless it came: more of them must not interrupt the end."""
+        """Restore the original handler, unless the signal came: further signals must not interrupt the shutdown."""
         if self._came or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == self._handle:

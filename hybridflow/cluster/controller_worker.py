@@ -24,10 +24,10 @@ CONTROLLER = "hybridflow"
 
 
 class ControllerWorker:
-    """Computes what needs the whole batch, but only a few of its columns."""
+    """Computes functions of the whole batch that read few columns."""
 
     def __init__(self) -> None:
-        self._states: dict[str, float] = {}  # of coefficients that learn, by their identity
+        self._states: dict[str, float] = {}  # of adaptive coefficients, by identity
 
     @register(
         ONE_TO_ONE,

@@ -1,5 +1,5 @@
-"""Future: a value that a call will return, or the failure in its place that says who failed where; and the wait for
-the results of calls, on the driver and on hosts."""
+"""Future: the result of a call, or its Failure with role, rank and method; and waiting for results, on the driver and
+on hosts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hybridflow.errors import CheckpointError, HybridFlowError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
-_TIMEOUT = 600.0  # of results that no call of this process writes
+_TIMEOUT = 600.0  # for results that no call of this process writes
 
 
 @dataclass(slots=True)
 class Failure:
-    """Stands where a result would be. `upstream` says that the call never ran because an input had failed."""
+    """Takes the place of a result. `upstream`: the call never ran because an input had failed."""
 
     error: WorkerError
     upstream: bool = False
@@ -35,9 +35,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call went on one rank: kept by the driver when the data is no longer held.
+    """Outcome of a call on one rank, which the driver keeps longer than the data.
 
-    `seconds` are those of the method once its inputs were there, and of the stages that it recorded.
+    `seconds` are the times of the method, without its wait for inputs, and of the stages that it recorded.
     """
 
     failure: Failure | None
@@ -45,7 +45,7 @@ class Status:
 
 
 def first_failure(values: Sequence[Any]) -> Failure | None:
-    """What failed first, if anything did; a rank that failed itself comes before those that heard of it."""
+    """The first failure, if any; a rank's own failure comes before those of ranks that were notified."""
     found = [value.failure if isinstance(value, Status) else value for value in values]
     failures = [value for value in found if isinstance(value, Failure)]
     return min(failures, key=lambda failure: (failure.upstream, failure.at), default=None)
@@ -56,8 +56,8 @@ def failure_of(
 ) -> Failure:
     """Keep the original error of a worker; wrap anything else with role, rank, method and traceback.
 
-    `rows` are where the rank's rows lie in the call's batch. An error of torch.distributed or of one of its backends
-    becomes a WaitTimeoutError: a peer did not take part.
+    `rows` is the range of the rank's rows in the call's batch. An error of torch.distributed or its backends becomes a
+    WaitTimeoutError: a peer did not take part.
     """
     if isinstance(error, WorkerError):
         return Failure(error, upstream)
@@ -82,7 +82,7 @@ def failure_of(
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Stands where a reference would be for a value that no process computes: in a trace."""
+    """Takes the place of a reference in a trace, where no process computes the value."""
 
     value: Any
 
@@ -127,12 +127,11 @@ def fetch(
 ) -> list[Any]:
     """The values of `refs`; `outputs`, one for each, say who writes them. Errors: WorkerError, WaitTimeoutError.
 
-    A `Failure` is a value like others, but on the driver it raises: also that of a rank whose output is not collected,
-    and as soon as it is there, since the peers of a rank that failed may be inside a collective that it never joins.
-    `follow=False` does not look at the calls again. `timeout` seconds default to those of the calls.
+    On the driver a `Failure` raises at once, even of a rank whose output is not collected: the failed rank's peers may
+    be waiting in a collective. `follow=False` does not watch the calls. `timeout` defaults to the calls' own.
     """
     if known := [ref.value for ref in refs if isinstance(ref, Known)]:
-        return known  # a trace: no other reference is there
+        return known  # a trace has no other references
     if not refs:
         return []
     if not ray.is_initialized():
@@ -161,7 +160,7 @@ def fetch(
 def _get(
     refs: list[Any], writers: Sequence[RankOutput], calls: Sequence[IssuedCall], timeout: float
 ) -> list[Any] | None:
-    """All values, or None after the deadline. A driver looks for failures meanwhile, and says whom it waits for."""
+    """All values, or None after the deadline. Meanwhile a driver looks for failures and reports long waits."""
     end, notice = time.monotonic() + timeout, WaitNotice()
     while True:
         left = end - time.monotonic()
@@ -178,7 +177,7 @@ def _get(
 
 
 def as_done(outputs: Sequence[RankOutput], seconds: float) -> Iterator[list[RankOutput]]:
-    """The outputs as their calls end; stops after `seconds`. Says on the console whom a long wait is for."""
+    """The outputs as their calls end; stops after `seconds`. Reports on the console which ranks a long wait is for."""
     end, notice, waiting = time.monotonic() + seconds, WaitNotice(), {output.ref: output for output in outputs}
     while waiting:
         left = max(0.0, end - time.monotonic())
@@ -214,7 +213,7 @@ def _lost(refs: Sequence[Any], outputs: Sequence[RankOutput], error: Exception) 
             continue
         except ray.exceptions.RayError as own:
             origin = output.origin
-            if isinstance(own, ray.exceptions.RayTaskError):  # our own code there raises nothing
+            if isinstance(own, ray.exceptions.RayTaskError):  # our own host code never raises
                 why = f"could not take its arguments or give back its result: {str(own.cause).strip()}"
             else:
                 reason = str(own).strip().splitlines()[0]

@@ -6,10 +6,10 @@ group.method(batch, key=value)
   -> backend.issue           -> one call per rank     returns at once
   -> protocol.collect        -> BatchRef | Future
 
-Calls of a group may have different layouts (ReaL, section 4): its own ranks, the primary, train and do whatever no
-replica does; replicas are ranks in other layouts or on other devices, with weights of their own, each for some calls:
-call -> weights stale? -> primary --weights--> replica -> the call. Nothing waits: weights travel in the order of the
-calls, and a replica that is up to date gets none.
+Calls of a group may have different layouts (ReaL, section 4). The primary ranks train and run all calls without a
+replica. A replica is a set of ranks with its own weights in another layout or on other devices, and runs some calls:
+call -> weights stale? -> primary --weights--> replica -> the call. The driver does not wait: weights travel in call
+order, and an up-to-date replica receives none.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat
 
 
 CallSchedule = Mapping[str, Sequence[int | None]]
-"""By operation, for each of its calls in an iteration: the number of a replica, or None for the primary. Further calls
-begin again at the first."""
+"""For each operation and each of its calls in an iteration: the index of a replica, or None for the primary. Further
+calls start again at the first."""
 
 
 class WorkerGroup:
     """Ranks of one model on the devices of a pool (or slice); registered methods of the worker class are methods here.
 
     They return at once with a `BatchRef` (when the operation writes columns) or a `Future`. Built by
-    `SomeWorker.on(pool, ...)` or `hf.place(SomeClass, pool, ...)`. The session knows a `listed` group by its name.
+    `SomeWorker.on(pool, ...)` or `hf.place(SomeClass, pool, ...)`.
 
-    `schedule` says which calls are a replica's; calls that train are the primary's always. Whatever goes to every rank
-    (`ONE_TO_ALL`) goes to those of replicas too, and their answers come after those of the primary.
-    Errors: WorkerError when a rank cannot be built, and then nothing is left.
+    The session registers a `listed` group by name. `schedule` assigns calls to replicas; the primary runs all calls
+    that train. `ONE_TO_ALL` calls also go to the replicas' ranks, whose results follow those of the primary. Errors:
+    WorkerError when a rank cannot be built; all ranks are then freed.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class WorkerGroup:
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
         self._closed, self._listed = "", listed
         self._replicas: list[WorkerGroup] = []
-        self._schedule, self._version = schedule, 0  # of the weights; all ranks start with those of the checkpoint
-        self._calls_made: Counter[str] = Counter()  # of each operation in this iteration
+        self._schedule, self._version = schedule, 0  # version of the weights; all ranks start from the checkpoint
+        self._calls_made: Counter[str] = Counter()  # per operation, in this iteration
         self._iteration = session.iterations.current if replicas else 0
         if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
             raise ConfigError(
@@ -93,20 +93,20 @@ class WorkerGroup:
             for other in replicas:
                 self._replicas.append(WorkerGroup(session, other, listed=False))
         except BaseException:
-            self._drop(wait=1.0)  # peers of the rank that failed may still be waiting for it
+            self._drop(wait=1.0)  # peers of the failed rank may still wait for it
             raise
 
     @property
     def all_ranks(self) -> tuple[RankGroup, ...]:
-        """Everything that has been placed for it."""
+        """The primary and all replicas."""
         return (self.ranks, *(replica.ranks for replica in self._replicas))
 
     def weights_changed(self) -> None:
-        """Called when its weights are written from outside, or stepped."""
+        """Called when weights are written by a transfer or an optimizer step."""
         self._version += 1
 
     def has_replica_for(self, name: str) -> bool:
-        """Whether calls of this operation run on other ranks than `ranks`."""
+        """Whether a replica runs calls of this operation."""
         return any(number is not None for number in self._schedule.get(name, ()))
 
     @property
@@ -162,7 +162,7 @@ class WorkerGroup:
             return self._issued(operation, args, kwargs)
         trains = kind_of(operation) == "training"
         if trains:
-            self.weights_changed()  # first: an update that fails half-way has changed them too
+            self.weights_changed()  # first: a failed update may have changed them
         elif (replica := self._next(operation.name)) is not None:
             return replica._following(self, operation.name, args, kwargs)
         result = self._issued(operation, args, kwargs)
@@ -174,7 +174,7 @@ class WorkerGroup:
         return Future.concat(futures, "list") if futures else [answer for answers in results for answer in answers]
 
     def _next(self, name: str) -> WorkerGroup | None:
-        """The replica that runs the next call of this operation."""
+        """The replica for the next call of this operation."""
         if self._iteration != self.session.iterations.current:
             self._iteration = self.session.iterations.current
             self._calls_made.clear()
@@ -185,7 +185,7 @@ class WorkerGroup:
         return None if number is None else self._replicas[number]
 
     def _following(self, primary: WorkerGroup, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call of a replica, with the weights of `primary` from here on; the call observes a move that fails."""
+        """A call of a replica with the current weights of `primary`; a failed transfer fails the call."""
         channels = self.session.backend.channels
         if self._version != primary._version or channels.failed(primary.ranks, self.ranks):
 
@@ -214,9 +214,9 @@ class WorkerGroup:
         return result
 
     def _bind(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> GroupCall:
-        """Name the arguments, and check everything that can be checked before a process is asked."""
+        """Bind the arguments and run all checks that need no process."""
         signature, where = self._signatures[operation.name], f"{self.name}.{operation.name}"
-        defaults = not operation.protocol.prepared  # a default is one value, not a list with one per rank
+        defaults = not operation.protocol.prepared  # a default is one value, not one per rank
         settings = bound_settings(signature, where, args, kwargs, defaults)
         for name, value in settings.items():
             if isinstance(value, Batch):
@@ -246,7 +246,7 @@ class WorkerGroup:
             ) from None
 
     def _split_spec(self, operation: Operation, settings: dict[str, Any], rows: dict[str, BatchRef]) -> SplitSpec:
-        """One way to split all batches of a call, so that their rows stay together."""
+        """One split for all batches of a call, so that their rows stay together."""
 
         def column(name: str | None) -> ColumnRef | None:
             return next((ref.column_refs[name] for ref in rows.values() if name and name in ref.column_refs), None)
@@ -279,14 +279,14 @@ class WorkerGroup:
         return " and no group writes it: the prompts must bring it."
 
     def usually_writes(self, name: str) -> tuple[str, ...]:
-        """Columns that an operation writes when it is called with its default settings."""
+        """Columns that an operation writes with its default settings."""
         if numbers := [n for n in self._schedule.get(name, ()) if n is not None]:
             return self._replicas[numbers[0]].usually_writes(name)
         parameters = self._signatures[name].parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         try:
             return self.operations[name].columns_written(self.settings, defaults)
-        except (KeyError, HybridFlowError):  # it depends on a setting without a default
+        except (KeyError, HybridFlowError):  # they depend on a setting without a default
             return ()
 
     def check_open(self) -> None:
@@ -297,7 +297,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Free the models of this group; the pool stays. Can be called again.
 
-        Errors: WorkerError of a rank that could not free all that it had; the group is closed nevertheless.
+        Errors: WorkerError of a rank that could not free everything; the group is closed anyway.
         """
         wait = min(_CLOSE_SECONDS, self.session.backend.deadlines.peers)
         if not self._closed and (failure := self._drop(wait)) is not None:
@@ -314,16 +314,16 @@ class WorkerGroup:
             self.session.groups.pop(self.name, None)
 
     def forget_hosts(self) -> None:
-        """Called when the pool closes: there is nothing left to free."""
+        """Called when the pool closes and the hosts are gone."""
         self._leave(" with its pool")
         for ranks in self.all_ranks:
             self.session.backend.channels.close(ranks.key)
 
 
 def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> Layout:
-    """The layout of the weights of ranks; of ranks that are not `built` yet, it may be good for its tensors only.
+    """The layout of the ranks' weights; before they are `built`, perhaps only its tensors are known.
 
-    Errors: ConfigError when its class has none; WorkerError of a rank that is asked for its layout.
+    Errors: ConfigError when the class has none; WorkerError of a rank that is asked for its layout.
     """
     worker_class: Any = ranks.worker_class
     layout = worker_class.weights_layout(ranks.settings, ranks.grid)

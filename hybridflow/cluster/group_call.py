@@ -1,4 +1,4 @@
-"""GroupCall: one call on a group as the driver prepares it: what each rank is given, asked, and will return."""
+"""GroupCall: one call on a group, prepared by the driver: inputs, requests and results of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridflow.topology import RankGrid
 def bound_settings(
     signature: inspect.Signature, where: str, args: Sequence[Any], kwargs: Mapping[str, Any], defaults: bool = True
 ) -> dict[str, Any]:
-    """The arguments of a method by name, those of `**options` among them. Errors: ConfigError with the nearest name."""
+    """The arguments of a method by name, including `**options`. Errors: ConfigError with the nearest name."""
     known = [name for name in signature.parameters if name != "self"]
     try:
         bound = signature.bind(None, *args, **kwargs)
@@ -43,8 +43,8 @@ RankInput = dict[str, Any] | None
 
 @dataclass(frozen=True)
 class GroupCall:
-    """One call on a group. `settings` by name; those in `rows` are batches, of which `reads` names the columns that
-    travel. `factor` output rows come from each input row."""
+    """One call on a group. `settings` by name; those named in `rows` are batches, whose columns `reads` travel. Each
+    input row gives `factor` output rows."""
 
     operation: Operation
     settings: dict[str, Any]
@@ -63,7 +63,7 @@ class GroupCall:
             else:
                 parts[name] = protocol.split(grid, value) if protocol.prepared else [value] * grid.size
         called = list(parts.values())
-        if not self.rows and not protocol.prepared:  # who is called does not depend on rows
+        if not self.rows and not protocol.prepared:  # the called ranks do not depend on rows
             called.append(protocol.split(grid, _Nothing()))
         return [
             None if any(each[rank] is SKIP for each in called) else {name: each[rank] for name, each in parts.items()}
@@ -71,7 +71,7 @@ class GroupCall:
         ]
 
     def asked(self, inputs: Sequence[RankInput], seq: int, key: str) -> list[RankCall | None]:
-        """What each rank is asked, in rank order: call number `seq` of the ranks with this `key`."""
+        """The RankCall of each rank, in rank order: call number `seq` of the ranks with this `key`."""
         called = tuple(rank for rank, mine in enumerate(inputs) if mine is not None)
         refs = [value for mine in inputs if mine for value in mine.values() if isinstance(value, BatchRef)]
         agree = called if len(called) > 1 and any(ref.may_fail for ref in refs) else ()
@@ -86,9 +86,9 @@ class GroupCall:
         return [None if mine is None else of_rank(mine) for mine in inputs]
 
     def results(self, inputs: Sequence[RankInput], outputs: Sequence[RankOutput | None]) -> list[Any]:
-        """What each rank will return, as a protocol collects it.
+        """The result of each rank, in the form that a protocol collects.
 
-        Row counts that only the workers know are the documented exception that waits."""
+        Waits only for row counts that just the workers know."""
         if not self.writes:
             return [SKIP if output is None else Future((output,)) for output in outputs]
         unknown = [output for output in outputs if output is not None and output.rows is None]
@@ -106,12 +106,12 @@ class GroupCall:
 
 
 def _source(mine: dict[str, Any]) -> BatchRef | None:
-    """The rows that a rank is given, if it is given any."""
+    """The rank's input rows, if any."""
     return next((value for value in mine.values() if isinstance(value, BatchRef)), None)
 
 
 class _Nothing:
-    """Rows of a call that has none."""
+    """Takes the place of rows in a call without batches."""
 
     def split(self, parts: int) -> list[_Nothing]:
         return [self] * parts

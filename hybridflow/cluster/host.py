@@ -1,9 +1,9 @@
-"""Host: the process of one device. It holds any number of models and runs the calls on them one after the other.
+"""Host: the process of one device. It holds any number of models and runs their calls one at a time.
 
     driver --RankCall(seq, group, method, inputs by reference)--> Host --> worker.method(Batch) --> Manifest
 
-A call never raises through Ray: inputs are resolved here, the ranks of a group agree that all have them before the
-first collective, and a failure travels as a value. So no rank ever skips a call that its peers run.
+A call never raises through Ray: the host resolves inputs itself, the ranks of a group agree before the first collective
+that all have them, and failures are returned as values. So no rank skips a call that its peers run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, P
 from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
-_CONNECT = datetime.timedelta(seconds=60)  # to a store that runs already
-_CHATTY = ("megatron", "torch.distributed")  # warn at import and on every collective about what we chose on purpose
+_CONNECT = datetime.timedelta(seconds=60)  # to a running store
+_CHATTY = ("megatron", "torch.distributed")  # they warn at import and on every collective about deliberate choices
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A model group as its members see it: `members[i]` is the pool rank of group rank i, on the node `nodes[i]`."""
+    """A model group: `members[i]` is the pool rank of group rank i, on the node `nodes[i]`."""
 
     name: str
     role: str
@@ -64,7 +64,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Event:
-    """When a host ran a call: seconds since the epoch; `ready` is when its inputs were there."""
+    """Times of a call on a host, in seconds since the epoch; `ready`: its inputs have arrived."""
 
     seq: int
     role: str
@@ -77,7 +77,7 @@ class Event:
 
 @dataclass(repr=False)
 class Host:
-    """Runs in a Ray actor; see the module's text. Methods are called by the session, the pool and groups only."""
+    """Runs in a Ray actor, see the module docstring. Only the session, the pool and groups call its methods."""
 
     spec: HostSpec
     _members: dict[str, Member] = field(default_factory=dict)
@@ -98,11 +98,11 @@ class Host:
         self.reader, self._liveness = Reader(self.spec.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
 
     def address(self) -> tuple[str, int]:
-        """Host and port where this process tells what it does."""
+        """Host and port of this process's `LivenessServer`."""
         return self._liveness.address
 
     def join(self, store: tuple[str, int]) -> None:
-        """Join the torch world of the pool, by way of the session's rendezvous store at this host and port."""
+        """Join the pool's torch world through the session's rendezvous store at this host and port."""
         self._store = dist.TCPStore(*store, None, False, _CONNECT, wait_for_workers=False)
         self._store.set_timeout(self._peers)
         backend = "cpu:gloo,cuda:nccl" if self.spec.use_cuda else "gloo"
@@ -125,7 +125,7 @@ class Host:
     ) -> Failure | None:
         """Build one rank of a group; `uninitialized`: its weights will be written from outside.
 
-        A failure is kept and returned by every later call as well.
+        Later calls return the same failure.
         """
         rank, context, start = spec.members.index(self.spec.rank), None, time.time()
         if self.spec.size:
@@ -150,7 +150,7 @@ class Host:
 
     @ray.method(num_returns=2)
     def call(self, call: RankCall) -> tuple[Any, Status]:
-        """Run one method: (Manifest, value or Failure; and the status, which outlives the data)."""
+        """Run one method. Returns a Manifest, value or Failure, and the status, which outlives the data."""
         member = self._members[call.group]
         start = ready = time.time()
         if (failure := member.failure or member.incomplete) is not None:
@@ -173,7 +173,7 @@ class Host:
         return tuple((event.method, event.end - event.ready) for event in events)
 
     def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
-        """Read the inputs; agree with the other ranks that all have them, or return the error of one that has not."""
+        """Read the inputs and agree with the other ranks that all have theirs; else return a rank's error."""
         outcome: dict[str, Any] | Failure
         try:
             outcome = {n: self.reader.read(v) if isinstance(v, RankRows) else v for n, v in call.settings.items()}
@@ -222,7 +222,7 @@ class Host:
 
     @ray.method(num_returns=2)
     def transfer(self, task: TransferTask, setup: Setup | None) -> tuple[Any, Status]:
-        """Take part in moving weights from one group to another: (bytes and seconds, or Failure; and the status)."""
+        """Take part in a weight transfer. Returns bytes and seconds, or a Failure, and the status."""
         start = time.time()
         sender, receiver = self._members.get(task.source), self._members.get(task.destination)
         mine = sender or receiver
@@ -242,7 +242,7 @@ class Host:
         return result, Status(result if isinstance(result, Failure) else None, ((task.method, end - start),))
 
     def open_channel(self, spec: ChannelSpec, origin: CallOrigin) -> Failure | None:
-        """Make this host's end of a channel; a failure names `origin`."""
+        """Open this host's end of a channel; a failure names `origin`."""
         process, deadlines = (self.spec.pool, self.spec.rank), self.spec.deadlines
         try:
             channel = WeightChannel(spec, process, self._store, self.device, deadlines.collective, deadlines.peers)
@@ -254,8 +254,8 @@ class Host:
     def _channel(
         self, task: TransferTask, setup: Setup | None, failed: Callable[[Exception], Failure]
     ) -> WeightChannel | Failure:
-        """The channel of a transfer, or why it does not exist. A rank without one cannot reach its peers by it, so
-        every rank asks all of them at the first transfer, and remembers the answer."""
+        """The channel of a transfer, or the failure to open it. A rank without the channel cannot notify its peers, so
+        every rank asks all others at the first transfer and caches the answer."""
         if setup is not None and setup.opened:
             refs = [output.ref for output in setup.opened]
             try:
@@ -273,7 +273,7 @@ class Host:
             channel.close()
 
     def apply(self, group: str, method: str, *arguments: Any) -> Any:
-        """`worker.method(*arguments)` on this rank of a group; failures are returned, as in `call`."""
+        """`worker.method(*arguments)` on this rank of a group; returns failures, like `call`."""
         member = self._members[group]
         try:
             with self._liveness.during(f"{member.role}.{method}"):
@@ -285,7 +285,7 @@ class Host:
         return list(self._events)
 
     def drop(self, name: str) -> Failure | None:
-        """Forget a group and free its model; a failure of its `close` is a value, and logged."""
+        """Forget a group and free its model; logs and returns a failure of its `close`."""
         member = self._members.pop(name, None)
         if member is None:
             return None

@@ -1,4 +1,4 @@
-"""Iterations: which calls are under way, how many iterations may be, and how long each call took."""
+"""Iterations: tracks calls in flight, limits iterations in flight, and measures each call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.errors import WaitTimeoutError
 
 _KEPT = 64
-_LOOK_BACK = 256  # statuses that a driver may hold before it looks which calls are done
-_MOST = 16384  # ... and before it waits for them
+_LOOK_BACK = 256  # statuses held before the driver looks for finished calls
+_MOST = 16384  # ... and before it waits
 
 PerRank = dict[tuple[str, int], float]
 """(role.method, rank) -> seconds."""
@@ -35,16 +35,16 @@ class StageSeconds:
 
 @dataclass
 class _Iteration:
-    waiting: list[RankOutput] = field(default_factory=list)  # statuses that the driver has not looked at
-    seconds: PerRank = field(default_factory=dict)  # of the calls that are done
+    waiting: list[RankOutput] = field(default_factory=list)  # statuses not yet examined
+    seconds: PerRank = field(default_factory=dict)  # of finished calls
 
 
 @dataclass
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
 
-    `current` is the index of the iteration that the driver is in. `reported` are the ids of errors that the driver has
-    raised already: they are not raised again.
+    `current` is the index of the driver's iteration. `reported` are the ids of errors that the driver has raised and
+    does not raise again.
     """
 
     timeout: float
@@ -64,14 +64,14 @@ class Iterations:
         return IssuedCall([], self.reported, self.timeout)
 
     def stage_seconds(self) -> StageSeconds:
-        """The metrics of the iteration that the driver is in, once it is done. Without a loader it ends here."""
+        """The metrics of the current iteration, once it is done. Without a loader the iteration ends here."""
         found = StageSeconds(self, self.current)
         if not self._has_loader:
             self._next(in_flight=2)
         return found
 
     def issued(self, statuses: Sequence[RankOutput]) -> None:
-        """Remember calls until their iteration is waited for; forget, now and then, those that are done."""
+        """Track calls until their iteration is waited for; drops finished calls from time to time."""
         now = self._all[self.current]
         now.waiting.extend(statuses)
         if len(now.waiting) < self._look_at:
@@ -85,12 +85,12 @@ class Iterations:
         self._look_at = len(now.waiting) + _LOOK_BACK
 
     def begin(self, in_flight: int) -> None:
-        """Begin an iteration; wait until at most `in_flight`, this one included, are under way."""
+        """Begin an iteration; wait until at most `in_flight`, including this one, are running."""
         self._has_loader = True
         self._next(in_flight)
 
     def drain(self) -> None:
-        """Wait for everything issued so far; no loader is at work any more."""
+        """Wait for all calls issued so far; the loader has ended."""
         self._has_loader = False
         self._next(in_flight=1)
 
@@ -104,7 +104,7 @@ class Iterations:
                 del self._all[number]
 
     def _settle(self, one: _Iteration, outputs: Sequence[RankOutput] | None = None) -> None:
-        """Wait for these calls of an iteration, or all of them, and forget them whatever comes."""
+        """Wait for these calls of an iteration (default: all) and drop them, even after an error."""
         outputs = one.waiting if outputs is None else outputs
         gone = set(map(id, outputs))
         one.waiting = [output for output in one.waiting if id(output) not in gone]
@@ -114,7 +114,7 @@ class Iterations:
                 one.seconds[key] = one.seconds.get(key, 0.0) + spent
 
     def seconds(self, iteration: int) -> dict[str, float]:
-        """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits if it is under way."""
+        """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits for a running iteration."""
         out: dict[str, float] = {}
         if (one := self._all.get(iteration)) is not None:
             self._settle(one)
@@ -123,7 +123,7 @@ class Iterations:
         return out
 
     def wait(self, outputs: Sequence[RankOutput]) -> list[tuple[RankOutput, Status]]:
-        """The statuses of all calls. Errors: WorkerError of the first that failed, WaitTimeoutError."""
+        """The statuses of all calls. Errors: WorkerError of the first failed call, WaitTimeoutError."""
         done: list[tuple[RankOutput, Status]] = []
         for finished in as_done(outputs, self.timeout):
             statuses: list[Status] = fetch([output.ref for output in finished], finished, 60.0, follow=False)

@@ -1,8 +1,8 @@
-"""Liveness: what a host process does right now, told by a thread of its own while a call runs.
+"""Liveness: a thread of each host process reports the current activity while a call runs.
 
-A host runs one call at a time and takes no other meanwhile. Its `LivenessServer` tells each client which call the host
-runs and at which line. A process that is stopped, gone, or inside a function that never releases the interpreter does
-not answer. So errors and notices name the rank that is waited for, and not one that waits as well.
+A busy host takes no other call. Its `LivenessServer` tells each client the running call and its source line. A process
+that is stopped, gone, or inside a function that holds the interpreter lock does not answer. So errors and notices name
+the rank that holds up the others, not one that also waits.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hybridflow.errors import WaitTimeoutError, WorkerError
 logger = logging.getLogger(__name__)
 
 NOTICE_SECONDS = 30.0
-"""A wait that is longer says on the console whom it is for, and again each time it has doubled."""
+"""A longer wait prints the ranks that it is for, again each time it has doubled."""
 ANSWER_SECONDS = 2.0
-"""A process that needs longer to say what it does does not answer."""
+"""A process that takes longer to answer counts as silent."""
 _LOOK_AGAIN_SECONDS = 1.0
 _AT_ONCE = 64  # processes that are asked at a time
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -44,7 +44,7 @@ STARTING = "its process has not started yet"
 
 @dataclass(frozen=True)
 class Doing:
-    """What a process does: the `call` ("" for none), at `place`; `waiting`: inside a collective."""
+    """A process's activity: the `call` ("" for none), at `place`; `waiting`: inside a collective."""
 
     call: str = ""
     place: str = ""
@@ -57,7 +57,7 @@ class Doing:
 
 
 def listening_socket(host: str) -> socket.socket:
-    """A socket that listens at this address only, on a port of the system's choice."""
+    """A socket that listens at this address only, on a free port."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_AT_ONCE)
 
 
@@ -72,7 +72,7 @@ class LivenessServer:
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
-        """`call` is what this process does within."""
+        """Reports `call` as running inside."""
         before = self._call
         self._call, self._thread = call, threading.get_ident()
         try:
@@ -99,7 +99,7 @@ class LivenessServer:
 
 
 def _place(frame: FrameType | None) -> str:
-    """`file.py:12 in function`, of the innermost code that belongs to no installed library."""
+    """`file.py:12 in function` of the innermost frame outside installed libraries."""
     own, innermost = frame, frame
     while (
         own is not None
@@ -123,7 +123,7 @@ def _in_collective(frame: FrameType | None) -> bool:
 
 
 def ask(address: Any) -> Doing | str:
-    """What the process does that listens at `address` (a reference to host and port), or why it does not answer."""
+    """The activity of the process at `address` (a reference to host and port), or why it does not answer."""
     end = time.monotonic() + ANSWER_SECONDS
     try:
         host, port = ray.get(address, timeout=ANSWER_SECONDS)
@@ -138,7 +138,7 @@ def ask(address: Any) -> Doing | str:
 
 
 def ask_all(parts: Sequence[RankOutput]) -> list[tuple[RankOutput, Doing | str]]:
-    """What the processes do that run the calls of these parts, where they can be asked."""
+    """The activities of the processes that run these parts' calls, where they can be asked."""
     asked = [part for part in parts if part.address is not None]
     if not asked:
         return []
@@ -148,7 +148,7 @@ def ask_all(parts: Sequence[RankOutput]) -> list[tuple[RankOutput, Doing | str]]
 
 
 def unfinished(parts: Sequence[RankOutput]) -> list[RankOutput]:
-    """The parts whose calls are not over."""
+    """The parts whose calls still run."""
     refs = {part.ref: part for part in parts if isinstance(part.ref, ray.ObjectRef)}
     if not refs:
         return []
@@ -157,9 +157,8 @@ def unfinished(parts: Sequence[RankOutput]) -> list[RankOutput]:
 
 
 def whom(parts: Sequence[RankOutput]) -> str:
-    """`trainer.update (ranks 0, 1: waiting ...; rank 2: at ...)`, for parts that are waited for.
-
-    Where the processes of some do not answer, these alone.
+    """`trainer.update (ranks 0, 1: waiting ...; rank 2: at ...)`, for the pending parts; only the silent ranks, if
+    there are any.
     """
     answers = ask_all(parts)
     said = [(part, doing) for part, doing in answers if isinstance(doing, str)]
@@ -182,13 +181,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class WaitNotice:
-    """Says on the console whom a wait is for, once it is long."""
+    """Reports on the console which ranks a long wait is for."""
 
     def __init__(self) -> None:
         self._start, self._next = time.monotonic(), NOTICE_SECONDS
 
     def look(self, waiting: Callable[[], Sequence[RankOutput]]) -> None:
-        """To be called every second or so; `waiting` finds the parts that are still waited for."""
+        """Call about once a second; `waiting` returns the pending parts."""
         waited = time.monotonic() - self._start
         if waited >= self._next:
             self._next *= 2
@@ -196,9 +195,9 @@ class WaitNotice:
 
 
 def blamed(error: WorkerError, calls: Sequence[IssuedCall]) -> WorkerError:
-    """The error of a rank that waited for its peers in vain, as one that names the rank that did not take part.
+    """Rewrites a rank's timeout in a collective to name the rank that did not take part.
 
-    Any other error stays as it is, and so does one for which no rank is found that is silent or busy elsewhere.
+    Any other error is returned unchanged, and so is a timeout without a rank that is silent or busy elsewhere.
     """
     if not isinstance(error.cause, WaitTimeoutError) or not (absent := _absent(calls)):
         return error
@@ -217,7 +216,7 @@ def blamed(error: WorkerError, calls: Sequence[IssuedCall]) -> WorkerError:
 def _absent(calls: Sequence[IssuedCall]) -> list[tuple[RankOutput, str]]:
     """The ranks of these calls that are silent, else those that are not in a collective, twice in a row."""
     found: dict[int, tuple[RankOutput, Doing | str]] | None = None
-    for pause in (0.0, _LOOK_AGAIN_SECONDS):  # a rank that just failed, too, may have no time to answer
+    for pause in (0.0, _LOOK_AGAIN_SECONDS):  # a rank that just failed may also answer late
         time.sleep(pause)
         asked = ask_all(unfinished([status for call in calls for status in call.statuses]))
         now = {id(part): (part, doing) for part, doing in asked if isinstance(doing, str) or not doing.waiting}

@@ -1,8 +1,8 @@
-"""What a driver could not clean up itself, because it was killed or interrupted once more while it did.
+"""Cleans up after a driver that was killed, or interrupted during its own clean-up.
 
 A process of a session carries the session's name in its environment (Ray's agents overwrite theirs, but keep log files
 of their cluster open), and its shared memory segments carry it in their names. A watcher process outlives the driver,
-ends those processes and removes those segments. It runs this file as a program of its own: it needs only Python.
+ends these processes and removes these segments. It runs this file as a program that needs only Python.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _GRACE_SECONDS = 3.0
 
 
 class Watcher:
-    """Waits for the end of this process, or for `sweep`, in a process that Ctrl-C in a terminal does not reach.
+    """Waits for the end of this process, or for `sweep`, in a process that a terminal's Ctrl-C does not reach.
 
-    `directory` is that of a Ray cluster which ends with the session, or empty.
+    `directory` is that of the session's own Ray cluster, or empty.
     """
 
     def __init__(self, session: str, directory: str = "") -> None:
@@ -37,7 +37,7 @@ class Watcher:
         )
 
     def sweep(self) -> None:
-        """Return when nothing of the session is left. Can be called again."""
+        """Return once the session's processes and segments are gone. Can be called again."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -46,7 +46,7 @@ class Watcher:
 
 @contextlib.contextmanager
 def marked(session: str):
-    """Processes that are started inside carry the session's name."""
+    """Processes started inside carry the session's name."""
     os.environ[MARK] = session
     try:
         yield
@@ -55,7 +55,6 @@ def marked(session: str):
 
 
 def processes(session: str, directory: str = "") -> list[int]:
-    """Running processes of the session on this machine."""
     if not _PROCESSES.is_dir():
         return []
     found = []
@@ -78,7 +77,7 @@ def _is_agent(process: Path, directory: str) -> bool:
 
 
 def remove(session: str, directory: str) -> None:
-    """Give the session's processes a moment to end by themselves, end the others, remove its shared memory."""
+    """Give the session's processes a moment to end, kill the rest, remove its shared memory."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while processes(session, directory) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -95,6 +94,6 @@ def remove(session: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # where it goes to all processes of a job
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's SIGTERM goes to all of its processes
     sys.stdin.read()  # ends when the driver does
     remove(*sys.argv[1:])

@@ -20,7 +20,7 @@ from hybridflow.topology import RankGrid
 
 @dataclass
 class _Reserved:
-    """What all slices of a pool share."""
+    """State shared by all slices of a pool."""
 
     hosts: PoolHosts
     session: Session
@@ -31,10 +31,10 @@ class _Reserved:
 class ResourcePool:
     """`ResourcePool([8, 8])`: eight devices on each of two nodes, each with a host process that holds any models.
 
-    Groups on one pool take turns in call order; groups on different pools run at the same time. `pool[0:4]` is a
-    slice that shares its hosts with the pool. On a local machine without CUDA, devices are logical.
+    Groups on one pool take turns in call order; groups on different pools run at the same time.
 
-    Errors: PlacementError when the cluster has not got the devices.
+    `pool[0:4]` is a slice with the same host processes. On a local machine without CUDA, devices are logical. Errors:
+    PlacementError when the cluster lacks the devices.
     """
 
     def __init__(self, devices: Sequence[int] | int) -> None:
@@ -47,9 +47,10 @@ class ResourcePool:
 
     @classmethod
     def over(cls, nodes: Sequence[int]) -> ResourcePool:
-        """The pool over these devices of each node that all groups of a placement share: a session has one of it.
+        """The pool over these devices of each node, shared by all groups of a placement: one per session, opened on
+        first use.
 
-        It is opened when it is first asked for. Errors: PlacementError when the cluster has not got the devices.
+        Errors: PlacementError when the cluster lacks the devices.
         """
         pools = Session.current().pools
         found = next((p for p in pools if p._reserved.shared and p.devices_of_nodes == tuple(nodes)), None)
@@ -95,7 +96,7 @@ class ResourcePool:
         return _part(self._reserved, members)
 
     def ranks(self, name: str, worker_class: type, settings: Any, grid: RankGrid, own_grid: bool = False) -> RankGroup:
-        """One rank of a group on every device of this pool or slice; none is built yet."""
+        """One rank of a group on every device of this pool or slice, not built yet."""
         hosts = tuple(self._reserved.hosts.hosts[i] for i in self.members)
         key = f"{self.name}/{name}/{self.session.iterations.sequence()}"
         return RankGroup(name, worker_class, settings, grid, self.name, self.members, hosts, key, own_grid)
@@ -106,7 +107,7 @@ class ResourcePool:
     def __getitem__(self, key: int | slice) -> ResourcePool:
         """A slice of the pool: the same host processes, fewer of them."""
         if self._reserved.shared and self.session.assignment is not None:
-            return self  # the placement says which devices each group has
+            return self  # the placement decides the devices of each group
         picked = self.members[key] if isinstance(key, slice) else (self.members[key],)
         if not picked:
             raise PlacementError(f"the slice {key} of a pool of {self.size} devices is empty.")
@@ -117,7 +118,7 @@ class ResourcePool:
             raise PlacementError("this pool is closed: make a new ResourcePool.")
 
     def events(self) -> list[Event]:
-        """What the hosts of this pool ran and when, by start time; waits for calls under way."""
+        """Calls that this pool's hosts ran, by start time; waits for running calls."""
         self.check_open()
         asked = [self._reserved.hosts.hosts[i].handle.events.remote() for i in self.members]
         found = ray.get(asked, timeout=self.session.backend.deadlines.peers)
@@ -151,7 +152,7 @@ def _part(reserved: _Reserved, members: Sequence[int]) -> ResourcePool:
 
 
 def _start_controller(session: Session) -> None:
-    """A process without a device; it outlives pools, so that a notebook can close one and make the next."""
+    """Start a process without a device; it outlives pools, so a notebook can close one and open the next."""
     hosts = session.backend.start_hosts(f"{session.name}-controller", ())
     session.controller_pool = pool = _part(_Reserved(hosts, session), (0,))
     try:

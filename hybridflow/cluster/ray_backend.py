@@ -1,4 +1,4 @@
-"""RayBackend: one Ray actor per device, on a cluster that is joined or started here."""
+"""RayBackend: one Ray actor per device, on a joined or local cluster."""
 
 from __future__ import annotations
 
@@ -71,13 +71,12 @@ class RayBackend:
 
     @cached_property
     def _store_address(self) -> tuple[str, int]:
-        """Where the rendezvous store of all process groups listens.
+        """Address of the rendezvous store of all process groups.
 
-        It is in this process: a host that stands still must not hold up those that wait for it at the store, where
-        torch waits without a limit.
+        The store runs in this process: torch waits at a store without a limit, so a stopped host must not hold it.
         """
         address = ray.util.get_node_ip_address()
-        listener = listening_socket(address)  # the store itself would listen on all interfaces
+        listener = listening_socket(address)  # the store's own socket would listen on all interfaces
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
             *(address, port, None, True), wait_for_workers=False, master_listen_fd=listener.detach()
@@ -116,11 +115,11 @@ class RayBackend:
             "TOKENIZERS_PARALLELISM": "false",
             # results above this size stay in the object store of their node; Ray would send up to 100 kB to the driver
             "RAY_max_direct_call_object_size": "8192",
-            # joined columns come from memory that the process already has: new pages cost more than the copy
+            # reuse memory for joined columns: new pages cost more than the copy
             "MALLOC_MMAP_THRESHOLD_": "33554432",
             "MALLOC_TRIM_THRESHOLD_": "268435456",
         }
-        if self.started_ray:  # one machine: gloo would listen where its name leads to, NCCL on its first interface
+        if self.started_ray:  # one machine: else gloo listens at the host name's address, NCCL on its first interface
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             names |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         if not self.has_cuda:
@@ -140,7 +139,7 @@ class RayBackend:
                 remove_placement_group(hosts.reserved)
 
     def _reserve(self, per_node: Sequence[int]) -> PlacementGroup:
-        """A placement group with one bundle per node, after checking that it can ever be placed."""
+        """A placement group with one bundle per node, after checking that it can be placed."""
         kind = "GPU" if self.has_cuda else "CPU"
         wanted, total = sum(per_node), int(ray.cluster_resources().get(kind, 0))
         asked = f"ResourcePool({list(per_node)}) asks for {wanted} devices ({kind}s)"
@@ -213,14 +212,14 @@ class RayBackend:
         dropping = [host.handle.drop.remote(ranks.key) for host in ranks.hosts]
         answers = []
         for output in itertools.chain.from_iterable(as_done(_outputs(ranks, "close", dropping), wait)):
-            with contextlib.suppress(ray.exceptions.RayError):  # a host that is gone holds nothing
+            with contextlib.suppress(ray.exceptions.RayError):  # the host may be gone
                 answers.append(ray.get(output.ref))
         if (failure := first_failure(answers)) is not None:
             logger.warning("%s was not freed everywhere: %s", ranks.name, failure.error)
         return failure
 
     def close(self) -> None:
-        """Leave the cluster, and stop it if it was started here. Can be called again at any time."""
+        """Leave the cluster; stop it if it was started here. Can be called again."""
         atexit.unregister(self.close)
         if ray.is_initialized() and self._connected:
             ray.shutdown()
@@ -238,7 +237,7 @@ def _outputs(ranks: RankGroup, method: str, refs: Sequence[Any], call: IssuedCal
 
 
 def _free(kind: str, wanted: int) -> int:
-    """Free devices; those of a pool that was just closed come back only after a moment."""
+    """Number of free devices; those of a just closed pool return after a moment."""
     end = time.monotonic() + _RETURN_SECONDS
     while (free := int(ray.available_resources().get(kind, 0))) < wanted and time.monotonic() < end:
         time.sleep(0.05)
@@ -247,7 +246,7 @@ def _free(kind: str, wanted: int) -> int:
 
 @contextlib.contextmanager
 def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Name the setting that cannot be pickled, where Ray shows everything around it."""
+    """Name the setting that cannot be pickled; Ray's message shows all settings."""
     try:
         yield
     except TypeError:

@@ -3,8 +3,8 @@
     build the new ranks, without weights  ->  optimizer state (or weights) travels, kind by kind  ->
     what exists once per process is closed there and opened here  ->  the group is the new ranks, the old ones are freed
 
-Until the last step nothing is taken from the old ranks, so a failure anywhere leaves the group as it was. The price is
-memory: weights and optimizer state exist twice on devices that are in both layouts, as long as it takes.
+The old ranks stay complete until the last step, so a failure leaves the group unchanged. The price is memory: in the
+meantime, devices in both layouts hold weights and optimizer state twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GONE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What an optimizer holds besides the weights: tensors of each of `kinds` in `layout`, and `counters`."""
+    """An optimizer's state: tensors of each of `kinds` in `layout`, and `counters`."""
 
     layout: Layout
     kinds: tuple[str, ...]
@@ -33,8 +33,8 @@ class TrainingState:
 def reallocate(group: WorkerGroup, new: RankGroup) -> None:
     """Move `group` to the ranks `new`, which are not built yet. Blocks.
 
-    Errors: those of the step that failed, after which the group is what it was; LayoutError when the states of the two
-    layouts do not fit.
+    Errors: those of the failed step, with the group unchanged; LayoutError when the states of the two layouts do not
+    match.
     """
     old, backend = group.ranks, group.session.backend
     try:
@@ -42,7 +42,7 @@ def reallocate(group: WorkerGroup, new: RankGroup) -> None:
         _move(group, old, new)
         _hand_over(backend, old, new)
     except BaseException as error:
-        backend.drop(new, wait=1.0)  # peers of the rank that failed may still be waiting for it
+        backend.drop(new, wait=1.0)  # peers of the failed rank may still wait for it
         _note(error, f"{group.name} was not moved: it is still at {old}, with its state.")
         raise
     group.ranks = new
@@ -50,7 +50,7 @@ def reallocate(group: WorkerGroup, new: RankGroup) -> None:
 
 
 def _move(group: WorkerGroup, old: RankGroup, new: RankGroup) -> None:
-    """Bring optimizer state, and with it the weights, to the new ranks; without an optimizer the weights."""
+    """Move the optimizer state (with the weights in it) to the new ranks; without an optimizer, the weights."""
     backend = group.session.backend
     state, there = (backend.ask(ranks, "training_state")[0] for ranks in (old, new))
     if state is None:
@@ -66,7 +66,7 @@ def _move(group: WorkerGroup, old: RankGroup, new: RankGroup) -> None:
 
 
 def _hand_over(backend: Any, old: RankGroup, new: RankGroup) -> None:
-    """Close what a process can hold once in the old ranks and open it in the new ones, or open it again."""
+    """Close the generation engines of the old ranks and open the new ranks'; on failure reopen the old ones."""
     try:
         backend.ask(old, "step_aside")
         backend.ask(new, "open_generation")
@@ -80,13 +80,13 @@ def _hand_over(backend: Any, old: RankGroup, new: RankGroup) -> None:
 
 
 def _note(error: BaseException, outcome: str) -> None:
-    """Say in an error of ours what it means for the group."""
+    """Add the group's state after the failure to an error of ours."""
     if isinstance(error, HybridFlowError):
         error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])
 
 
 def check_same_model(source: Layout, destination: Layout, name: str, other: str) -> None:
-    """Errors: LayoutError naming the first tensor that is not the same on both sides."""
+    """Errors: LayoutError naming the first tensor that differs."""
     here, there = dict(source.tensors), dict(destination.tensors)
     if here == there:
         return

@@ -1,7 +1,7 @@
-"""Where the rows of a column lie: a small expression over rank outputs, rearranged without touching data. Pure.
+"""Row references: the location of a column's rows as a small expression over rank outputs.
 
-A `RankOutput` is what one rank returned from one call. Splitting, joining, repeating and selecting only build nodes
-over outputs; the process that reads a column `locate`s its rows and fetches the outputs that hold them.
+Pure. A `RankOutput` is the result of one rank in one call. Splitting, joining, repeating and selecting build nodes over
+outputs; the process that reads a column `locate`s its rows and fetches the outputs that hold them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEYS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
-    """Which call on which rank produced something: for error messages."""
+    """The call and rank that produced an output, for error messages."""
 
     role: str
     rank: int
@@ -36,10 +36,10 @@ class CallOrigin:
 
 @dataclass(slots=True, eq=False)
 class IssuedCall:
-    """One call as the driver issued it: `statuses` say how it went on every rank, collected or not.
+    """One call that the driver issued; `statuses` are the outcomes on all ranks, collected or not.
 
-    `observed` says that the driver has raised its failure. `reported` holds the ids of the errors that were raised and
-    is shared by all calls of a session. `timeout` seconds bound a wait for its results.
+    `observed`: the driver has raised its failure. `reported`, shared by all calls of a session, holds the ids of raised
+    errors. `timeout` bounds a wait for its results, in seconds.
     """
 
     statuses: list[RankOutput]
@@ -50,10 +50,10 @@ class IssuedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOutput:
-    """What one rank returned: `ref` refers to its manifest, or is the manifest where the driver made it.
+    """The result of one rank: `ref` refers to its manifest, or is the manifest of a batch from the driver.
 
-    `rows` is None until its call has finished. Two fields stay on the driver: `call`, which writes it, and `address`, a
-    reference to where the process that runs the call reports what it does (`liveness.py`).
+    `rows` is None until its call has finished. Two fields stay on the driver: `call`, the call that writes it, and
+    `address`, a reference to the address of that process's `LivenessServer` (`liveness.py`).
     """
 
     ref: Any
@@ -68,10 +68,10 @@ class RankOutput:
 
 @dataclass(frozen=True, slots=True)
 class SplitSpec:
-    """How `rows` rows are split over `parts` parts; its `key` names the result, which processes cache.
+    """How `rows` rows are split over `parts` parts; processes cache the result by `key`.
 
     `weights` (tokens per row), or their `cost`, are spread evenly, rows of one of `groups` stay together, and each of
-    `chunks` ranges of rows is split on its own. The columns are read where the rows of a part are needed.
+    `chunks` row ranges is split separately. The process that needs a part reads these columns.
     """
 
     weights: ColumnRef | None = field(default=None, compare=False)
@@ -106,8 +106,8 @@ class SplitPart:
 
 @dataclass(frozen=True, slots=True)
 class Unpermute:
-    """A row selection: rows that lie part after part as `split` cut them, `each` for one of its rows, in the order
-    before the split."""
+    """A row selection that undoes `split`: rows lie part after part, `each` of them per row of the split, and return to
+    their original order."""
 
     split: SplitSpec
     each: int = 1
@@ -118,7 +118,7 @@ RowSelection = range | Index | SplitPart | Unpermute
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """The rows `rows` of `source`, counted after repeating each of its rows `repeat` times (adjacent)."""
+    """The rows `rows` of `source`, after repeating each of its rows `repeat` times (adjacent)."""
 
     source: Node
     rows: RowSelection
@@ -127,7 +127,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Concat:
-    """Rows of all nodes, one after the other; `rows[i]` of node i."""
+    """Rows of all nodes concatenated; `rows[i]` of node i."""
 
     nodes: tuple[Node, ...]
     rows: tuple[int, ...]
@@ -138,7 +138,7 @@ Node = RankOutput | Gather | Concat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnRef:
-    """Column `stored` of the outputs below `node`. `unique` numbers repeated rows apart (row_id)."""
+    """Column `stored` of the outputs below `node`. `unique` gives repeated rows different numbers (row_id)."""
 
     stored: str
     node: Node
@@ -147,7 +147,7 @@ class ColumnRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRows:
-    """The rows of one rank in a call, by reference, as they travel to its host."""
+    """One rank's rows in a call, by reference, as sent to its host."""
 
     rows: int
     columns: Mapping[str, ColumnRef]
@@ -156,7 +156,7 @@ class RankRows:
 
 @dataclass
 class Located:
-    """For each wanted row: which of `outputs` holds it, at which row, and which `copy` of its `repeats` it is."""
+    """For each wanted row: the output that holds it, its row there, and which `copy` of its `repeats` it is."""
 
     outputs: list[RankOutput]
     which: Index
@@ -178,7 +178,7 @@ class Located:
 
 
 def _overlaps(node: Concat, start: int, stop: int) -> Iterator[tuple[Node, int, int, int]]:
-    """(child, start, stop, all its rows) for the children that hold rows start:stop."""
+    """(child, start, stop, total rows) for the children that hold rows start:stop."""
     at = 0
     for child, rows in zip(node.nodes, node.rows, strict=True):
         first, last = max(start - at, 0), min(stop - at, rows)
@@ -188,7 +188,7 @@ def _overlaps(node: Concat, start: int, stop: int) -> Iterator[tuple[Node, int, 
 
 
 def outputs_of(nodes: Iterable[Node]) -> Iterator[RankOutput]:
-    """Every output below the nodes; one that several hold may come several times."""
+    """Every output below the nodes, possibly several times."""
     for node in nodes:
         if isinstance(node, RankOutput):
             yield node
@@ -197,11 +197,11 @@ def outputs_of(nodes: Iterable[Node]) -> Iterator[RankOutput]:
 
 
 Assign = Callable[[SplitSpec], Sequence[Index]]
-"""Gives the rows of every part of a split; the caller reads the data that this takes."""
+"""Returns the rows of every part of a split; reads the data that this needs."""
 
 
 def locate(node: Node, assign: Assign, want: Index | None = None) -> Located:
-    """Where the wanted rows of `node` lie (all rows when `want` is omitted)."""
+    """The locations of the wanted rows of `node` (default: all)."""
     if isinstance(node, RankOutput):
         want = np.arange(node.rows or 0) if want is None else want
         zeros = np.zeros(len(want), np.int64)
@@ -231,7 +231,7 @@ def _selected(rows: RowSelection, assign: Assign) -> Index:
 def _locate_in_concat(node: Concat, assign: Assign, want: Index | None) -> Located:
     bounds = np.cumsum((0, *node.rows))
     want = np.arange(bounds[-1]) if want is None else want
-    if not len(want):  # there is still a type, which an output knows
+    if not len(want):  # an empty column still needs the type from an output
         return locate(node.nodes[0], assign, want)
     child_of = np.searchsorted(bounds, want, side="right") - 1
     order = np.argsort(child_of, kind="stable")
@@ -247,7 +247,7 @@ def _locate_in_concat(node: Concat, assign: Assign, want: Index | None) -> Locat
 
 
 def sliced(node: Node, start: int, stop: int, rows: int) -> Node:
-    """Rows start:stop of a node of `rows` rows, without piling up selections."""
+    """Rows start:stop of a node of `rows` rows, merged with its own selection."""
     if start == 0 and stop == rows:
         return node
     if isinstance(node, Gather) and isinstance(node.rows, range):

@@ -1,6 +1,6 @@
 """Session: the driver's pools and groups, on the backend that runs their calls.
 
-One session is open in a driver process at a time; `Session.current()` opens it when the first pool is made.
+A driver process has one open session at a time; `Session.current()` opens it when the first pool is made.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """What a driver has placed. Pools and groups register themselves in `pools` and `groups`.
+    """The pools and groups of a driver, which register themselves in `pools` and `groups`.
 
-    `controller_pool` is that of the controller worker; a session that `traces` only writes calls down.
+    `controller_pool` is that of the controller worker; a session that `traces` only records calls.
     """
 
     _current: ClassVar[Session | None] = None
@@ -64,7 +64,7 @@ class Session:
     @classmethod
     @contextlib.contextmanager
     def assigning(cls, placement: Placement) -> Iterator[None]:
-        """Groups that are placed within are where `placement` has a group of their name, whatever their driver says."""
+        """Groups placed inside get the devices and sizes of their name in `placement`, instead of the driver's."""
         before, Session._assignment = Session._assignment, placement
         try:
             yield
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def assignment(self) -> Placement | None:
-        """The placement that decides at the moment. Traced groups have no placement."""
+        """The current `assigning` placement; None in a trace."""
         return None if self.traces else Session._assignment
 
     @property
@@ -88,14 +88,14 @@ class Session:
         return self.groups[CONTROLLER]
 
     def next_iteration(self, in_flight: int = 2) -> None:
-        """Begin an iteration; wait until at most `in_flight` iterations, this one included, are under way.
+        """Begin an iteration; wait until at most `in_flight` iterations, including this one, are running.
 
-        Errors: WorkerError of a call that failed in an iteration that is now over.
+        Errors: WorkerError of a failed call in a finished iteration.
         """
         self.iterations.begin(in_flight)
 
     def drain(self) -> None:
-        """Wait for everything issued so far. Errors: as `next_iteration`."""
+        """Wait for all calls issued so far. Errors: as `next_iteration`."""
         self.iterations.drain()
 
     def unique(self, role: str) -> str:
@@ -115,7 +115,7 @@ class Session:
                 callback()
             except Exception:
                 logger.warning("%s failed while the session was closing", callback, exc_info=True)
-        if Session._current is self and not self.traces:  # a trace stays the driver's session to its end
+        if Session._current is self and not self.traces:  # a trace remains the driver's session until it ends
             Session._current = None
         atexit.unregister(self.shutdown)
         for pool in [*self.pools, self.controller_pool]:

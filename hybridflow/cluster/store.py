@@ -1,8 +1,8 @@
-"""How a process stores the batches that it wrote and reads the rows that it needs, through Ray's object store.
+"""Store: writes a call's batch to Ray's object store, and reads rows of other calls from it.
 
-What a call wrote is one manifest: small columns are part of it, every larger one is an object of its own. So a reader
-moves only the large columns that it reads, straight from the node of the process that wrote them; on one node it reads
-the stored bytes without copying. The driver sees none of them: it holds a reference to the manifest.
+The output of a call is one manifest: small columns are part of it, each larger column is a separate object. So a reader
+moves only the large columns that it reads, directly from their writer's node; on the same node it reads the stored
+bytes without a copy. The driver holds only a reference to the manifest.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _CACHED_SPLITS = 64
 
 @dataclass(slots=True)
 class Manifest:
-    """What one call wrote on one rank: rows, and per column the encoded column, or a reference to it if it is large."""
+    """The output of one call on one rank: row count, and each column, encoded or (if large) by reference."""
 
     rows: int
     columns: dict[str, Any]
 
 
 def write(batch: Batch, on_driver: bool = False) -> Manifest:
-    """Store the large columns of a batch, if there is a store; the others are part of the manifest."""
+    """Store the large columns of a batch, if there is a store, and put the others into the manifest."""
     limit = _SMALL_DRIVER_BYTES if on_driver else _SMALL_BYTES
     stores = ray.is_initialized()  # not in a trace
     columns: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def write(batch: Batch, on_driver: bool = False) -> Manifest:
         size = sum(item.nbytes for item in encoded if isinstance(item, np.ndarray))
         if stores and size > limit:
             columns[name] = ray.put(encoded)
-        elif on_driver:  # what the caller does to its tensors later must not reach the batch
+        elif on_driver:  # a copy: the caller may change its tensors later
             columns[name] = tuple(item.copy() if isinstance(item, np.ndarray) else item for item in encoded)
         else:
             columns[name] = encoded
@@ -67,13 +67,13 @@ def write(batch: Batch, on_driver: bool = False) -> Manifest:
 
 @dataclass
 class Reader:
-    """Reads columns by reference, waiting at most `timeout` seconds (None: those of the calls) for their writers."""
+    """Reads columns by reference, waiting at most `timeout` seconds (None: the calls' own) for their writers."""
 
     timeout: float | None = None
     _splits: OrderedDict[SplitSpec, list[Index]] = field(default_factory=OrderedDict)
 
     def read(self, rows: RankRows) -> Batch:
-        """All columns as one batch whose tensors may be shared memory. Errors: WorkerError of a writer that failed."""
+        """All columns as one batch, perhaps in shared memory. Errors: WorkerError of a failed writer."""
         columns = rows.columns
         nodes = {id(ref.node): ref.node for ref in columns.values()}
         sources = {key: locate(node, self._assign) for key, node in nodes.items()}
@@ -84,7 +84,7 @@ class Reader:
         return Batch.from_shared(out, chunk_rows=rows.chunk_rows)
 
     def rows(self, outputs: Sequence[RankOutput]) -> list[int]:
-        """Row counts of outputs whose calls have no fixed number of rows (waits for them)."""
+        """Row counts of outputs without a fixed number of rows (waits for their calls)."""
         return [manifest.rows for manifest in self._manifests(outputs)]
 
     def _manifests(self, outputs: Sequence[RankOutput]) -> list[Manifest]:
@@ -122,7 +122,7 @@ class Reader:
         }
 
     def _assign(self, split: SplitSpec) -> list[Index]:
-        """Rows of every part of a split, computed once from the columns that it names."""
+        """Rows of every part of a split, computed once."""
         if (known := self._splits.get(split)) is None:
             known = self._splits[split] = [torch.cat(part).numpy() for part in self.assignment(split)]
             if len(self._splits) > _CACHED_SPLITS:

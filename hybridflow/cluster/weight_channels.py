@@ -1,16 +1,15 @@
-"""Weight channels: how weights travel from the ranks of one group to those of another.
+"""Weight channels: transfer weights from the ranks of one group to those of another.
 
     driver: WeightChannels --TransferTask(channel, payload)--> every host of it, in the order of all calls
     host:   WeightChannel: plan -> agree -> at_work, storages -> agree -> move -> weights_arrived -> agree
 
-A channel joins the host processes of two groups: some or all of them may be in both, and they may belong to different
-pools, which share no torch world. Its process groups are formed by its members only, in the session's store. Plans and
-transfers are built for the first use and kept.
+A channel joins the host processes of two groups, which may overlap and may belong to pools with different torch worlds.
+Only its members form its process groups, in the session's store. Plans and transfers are built on first use and kept.
 
-The first agreement is there because `at_work` may be a collective of a group, which a rank that cannot take part would
-not join. Until the ranks have agreed that all have their storages, nothing is written. From then on the receiving
-group's weights count as incomplete, until all ranks have agreed that everything has arrived: no call ever computes with
-half of an update.
+The first agreement comes before `at_work`, which may be a collective of a group: a rank that cannot take part would not
+join it. After the second, when all ranks have their storages, the transfer starts writing. The receiving group's
+weights then count as incomplete until the third agreement that everything has arrived, so no call computes with half of
+an update.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class ChannelSpec:
 class Setup:
     """Sent with the first use of a payload: its layouts on both sides.
 
-    The first use of a channel also brings what its hosts answered when they were asked to open it.
+    The first use of a channel also carries its hosts' answers to `open`.
     """
 
     source: Layout
@@ -76,7 +75,7 @@ class Setup:
 @dataclass(frozen=True)
 class TransferTask:
     """Move `payload` (`WEIGHTS` or a kind of optimizer state) over `channel`, from the ranks with the key `source` to
-    those of `destination`. `required`: if it fails, the receiver's weights are outdated and calls must not use them."""
+    those of `destination`. `required`: after a failure, calls must not use the receiver's outdated weights."""
 
     seq: int
     method: str
@@ -89,8 +88,7 @@ class TransferTask:
 
 @dataclass
 class Member:
-    """A group's rank in this process; `incomplete` says why its weights must not be used: a transfer left them half
-    written."""
+    """A group's rank in this process; `incomplete` is the failure of a transfer that left its weights half written."""
 
     role: str
     rank: int
@@ -102,7 +100,7 @@ class Member:
 
 @dataclass
 class WeightChannel:
-    """One process's end of a channel. `timeout` seconds bound a collective, `patience` the wait for busy peers."""
+    """One process's end of a channel. `timeout` bounds a collective, `patience` the wait for busy peers, in seconds."""
 
     spec: ChannelSpec
     process: Process
@@ -115,7 +113,7 @@ class WeightChannel:
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.spec.processes.index(self.process), len(self.spec.processes)
-        # torch finds this process in a group by its rank in its own world; of the others it wants different numbers
+        # torch finds this process by the rank in its own world; the other numbers only need to be distinct
         own, size = dist.get_rank(), dist.get_world_size()
         ranks = [own if i == self.rank else size + i for i in range(self.size)]
         self._groups = ProcessGroups(self.store, self.spec.name, ranks, self.rank, self.device, self.timeout)
@@ -134,7 +132,7 @@ class WeightChannel:
                 for prepare in (partial(self._plan, task.payload, setup), partial(_storages, task.payload, at_work)):
                     try:
                         mine, storages = None, prepare(sender, receiver)
-                    except Exception as error:  # whatever it is, the other ranks must hear of it
+                    except Exception as error:  # the other ranks must learn of any error
                         mine, storages = failed(error), None
                     if (failure := self._agree(mine)) is not None:
                         return failure
@@ -145,8 +143,8 @@ class WeightChannel:
             return self._move(task.payload, receiver, failed)
 
     def _plan(self, payload: str, setup: Setup | None, sender: Member | None, receiver: Member | None) -> None:
-        """Plan a new payload, whatever else is wrong: its setup comes once. Errors: those of a rank that cannot take
-        part, LayoutError when the two sides do not fit."""
+        """Plan a new payload even if this rank cannot take part: its setup is sent once. Errors: those of a rank that
+        cannot take part, LayoutError when the two sides do not match."""
         if setup is not None:
             source = setup.source.placed(self.spec.senders, self.size)
             destination = setup.destination.placed(self.spec.receivers, self.size)
@@ -162,7 +160,7 @@ class WeightChannel:
                 raise failure.error
 
     def _agree(self, mine: Failure | None) -> Failure | None:
-        """None when no rank of the channel has failed; else the failure of the first that has. Collective."""
+        """None when no rank of the channel has failed, else the first failure. Collective."""
         return mine if self.size == 1 else agree_on(self._control(), mine)[0]
 
     def _control(self) -> dist.ProcessGroup:
@@ -177,7 +175,7 @@ class WeightChannel:
     def _move(
         self, payload: str, receiver: Member | None, failed: Callable[[Exception], Failure]
     ) -> dict[str, float] | Failure:
-        """Move, and agree that everything has arrived; the receiver's weights are complete only then."""
+        """Move, and agree that everything has arrived, which completes the receiver's weights."""
         mine, start, received = None, time.monotonic(), 0
         try:
             transfer = self._transfers[payload]
@@ -208,7 +206,7 @@ class WeightChannel:
         return {"bytes": float(sum(one[0] for one in rows)), "seconds": max(float(one[1]) for one in rows)}
 
     def close(self) -> None:
-        """Let go of buffers and process groups. Call on every member."""
+        """Free buffers and process groups. Call on every member."""
         self._transfers.clear()
         self._groups.close()
 
@@ -216,7 +214,7 @@ class WeightChannel:
 def _storages(
     payload: str, at_work: ExitStack, sender: Member | None, receiver: Member | None
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """What this process holds of both sides, at work until the stack ends."""
+    """This process's storages of both sides, at work until the stack closes."""
     for side in (sender, receiver):
         if side is not None:
             at_work.enter_context(side.worker.at_work())
@@ -231,7 +229,7 @@ def _storage(worker: Any, payload: str) -> Mapping[str, Tensor]:
 
 
 def incomplete(failure: Failure) -> Failure:
-    """For every later call on the receiving group; it is one failure, wherever the driver observes it."""
+    """The failure of every later call on the receiving group; the driver raises it once."""
     why, error = failure.error, copy.copy(failure.error)
     error.args = (
         f"these weights are incomplete: the last {why.method or 'transfer'} into them failed on the way "
@@ -242,8 +240,8 @@ def incomplete(failure: Failure) -> Failure:
 
 @dataclass
 class _OpenChannel:
-    """A channel as the driver knows it: by channel rank the process and (role, rank) of the group that names it;
-    `known` are the payloads whose setup hosts have."""
+    """The driver's record of a channel: for each channel rank the process and a (role, rank) for messages; `known` are
+    the payloads whose setup the hosts have."""
 
     spec: ChannelSpec
     hosts: list[tuple[HostProcess, tuple[str, int]]]
@@ -251,7 +249,7 @@ class _OpenChannel:
     last: IssuedCall | None = None
 
     def failed(self) -> bool:
-        """Whether the latest transfer is over and failed, after which its ranks may be out of step."""
+        """Whether the latest transfer has failed, after which the ranks may be out of step."""
         refs = [] if self.last is None else [status.ref for status in self.last.statuses]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         try:
@@ -260,7 +258,7 @@ class _OpenChannel:
             return True
 
     def open(self, method: str) -> tuple[RankOutput, ...]:
-        """Ask every host for its end; what they answer."""
+        """Ask every host to open its end; returns their answers."""
         asked = [(host.handle, CallOrigin(*origin, method)) for host, origin in self.hosts]
         return tuple(RankOutput(handle.open_channel.remote(self.spec, at), None, at) for handle, at in asked)
 
@@ -271,7 +269,7 @@ class _OpenChannel:
 
 
 class WeightChannels:
-    """The channels of a session, each made for its first transfer and kept until the ranks of one of its sides go."""
+    """The channels of a session, opened at the first transfer and kept until one side's ranks are freed."""
 
     def __init__(self, iterations: Iterations) -> None:
         self._iterations = iterations
@@ -288,15 +286,15 @@ class WeightChannels:
     ) -> Future:
         """Issue a transfer to every host of both sides; returns at once with a future of its `bytes` and `seconds`.
 
-        `layouts` gives those of both sides when this payload travels here for the first time; what it raises ends it
-        before anything is issued. With `required` the destination makes no call if it fails.
+        `layouts` returns both sides' layouts at a payload's first transfer; an error in it is raised before anything is
+        issued. With `required`, the destination runs no calls after a failure.
         """
         key, setup = (source.key, destination.key), None
         if self.failed(source, destination):
             self._channels.pop(key).close()
         channel = self._channels.get(key)
         if channel is None or payload not in channel.known:
-            sides = layouts()  # first: what it raises leaves nothing behind
+            sides = layouts()  # first: an error leaves nothing behind
             opened = ()
             if channel is None:
                 channel = self._channels[key] = self._make(source, destination)
@@ -316,7 +314,7 @@ class WeightChannels:
         return Future(tuple(results[:1]))
 
     def failed(self, source: RankGroup, destination: RankGroup) -> bool:
-        """Whether the latest transfer between them is over and failed."""
+        """Whether the latest transfer between them has failed."""
         channel = self._channels.get((source.key, destination.key))
         return channel is not None and channel.failed()
 
@@ -343,6 +341,6 @@ class WeightChannels:
 
 
 def node_numbers(machines: Sequence[str]) -> tuple[int, ...]:
-    """A number for each machine, counted from 0 in order of appearance."""
+    """A number for each machine, from 0 in order of appearance."""
     numbers = {machine: i for i, machine in enumerate(dict.fromkeys(machines))}
     return tuple(numbers[machine] for machine in machines)

@@ -107,8 +107,8 @@ class LMDataset(_TextDataset):
         return len(self._records)
 
     def read(self, draws: list[Draw]) -> list[Row]:
-        """Each epoch takes another piece of a long text, and of a very long one a piece of another section: a text is
-        never tokenised as a whole where that would take memory and time without bound."""
+        """Each epoch takes another piece of a long text, or a piece of another section of a very long one, so the
+        tokenised length is bounded."""
         texts = [self._records[draw.index][self._column] for draw in draws]
         counts = [-(-len(text) // self._section) for text in texts]
         at = [draw.epoch % count for draw, count in zip(draws, counts, strict=True)]
@@ -123,14 +123,14 @@ class LMDataset(_TextDataset):
         ]
 
     def _ended(self, ids: list[int], first: bool, last: bool) -> list[int]:
-        """Between the tokenizer's tokens for beginning and end, as far as it has them, those of a text's sections."""
+        """Adds the tokenizer's begin and end tokens, if any, to a text's first and last section."""
         raw = self._tokenizer.raw
         begin, end = ([] if one is None else [one] for one in (raw.bos_token_id, raw.eos_token_id))
         ids = begin + ids if first and ids[:1] != begin else ids
         return ids + end if last and ids[-1:] != end else ids
 
     def _piece(self, draw: Draw, ids: list[int], epoch: int) -> Row:
-        """Pieces share one token, so that every token of them is predicted."""
+        """Adjacent pieces share one token, so every token is predicted."""
         if len(ids) < 2:
             place = self._records.place(draw.index)
             raise PromptError(f"{place}: column {self._column!r} has {len(ids)} tokens; none is left to predict.")
@@ -151,7 +151,7 @@ def _cut(text: str, number: int, count: int) -> str:
 
 
 class SFTDataset(_TextDataset):
-    """Prompts with the completion that is to be learned: only its tokens, and the end, are the response."""
+    """Prompts with completions: the response is the completion's tokens and the end token."""
 
     def __init__(self, records: Any, prompt: str, completion: str, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._records, self._prompt, self._completion = records, prompt, completion
@@ -185,7 +185,7 @@ class SFTDataset(_TextDataset):
         records = [self._records[row] for row in at]
         prompts = self._tokenizer.encode([record[self._prompt] for record in records])
         texts = [_completion_text(record[self._completion]) for record in records]
-        begun = [text[: section_of(self._max)] for text in texts]  # what follows would be cut off
+        begun = [text[: section_of(self._max)] for text in texts]  # later text would be cut off
         end = self._tokenizer.raw.eos_token_id
         rows = []
         for row, ids, answer, text in zip(at, prompts, self._tokenizer.continuations(begun), texts, strict=True):

@@ -1,4 +1,4 @@
-"""Chat messages: which are accepted as a prompt, and the form in which chat templates read them."""
+"""Chat messages: checks of prompts, and their form for chat templates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from hybridflow.errors import PromptError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_MAY_SAY_NOTHING = ("assistant", "tool")  # a call of a tool has no text, and neither has every answer of one
+_MAY_SAY_NOTHING = ("assistant", "tool")  # tool calls, and some tool answers, have no text
 
 
 def check_prompt(place: str, column: str, prompt: Any) -> None:
-    """Refuse what is neither text nor a list of chat messages. Errors: PromptError naming place, column and message."""
+    """Refuse a prompt other than text or chat messages. Errors: PromptError naming place, column and message."""
     if isinstance(prompt, list):
         check_messages(place, column, prompt)
     elif not isinstance(prompt, str) or not prompt:
@@ -33,7 +33,7 @@ def check_text(where: str, text: str) -> None:
 
 
 def check_messages(place: str, column: str, messages: list[Any]) -> None:
-    """Refuse what a chat template cannot read: messages have a known `role` and `content`, text or parts of text."""
+    """Refuse messages without a known `role` and a `content` of text or parts of text."""
     if not messages:
         raise PromptError(f"{place}: column {column!r} is an empty list; it must be text or a list of messages.")
     for number, message in enumerate(messages):
@@ -72,14 +72,14 @@ def text_of(content: str | list[Any] | None) -> str:
 
 
 def characters(prompt: str | list[Any]) -> int:
-    """Those of a text, or of the contents of messages."""
+    """Number of characters of a text, or of the contents of messages."""
     return len(prompt) if isinstance(prompt, str) else sum(len(text_of(message.get("content"))) for message in prompt)
 
 
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Messages as templates of text models read them: content in one piece, and no fields without a value.
+    """Messages for templates of text models: content in one piece, no fields without a value.
 
-    Tables give every message all the fields that any of them has; a template would take a null for a value.
+    In tables every message has the fields of all messages; a template would read a null as a value.
     """
     return [
         {key: value for key, value in message.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Prompts: checked when they are opened, and drawn in batches without end."""
+"""Prompts: a checked source of prompts, and endless batches of them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Map = Callable[[Record], Mapping[str, Any]]
 class Prompts:
     """The prompts of a source: `prompts[i]` is a record with `prompt` (text, or a list of chat messages).
 
-    Arguments are those of `PromptLoader`. All records are looked through once, none is kept: `map` is called again for
-    each that is drawn. `filtered` is how many have more than `max_prompt_tokens` tokens and are left out,
-    `fingerprint` a hash of the others' prompts in their order (not of further columns: reading all of a table would
-    take long, and a corrected answer changes no order), `columns` the names in every record as it is drawn.
+    Arguments are those of `PromptLoader`. All records are scanned once and not kept: `map` runs again for each drawn
+    record. `filtered` counts the records left out for more than `max_prompt_tokens` tokens. `fingerprint` is a hash of
+    the other prompts in order (not of further columns: reading a whole table would take long, and a corrected answer
+    changes no order). `columns` are the names in every drawn record.
     Errors: PromptError naming file, row and column.
     """
 
@@ -62,9 +62,9 @@ class Prompts:
                 raise ConfigError(f"max_prompt_tokens={max_prompt_tokens} counts tokens: give tokenizer= as well.")
         self.prompt, self.map, self._tokenizer = prompt, map, tokenizer
         self.records = open_records(source, split=split, name=name)
-        # a table's rows have the same columns, so only the prompts have to be looked at one by one
+        # a table's rows have the same columns, so only the prompts are checked one by one
         self._uniform = map is None and self.records.columns is not None
-        self._columns: frozenset[str] | None = None  # of every record, once the first one is known
+        self._columns: frozenset[str] | None = None  # of every record, known from the first one
         if self._uniform:
             self._columns = frozenset(self.records.columns or ())
             self._check_columns(self.records.where, self.records.columns or ())
@@ -82,7 +82,7 @@ class Prompts:
         return sorted("prompt" if column == self.prompt else column for column in self._columns or ())
 
     def place(self, index: int) -> str:
-        """Where prompt `index` stands: file and line, or row."""
+        """The place of prompt `index`: file and line, or row."""
         return self.records.place(self._at(index))
 
     def _at(self, index: int) -> int:
@@ -145,7 +145,7 @@ class Prompts:
         return Batch(columns)
 
     def _prepared(self, row: int, raw: Any) -> Record:
-        """The record as it is drawn, with its prompt in the column `prompt`. Errors: PromptError."""
+        """The drawn record, with its prompt in the column `prompt`. Errors: PromptError."""
         record = dict(raw) if self._uniform else self._mapped(row, raw)
         if self._columns is None:
             self._columns = frozenset(record)
@@ -169,7 +169,7 @@ class Prompts:
         if self.map is not None:
             try:
                 made = self.map(made)
-            except Exception as error:  # a user's function may raise what it likes; the row is what helps
+            except Exception as error:  # a user's function may raise anything; the message names the row
                 name = getattr(self.map, "__name__", type(self.map).__name__)
                 raise PromptError(f"{place}: map={name} raised {type(error).__name__}: {error}.") from error
             if not isinstance(made, Mapping):
@@ -255,7 +255,7 @@ class PromptSource(ResumableSampler):
 
     @property
     def filtered(self) -> int:
-        """Prompts that are left out because they have more than `max_prompt_tokens` tokens."""
+        """Number of prompts left out for more than `max_prompt_tokens` tokens."""
         return self.prompts.filtered
 
     def __len__(self) -> int:
@@ -270,6 +270,6 @@ def _shown(tokens: float | None) -> str:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """The nearest column, where the list of all is already in the message."""
+    """A hint at the nearest column, for a message that already lists all."""
     text = nearest(name, known)
     return text if "Did you mean" in text else " Name the one with the prompts by prompt=."

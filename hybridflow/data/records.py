@@ -83,7 +83,7 @@ class ParquetRecords:
             joined = pyarrow.concat_tables(tables, promote_options="permissive")
         except pyarrow.ArrowException as error:
             raise PromptError(f"{where}: the files have columns of different types: {error}.") from None
-        self._table = joined.combine_chunks()  # else a row is looked for in as many pieces as there are row groups
+        self._table = joined.combine_chunks()  # else each lookup searches all row groups
         self._ends = list(itertools.accumulate(len(table) for table in tables))
         self.columns: tuple[str, ...] | None = tuple(joined.column_names)
 
@@ -132,9 +132,9 @@ def open_records(source: Any, *, split: str | None = None, name: str | None = No
     """The records of `source`, at least one.
 
     A path is a JSONL or Parquet file, a directory of one of them, a pattern such as "data/*.parquet", or a directory
-    that `save_to_disk` wrote; a text that is no path is a name on the Hugging Face Hub, of which `name` is the
-    configuration and `split` the split. Also a `datasets.Dataset` (or a `DatasetDict` with `split`), a list of files,
-    or a list of mappings. Errors: PromptError naming what was looked for, ConfigError for a split of what has none.
+    that `save_to_disk` wrote; any other string is a name on the Hugging Face Hub, with its configuration `name` and
+    `split`. Also a `datasets.Dataset` (or a `DatasetDict` with `split`), a list of files, or a list of mappings.
+    Errors: PromptError naming the missing source, ConfigError for a split of a source without splits.
     """
     if isinstance(source, str | os.PathLike):
         records = _at(source, split, name, what)
@@ -221,7 +221,7 @@ def _load(path: str, split: str | None, name: str | None, what: str) -> Any:
 
 
 def _of_dataset(loaded: Any, split: str | None, where: str) -> Records:
-    """The one split of what the library gave."""
+    """The records of the chosen split."""
     import datasets
 
     if isinstance(loaded, datasets.IterableDataset | datasets.IterableDatasetDict):
@@ -257,7 +257,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def listed(records: Iterable[Any], what: str) -> Records:
-    """Records that are Python objects already. Errors: PromptError for what cannot be gone through."""
+    """Records of Python objects. Errors: PromptError for an object that is not iterable."""
     if isinstance(records, Mapping | str | bytes) or not isinstance(records, Iterable):
         raise PromptError(
             f"{what} are a {type(records).__name__}: give a JSONL or Parquet file, a dataset, or a list of mappings."

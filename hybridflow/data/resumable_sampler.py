@@ -15,7 +15,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.errors import ConfigError, PromptError, WorkerError
 
 State = dict[str, Any]
-SECONDS = 600.0  # in which a worker process must have a batch ready
+SECONDS = 600.0  # limit for a worker process to deliver a batch
 _FORK_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # its threads do not survive a fork
 
 
@@ -45,8 +45,8 @@ class ResumableSampler:
     processes read ahead, two batches each; with 0 each batch is read when it is asked for. They are forks: they see the
     data without a copy and need no importable functions, and they end with the iteration.
 
-    `state()` is plain data for JSON and independent of `workers`; `identity` says which data these are, and is part of
-    it. Errors: ConfigError for a seed that is not a whole number; when iterating, the PromptError of `read`, and
+    `state()` is plain data for JSON and independent of `workers`; it includes `identity`, which identifies the data.
+    Errors: ConfigError for a seed that is not a whole number; when iterating, the PromptError of `read`, and
     WorkerError when a worker process ended or took longer than `SECONDS`.
     """
 
@@ -69,13 +69,13 @@ class ResumableSampler:
             check_sizes(steps=steps)
         self._dataset, self.batch_size, self.steps, self.workers = dataset, batch_size, steps, workers
         self._same = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, **identity}
-        self._drawn = 0  # batches so far: all that changes
+        self._drawn = 0  # batches so far: the only changing state
 
     def __iter__(self) -> Iterator[Any]:
         return self.drawn()
 
     def drawn(self) -> Iterator[Batch]:
-        """The batches that are left: continues where the last iteration, or `load_state`, stopped."""
+        """The remaining batches, after those of the last iteration or the loaded state."""
         batches: Iterator[Any] = iter(())
         at = -1
         while self.steps is None or self._drawn < self.steps:
@@ -96,7 +96,7 @@ class ResumableSampler:
             yield self._dataset.batch(range((at - 1) * self.batch_size, at * self.batch_size), found)
 
     def state(self) -> State:
-        """What `load_state` needs to continue with the next batch: plain data, for JSON."""
+        """State for `load_state` to continue with the next batch: plain data, for JSON."""
         return {"drawn": self._drawn, **self._same}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_sizes(least: int = 1, /, **sizes: int) -> None:
-    """Errors: ConfigError for one that is no whole number of at least `least`."""
+    """Errors: ConfigError for a size other than a whole number of at least `least`."""
     for name, value in sizes.items():
         if type(value) is not int or value < least:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}.")

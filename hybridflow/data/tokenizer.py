@@ -57,8 +57,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Token ids of texts (with the tokenizer's own special tokens) or of chat messages (by its chat template).
 
-        The template opens the turn that is to be generated; messages that end with one of the assistant are left
-        open behind it, to be continued. `places` name the prompts in errors. Errors: PromptError for anything else,
+        The template opens the assistant's turn; a last message of the assistant is left open, to be continued. `places`
+        name the prompts in errors. Errors: PromptError for anything else,
         for messages without a chat template, for messages that the template refuses or nothing can follow, and with
         the name of their `column` for prompts without any token.
         """
@@ -77,7 +77,7 @@ class Tokenizer:
         return found
 
     def lengths(self, prompts: Sequence[Any], places: Sequence[str], column: str) -> list[float]:
-        """Tokens of each prompt; infinite, without a look at them, of those that may not be tokenised."""
+        """Tokens of each prompt; infinite, without tokenising, for prompts that are too long to tokenise."""
         sizes = [characters(prompt) for prompt in prompts]
         short = [i for i, size in enumerate(sizes) if size <= MOST_CHARACTERS]
         lengths = [math.inf] * len(prompts)
@@ -89,8 +89,8 @@ class Tokenizer:
         return lengths
 
     def _ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Token ids of each text, a bounded number of characters at a time: they take much less memory than the rest
-        of what the tokenizer gives."""
+        """Token ids of each text, a bounded number of characters at a time: the tokenizer's other outputs take much
+        more memory."""
         groups = grouped([len(text) for text in texts])
         found = (self.raw([texts[i] for i in group], add_special_tokens=special)["input_ids"] for group in groups)
         return [ids for group in found for ids in group]
@@ -110,7 +110,7 @@ class Tokenizer:
             return self.raw.apply_chat_template(
                 plain_messages(prompt), tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
             )
-        except Exception as error:  # the template is a program of the checkpoint, which may raise what it likes
+        except Exception as error:  # the template is the checkpoint's program and may raise anything
             raise PromptError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
 
     def continuations(self, texts: Sequence[str]) -> list[list[int]]:
@@ -123,7 +123,7 @@ class Tokenizer:
 
 
 def as_tokenizer(given: TokenizerLike) -> Tokenizer:
-    """The tokenizer that is meant: of a directory or hub name, a tokenizer of transformers, or a `Tokenizer` as it is.
+    """The tokenizer of a directory or hub name, or a given tokenizer of transformers or `Tokenizer`.
 
     Errors: ConfigError for anything else, CheckpointError as `load_tokenizer`.
     """

@@ -1,9 +1,9 @@
-"""The transition between training and generation, and every other way of weights from one layout to another.
+"""Moves weights from one layout to another: the transition between training and generation, and all other transfers.
 
 Read in this order:
 
-1. `layout`: boxes of canonical tensors, where ranks keep them. `offloadable`: which tensors have memory, and how much.
-2. `plan/`: from two layouts to moves. Pure: no communication.
-3. `transfer/`: a plan bound to storages, and run.
+1. `layout`: boxes of canonical tensors on each rank. `offloadable`: tensors whose memory can be released. 2. `plan/`:
+computes moves from two layouts. Pure: no communication.
+3. `transfer/`: binds a plan to storages and runs it.
 4. `hybrid/`: an actor's two phases, over `interfaces` of training and generation engines.
 """

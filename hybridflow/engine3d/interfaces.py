@@ -1,7 +1,6 @@
-"""Holders of weights: what a training and a generation engine have to offer to a transition between them.
+"""Interfaces of weight holders: the part of a training and a generation engine that a transition uses.
 
-The engines' contracts extend these protocols; here is the part that moving weights needs, so that `engine3d` knows no
-engine.
+The engines' contracts extend these protocols, so `engine3d` imports no engine.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hybridflow.topology import RankGrid
 
 
 class Holder(Protocol):
-    """Something that holds one rank's part of a model's weights."""
+    """Holds one rank's part of a model's weights."""
 
     def layout(self) -> Layout:
         """Boxes of every rank of the group."""
@@ -70,11 +69,11 @@ class Trainer(Holder, Protocol):
         ...
 
     def offload(self, what: Collection[Any]) -> None:
-        """Move these (parameters, optimizer, gradients) to host memory. The trainer does not compute without them."""
+        """Move parameters, optimizer or gradients to host memory. The trainer cannot compute without them."""
         ...
 
     def reload(self, what: Collection[Any]) -> None:
-        """Bring back what was moved to host memory; what was not is left alone."""
+        """Bring offloaded state back; other state is left alone."""
         ...
 
 
@@ -82,18 +81,18 @@ class Generator(Holder, Protocol):
     """A holder that generates."""
 
     def share(self, name: str, tensor: Tensor) -> bool:
-        """Make weight `name` use the memory of `tensor` (of equal shape, dtype, device): False where it cannot be.
+        """Make weight `name` use the memory of `tensor` (of equal shape, dtype, device): False where impossible.
 
         `memory()` has to be requested again afterwards; it leaves `name` alone.
         """
         ...
 
     def weights_changed(self) -> None:
-        """Forget what was cached under the old weights (prefix cache)."""
+        """Drop caches of the old weights (prefix cache)."""
         ...
 
     def sleep(self) -> None:
-        """Release the memory of the KV cache until `wake()`; without it nothing is generated. May be called twice."""
+        """Release the KV cache, and with it generation, until `wake()`. May be called twice."""
         ...
 
     def wake(self) -> None:

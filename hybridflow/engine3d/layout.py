@@ -55,7 +55,7 @@ class Box:
         return Box(self.tensor, start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def subtract(self, other: Box) -> list[Box]:
-        """Disjoint boxes that cover what is in `self` and not in `other`."""
+        """Disjoint boxes that cover `self` minus `other`."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -127,7 +127,7 @@ def _insert(atoms: list[tuple[Box, list[Label]]], box: Box, labels: list[Label])
 class Region:
     """`box` stored at `storage[offset : offset + box.shape]` of a rank's own tensor named `storage`.
 
-    With `strides` the tensor is flat (one dimension) and element `box.start + i` lies at
+    With `strides` the tensor is one-dimensional and element `box.start + i` lies at
     `offset[0] + sum(i * strides)`: part of a flattened parameter, as distributed optimizers keep it.
     """
 
@@ -139,7 +139,7 @@ class Region:
     def index(self, part: Box | None = None) -> tuple[slice, ...]:
         """Slices into the storage for `part` of this region's box (the whole box when omitted); not of a flat one.
 
-        Errors: ValueError when the offset has not one number per dimension, which planning refuses.
+        Errors: ValueError unless the offset has one number per dimension, which planning checks.
         """
         part = part or self.box
         starts = [o + p - b for o, p, b in zip(self.offset, part.start, self.box.start, strict=True)]
@@ -173,9 +173,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank holds which boxes. `regions(rank)` is computed on demand, so thousands of ranks cost nothing.
+    """The boxes of each rank.
 
-    Ranks of equal `part(rank)` hold equal regions, so planners ask one of them only (None: every rank differs).
+    `regions(rank)` is computed on demand, so thousands of ranks cost nothing. Ranks with equal `part(rank)` hold equal
+    regions, so planners query one of them (None: every rank differs).
     """
 
     tensors: Mapping[str, tuple[int, ...]]
@@ -193,7 +194,7 @@ class Layout:
     def placed(self, members: Sequence[int], ranks: int) -> Layout:
         """This layout in a larger group of `ranks` ranks: its rank i is `members[i]`, the others hold nothing.
 
-        Errors: LayoutError when `members` are not as many different ranks of the group as the layout has.
+        Errors: LayoutError unless `members` are distinct ranks of the group, one per rank of the layout.
         """
         at = {member: i for i, member in enumerate(members)}
         if len(members) != self.ranks or len(at) != self.ranks or not all(0 <= member < ranks for member in at):

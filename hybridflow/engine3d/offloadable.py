@@ -1,7 +1,7 @@
-"""Residency: which of a rank's named tensors have memory behind them, and how many bytes that is.
+"""Residency: releases and reacquires the memory behind a rank's named tensors, and counts its bytes.
 
-Tensors stay where they are known - parameters of a module, views of them, plans bound to them - while the storage
-behind them is given back and taken again. Works alike on the host and on CUDA, where the caching allocator gets it.
+Tensor objects stay in place - module parameters, views, bound plans - while their storage is freed and allocated again.
+It works on the host and on CUDA, where the memory returns to the caching allocator.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    """Memory of named tensors that can be given and taken; `Residency` is one, `PooledMemory` of vLLM another.
+    """Releasable memory of named tensors; implemented by `Residency` and, for vLLM, `PooledMemory`.
 
-    `names` default to all of its tensors; names that it does not know are left alone. `total_bytes` is everything that
-    can be released, `resident_bytes` what has memory now.
+    `names` default to all of its tensors; unknown names are left alone. `total_bytes` counts all releasable bytes,
+    `resident_bytes` those allocated now.
     """
 
     @property
@@ -27,30 +27,30 @@ class Memory(Protocol):
     def resident_bytes(self) -> int: ...
 
     def resident(self, name: str) -> bool:
-        """Whether `name` has memory; true for names that it does not know."""
+        """Whether `name` has memory; True for unknown names."""
         ...
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
-        """Give memory, with what `offload` kept; returns the names whose content is undefined now."""
+        """Allocate memory and restore offloaded content; returns the names whose content is undefined."""
         ...
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Take the memory; its content is lost, also what `offload` kept."""
+        """Free the memory and drop its content, even offloaded content."""
         ...
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """Take the memory and keep its content on the host."""
+        """Free the memory and keep its content on the host."""
         ...
 
 
 class Residency:
     """The `Memory` of `tensors`. Names that share one storage (fused or tied weights, flat buffers) free it together.
 
-    `kept` names are never released: their storage belongs to somebody else as well. Nor is a storage elsewhere than on
-    `device`, if that is given: a model on CUDA whose parameters or optimizer wait in host memory, pinned or not, for
-    their turn keeps them there, and it is freed with the last reference.
+    `kept` names are never released: another owner shares their storage.
 
-    Views that exist stay valid for when the memory is back; new ones cannot be made of a tensor without memory.
+    With `device`, storages on other devices are not released either: state that a CUDA model keeps in host memory stays
+    there and is freed with the last reference. Existing views become valid again with the memory; a tensor without
+    memory allows no new views.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Residency:
     ) -> None:
         self.device = device
         self._storages: dict[str, torch.UntypedStorage] = {}
-        self._names: dict[int, set[str]] = {}  # of each storage, by its address as an object
+        self._names: dict[int, set[str]] = {}  # by storage
         self._sizes: dict[int, int] = {}
         self._host: dict[int, Tensor] = {}  # offloaded bytes
         kept_storages = {tensors[name].untyped_storage()._cdata for name in kept if name in tensors}
@@ -72,7 +72,7 @@ class Residency:
             self._names.setdefault(key, set()).add(name)
             self._sizes[key] = storage.nbytes()
         self._held = {key: set(names) for key, names in self._names.items()}  # the names that are not released
-        self._away: dict[int, set[str]] = {key: set() for key in self._names}  # the names that want their bytes back
+        self._away: dict[int, set[str]] = {key: set() for key in self._names}  # the names to restore
         self.total_bytes = self.resident_bytes = sum(self._sizes.values())
 
     def resident(self, name: str) -> bool:
@@ -80,13 +80,13 @@ class Residency:
         return storage is None or bool(self._held[storage._cdata])
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Free the memory of `names`, a shared storage with its last name."""
+        """Free the memory of `names`; a shared storage is freed with its last name."""
         for storage, key, name in self._found(names):
             self._away[key].discard(name)
             self._drop(storage, key, name)
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
-        """Returns the names whose content is undefined now, among them all that share the storage of one of `names`."""
+        """Returns all names with undefined content, including those that share a storage with `names`."""
         fresh: set[str] = set()
         for storage, key, name in self._found(names):
             if not self._held[key]:
@@ -101,7 +101,7 @@ class Residency:
         return fresh
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """Host memory is pinned where there is CUDA. A storage goes with its last name, offloaded or released."""
+        """Host memory is pinned on CUDA systems. A storage is freed with its last name, offloaded or released."""
         for storage, key, name in self._found(names):
             if name in self._held[key]:
                 self._away[key].add(name)
@@ -131,14 +131,14 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class MemoryAccount:
-    """Parameter bytes of all tracked tensors of this rank: now, and the most since `restart`.
+    """Bytes of this rank's tracked tensors: now, and the peak since `restart`.
 
-    Every acquire and release goes through a `TrackedMemory`, so the figures are what happened, not what was planned.
-    A storage that several names or both engines share counts once.
+    Every acquire and release goes through a `TrackedMemory`, so the numbers are measured, not planned. A storage shared
+    by several names or both engines counts once.
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that the keys stay theirs
+        self._storages: dict[int, torch.UntypedStorage] = {}  # references keep the keys unique
         self._sizes: dict[int, int] = {}
         self._users: dict[int, list[tuple[Memory, str]]] = {}
         self._counted: dict[int, int] = {}
@@ -149,7 +149,7 @@ class MemoryAccount:
         self.peak_bytes = self.resident_bytes
 
     def add(self, memory: Memory, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Count `tensors` (resident now), whose memory `memory` manages; the key of each name's storage."""
+        """Count the resident `tensors` of `memory`; returns the key of each name's storage."""
         keys = {}
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
@@ -161,7 +161,7 @@ class MemoryAccount:
         return keys
 
     def count(self, keys: Iterable[int]) -> None:
-        """Look again whether these storages have memory."""
+        """Recount these storages."""
         for key in keys:
             there = any(memory.resident(name) for memory, name in self._users[key])
             now = self._sizes[key] if there else 0
@@ -171,10 +171,10 @@ class MemoryAccount:
 
 
 class TrackedMemory:
-    """One side's memory, entered into an account. Only names in `released` may go; others stay whatever is requested.
+    """One side's memory, entered into an account.
 
-    Tensors in `gaps` have elements that nothing writes (padding): they come back as zeros. `gone` are the names whose
-    contents this memory no longer has.
+    Only names in `released` are ever released. Tensors in `gaps` have unwritten elements (padding), which return as
+    zeros. `gone` are the names whose content is lost.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class TrackedMemory:
         chosen = self._mine(names)
         try:
             fresh = self._memory.acquire(chosen)
-        finally:  # of several the first may have been given memory when the next one fails
+        finally:  # some may have been allocated before one fails
             self._account.count(self._keys[name] for name in chosen)
         for name in (padded := fresh & self._gaps):
             self.tensors[name].zero_()
@@ -224,7 +224,7 @@ class TrackedMemory:
         self._account.count(self._keys[name] for name in chosen)
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names for which `tensors` has another memory than the one that was there when this was built, or none."""
+        """Names whose tensor is missing or has other memory than when this was built."""
         return [
             name
             for name, key in self._keys.items()

@@ -1,1 +1,1 @@
-"""Training and generation behind `contract`: `train_engine` with one folder per backend, and vllm/."""
+"""Engines: training (`train_engine`, one folder per backend) and generation (vllm/); `contract` has their types."""

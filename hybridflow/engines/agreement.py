@@ -1,5 +1,5 @@
-"""Agreement: the ranks of a group continue together or all raise, so that no rank waits in a collective for one that
-failed on its own data; and the numbers that data parallel ranks have in common."""
+"""Agreement: the ranks of a group continue together or all raise, so no rank waits in a collective for a failed one;
+and sums over data parallel ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def agree_on(group: dist.ProcessGroup, failure: F | None, number: float | None =
 def agree(context: RankContext, check: Callable[[], float | None], what: str = "a number") -> float | None:
     """Run `check` on every rank of the group; one tiny all-reduce on the CPU.
 
-    Returns the number that `check` gave, the same on all ranks: a rank that has none (None) takes that of the others.
+    Returns the number from `check`, equal on all ranks: a rank with None takes the others' number.
 
     Errors: the error that `check` raised, on a group of one rank. On a larger one the *same* WorkerError (with the
     failing rank and its error as the cause) on every rank; also when the numbers, which are called `what`, differ.
@@ -62,7 +62,7 @@ def agree(context: RankContext, check: Callable[[], float | None], what: str = "
 
 
 def of_every_rank(context: RankContext, mine: Any) -> list[Any]:
-    """The values of all ranks of the group, in rank order. Collective, on the CPU."""
+    """The values of all ranks, in rank order. Collective, on the CPU."""
     everyone = [mine] * context.grid.size
     if len(everyone) > 1:
         dist.all_gather_object(everyone, mine, group=_group(context))
@@ -93,7 +93,7 @@ class Replicas:
         self.group = context.groups.new("replicas", context.grid.group(context.rank, "d"), "gloo")
 
     def totals(self, batch: Batch) -> Totals:
-        """What the mini-batch holds over all replicas; without a `response_mask` every response token counts."""
+        """The mini-batch's totals over all replicas; without a `response_mask` every response token counts."""
         responses: Any = batch.peek("response_ids")
         prompts: Any = batch.peek("prompt_ids")
         tokens = int(response_mask(batch).values.sum())

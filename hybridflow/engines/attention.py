@@ -22,7 +22,7 @@ from hybridflow.errors import ModelError
 
 PACKED_ATTENTION = "hybridflow_packed"
 _UNKNOWN = ("s_aux", "position_bias")
-"""What some models' attention has besides, and ours has not: sinks, biases."""
+"""Arguments of some models' attention that ours does not support: sinks, biases."""
 
 
 def packed_attention(

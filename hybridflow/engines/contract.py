@@ -1,6 +1,6 @@
-"""The words of engines: what a train engine computes and keeps, and the seam of any generation engine.
+"""Types shared by engines: outputs and states of a train engine, and the interface of a generation engine.
 
-Any training framework fits behind `sharded_model.ShardedModel`. A loss sees flat token values.
+A training framework implements `sharded_model.ShardedModel`. A loss sees flat token values.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hybridflow.topology import GenerationGrid
 
 Output = Literal["log_probs", "entropy", "values"]
 TrainState = Literal["parameters", "optimizer", "gradients"]
-"""What a train engine keeps in device memory and can move to host memory."""
+"""State of a train engine that can move between device and host memory."""
 
 
 class Unset:
-    """In the place of a checkpoint: weights are neither read nor drawn, because they will be written from outside."""
+    """Replaces a checkpoint: weights stay undefined, because a transfer will write them."""
 
 
 UNSET = Unset()
@@ -56,7 +56,7 @@ class GenerateEngine(Generator, Protocol):
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the KV cache has now."""
+        """Current bytes of the KV cache."""
         ...
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""Gradients of whole parameters, of which each data parallel rank keeps the sums of its own share.
+"""FlatGradients: gradients of whole parameters; each data parallel rank keeps the sums of its share.
 
-Stage 1 of ZeRO (the paper's P_os) adds up a mini-batch in whole buffers and sends them once. Stage 2 (P_os+g) sends
-those of a unit to their owners as soon as its backward pass is over and forgets them, in every backward pass; it needs
-1/N of the memory and, with m micro-batches, m times the traffic (section 7: one pass costs what data parallelism
-costs). Numbers are float32 and travel as float32, whatever the parameters' dtype. Losses are shares of a global sum, so
-gradients are added up and never averaged.
+Stage 1 of ZeRO (the paper's P_os) accumulates a mini-batch in whole buffers and sends them once. Stage 2 (P_os+g) sends
+a unit's gradients to their owners after each of its backward passes and frees them; it needs 1/N of the memory and,
+with m micro-batches, m times the traffic (section 7: one pass costs what data parallelism costs). Numbers are float32
+and travel as float32, whatever the parameters' dtype. Losses are shares of a global sum, so gradients are added up and
+never averaged.
 
 Shapes: n elements of a unit's buffer, n/N of a rank's share of it.
 """
@@ -25,11 +25,11 @@ from hybridflow.engines.units import Unit
 
 
 class FlatGradients:
-    """Takes the gradient of every parameter away from it as autograd completes it.
+    """Moves each parameter's gradient into its buffer when autograd completes it.
 
     `own` are, by name, the flat pieces of this rank's shares [n/N]; `memory` is what is kept between backward passes:
     with `whole` the buffers [n] (`buffers`), else the shares alone. `devices` are those of buffers and of shares. With
-    `overlap` a unit may still be on its way while the one before it is computed: two whole units exist at a time.
+    `overlap` a unit is sent while the previous one is computed: two whole units exist at a time.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FlatGradients:
         return torch.zeros(self._units[unit].share(self._ranks) * self._ranks, dtype=torch.float32, device=self._device)
 
     def pieces(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What `shares` ([n/N] for each unit) hold of the parameters that this rank owns part of: flat views."""
+        """Flat views of this rank's parameter pieces in `shares` ([n/N] for each unit)."""
         found = {}
         for unit, share in zip(self._units, shares):
             for name, (first, last) in unit.owned(self._ranks, self._rank).items():

@@ -1,4 +1,5 @@
-"""FlatShards: parameters whole on every data parallel rank in one flat buffer per unit, and 1/N of what trains them.
+"""FlatShards: every data parallel rank holds whole parameters, one flat buffer per unit, and 1/N of the optimizer
+state.
 
 Bytes on each of N ranks, for P parameters of b bytes each (2 or 4) whose optimizer keeps K bytes for one (Rajbhandari
 et al. 2020, section 5 and table 1, with gradients in float32; Adam's K is 12, in float32 8, since its main parameters
@@ -7,8 +8,8 @@ are the parameters themselves):
     stage 1     (b + 4) P + K P / N
     stage 2     b P + (4 + K) P / N, and the gradients of one unit while a backward pass runs
 
-Stage 3 cuts the parameters too: that is FSDP. Megatron's distributed optimizer is stage 1 of what a rank of its
-pipeline and tensor parallelism holds.
+Stage 3 also shards parameters: that is FSDP. Megatron's distributed optimizer is stage 1 over the parameters of one
+pipeline and tensor parallel rank.
 
 Shapes: n elements of a unit's buffer, n/N of a rank's share of it.
 """

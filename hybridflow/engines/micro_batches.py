@@ -70,9 +70,9 @@ class MicroBatch:
     """Rows `rows` [R] of a batch as `ids` [b, S] int64 and what is read of the model's output.
 
     `index` [N] int64 are positions in the flattened `ids`, `targets` [N] the tokens that they predict, `lengths` [R]
-    how many of them belong to each row. A micro-batch without any position still asks for one, which `selected` = 0
-    says to drop: every stage must run. Packed, `sequences` says where the rows lie in ids [1, S] (the last of them may
-    be padding up to a multiple); padded it is None, and causal attention never looks at what stands behind a row.
+    how many of them belong to each row. A micro-batch without positions still reads one, which `selected` = 0 drops:
+    every stage must run. Packed, `sequences` says where the rows lie in ids [1, S] (the last of them may be padding up
+    to a multiple); padded it is None, and causal attention never looks at what stands behind a row.
     """
 
     rows: Tensor
@@ -236,7 +236,7 @@ class Split:
 
 
 def in_order(micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Ragged:
-    """What was read of each micro-batch ([selected] each), on the CPU, as the rows of the batch in their order."""
+    """Outputs of each micro-batch ([selected] each) as the batch's rows in order, on the CPU."""
     order = torch.cat([micro.rows for micro in micro_batches]).argsort()
     lengths = torch.cat([micro.lengths for micro in micro_batches])
     return Ragged.from_lengths(torch.cat([part.cpu() for part in parts]), lengths).index(order)

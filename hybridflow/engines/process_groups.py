@@ -1,8 +1,8 @@
 """Process groups built by their members only, under explicit names and explicit timeouts.
 
 `torch.distributed.new_group` must be called by every process of the world, names groups by a per-process counter and
-ignores the default timeout. Here a group is formed by its members alone, from a store and a name, so groups on slices
-of a pool, and several models in the same processes, never have to agree with anybody else.
+ignores the default timeout. Here only its members form a group, from a store and a name, so groups on slices of a pool,
+and several models in the same processes, need no other process.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ProcessGroups:
 
 @dataclass
 class RankContext:
-    """Who a worker is: its role, its rank in the group's grid, its device and its process groups.
+    """Context of a worker: role, rank in the group's grid, device and process groups.
 
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
     are close to each other. `method` is the operation that runs, for messages. With `unset` the weights will be written

@@ -1,7 +1,7 @@
-"""Profiling on one rank: seconds of real engines of a model that has few layers, at several amounts of work.
+"""EngineProbe: times real engines of a model with few layers on one rank, at several amounts of work.
 
-Two numbers of layers tell what a layer takes and what everything else does; the caller makes that difference. Methods
-are collective over the ranks of the context's grid. Shapes: B rows, R response tokens.
+From two numbers of layers the caller derives the time per layer and the rest. Methods are collective over the ranks of
+the context's grid. Shapes: B rows, R response tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OUTPUTS: Mapping[Head, tuple[Output, ...]] = MappingProxyType({"lm": ("log_prob
 
 @dataclass(frozen=True)
 class EngineProbe:
-    """What to measure of the model of `config` (a Hugging Face one) on the rank of `context`.
+    """Measures the model of `config` (a Hugging Face one) on the rank of `context`.
 
     Rows have `length` tokens, the second half of them a response; every figure is the median of `repeats`.
     """

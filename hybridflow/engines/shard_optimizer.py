@@ -82,7 +82,7 @@ class ShardOptimizer:
 
     @property
     def _names(self) -> list[str]:
-        """Of parameters, and of main ones that have names of their own (adapters)."""
+        """Names of parameters, and of main parameters with other names (adapters)."""
         return list(dict.fromkeys([*self.shards.storage, *self.shards.main]))
 
     @property

@@ -1,7 +1,7 @@
-"""ShardedModel: what a training backend supplies to the engine (`train_engine.TrainEngine`).
+"""ShardedModel: the interface of a training backend to `train_engine.TrainEngine`.
 
-A model is cut by `fsdp.sharded.Sharded` or `flat_shards.FlatShards` (ZeRO, Megatron); micro-batches run in a
-`PlainLoop` or `megatron.engine.PipelineLoop`.
+`fsdp.sharded.Sharded` or `flat_shards.FlatShards` (ZeRO, Megatron) shard a model; micro-batches run in a `PlainLoop` or
+`megatron.engine.PipelineLoop`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Shards(Protocol):
         ...
 
     def after_pass(self) -> None:
-        """The micro-batches of a pass are done, with gradients or without."""
+        """Called after the micro-batches of a pass, with gradients or without."""
         ...
 
     def reduce(self) -> None:
@@ -98,7 +98,7 @@ class MicroBatchLoop(Protocol):
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """One rank of a model as a backend cut it. `optimizer_layout` is None without an optimizer.
+    """One rank of a sharded model. `optimizer_layout` is None without an optimizer.
 
     `step_groups` are the canonical tensors of each part of an optimizer step, `parts` the same as names of
     `shards.storage`; `no_decay` are those names that weight decay leaves out. `fp16`: losses are scaled.

@@ -24,8 +24,8 @@ _NAMED = 3  # findings in the text of a refusal
 class StepCheck:
     """Checks the mini-batches between two steps of an engine and decides whether the next step is skipped.
 
-    Call `begin` for each mini-batch, `share` for each micro-batch, then `agree`. The latter uses the all-reduce in
-    which ranks report errors anyway, so the check needs no communication of its own until a rank finds something.
+    Call `begin` for each mini-batch, `share` for each micro-batch, then `agree`. `agree` uses the all-reduce in which
+    ranks report errors, so the check needs no further communication until a rank finds something.
     """
 
     def __init__(self, context: RankContext) -> None:

@@ -1,4 +1,4 @@
-"""TokenOutputs: rows become micro-batches, and what the output layer gives becomes log-probabilities, entropy, values.
+"""TokenOutputs: turns rows into micro-batches, and the head's outputs into log-probabilities, entropy and values.
 
 Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, V this rank's columns of the vocabulary.
 """
@@ -21,12 +21,12 @@ from hybridflow.errors import BatchError, ModelError
 from hybridflow.models.spec import Decoder
 
 Positions = Literal["before", "own", "last"]
-"""Where a row is read: before each response token (what predicts it), at each of them, or at its last token only."""
+"""Positions read in a row: before each response token (which predict it), at each of them, or only the last token."""
 
 
 class TokenOutputs:
-    """What one rank of `role` reads from its model: `vocabulary` is the range of token ids whose columns it has, and
-    `group` the ranks that share the vocabulary."""
+    """Outputs of one rank's model (`role`): `vocabulary` is the range of token ids whose columns it has, and `group`
+    the ranks that share the vocabulary."""
 
     def __init__(
         self, role: str, spec: Decoder, split: Split, vocabulary: tuple[int, int], group: dist.ProcessGroup

@@ -1,10 +1,9 @@
 """The training backends: from the type of a strategy to the modules that check, lay out and build it.
 
-A backend is a folder of `engines/` with two modules. `layout` is pure: `check(strategy, spec, grid, role)` raises what
-can be said before any process starts; `weights_layout(strategy, spec, grid)` and `state_layout(...)` say which rank
-holds which boxes of the parameters and of each kind of optimizer state. `engine` imports the framework:
-`build_model(context, strategy, spec, optimizer)` makes a `ShardedModel`. Modules are imported on first use, so a
-process imports only the frameworks that it runs.
+A backend is a folder of `engines/` with two modules. `layout` is pure: `check(strategy, spec, grid, role)` raises
+errors before a process starts; `weights_layout(strategy, spec, grid)` and `state_layout(...)` return the layouts of the
+parameters and of each kind of optimizer state. `engine` imports the framework: `build_model(context, strategy, spec,
+optimizer)` returns a `ShardedModel`. A process imports only the frameworks that it runs, on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TrainEngine: one rank of a sharded model that computes and trains, for every training backend.
 
-A backend supplies a `ShardedModel`: how parameters are cut and gradients reduced (`Shards`), how micro-batches run
-(`MicroBatchLoop`), and the layouts of both. Losses are shares of a global sum, so gradients are added over
-micro-batches and data parallel ranks and never averaged.
+A backend supplies a `ShardedModel`: sharded parameters and gradients (`Shards`), a loop over micro-batches
+(`MicroBatchLoop`), and the layouts of parameters and optimizer state. Losses are shares of a global sum, so gradients
+are added over micro-batches and data parallel ranks and never averaged.
 
 Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, C columns of the head on this rank.
 """
@@ -37,7 +37,7 @@ from hybridflow.engines.token_outputs import Positions
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.models.spec import Decoder
 
-STANDARD_DEVIATION = 0.02  # of weights that are drawn
+STANDARD_DEVIATION = 0.02  # of initial weights
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
 
 
@@ -45,13 +45,13 @@ class TrainEngine:
     """One rank's part of one model; a `engine3d.interfaces.Trainer`. Without an optimizer it only computes.
 
     Its inputs are the rows of this rank's data parallel replica as `prompt_ids` and `response_ids` (ragged); outputs
-    are ragged over response tokens, log-probabilities after dividing logits by `temperature`. Rows may be none: all
-    ranks take part in collectives. With `adapters` the weights of `layout()` are frozen: to read `storage()` as the
-    weights that the model computes with, merge them first (`adapters.merge()`), and restore them before it computes.
+    are ragged over response tokens, log-probabilities after dividing logits by `temperature`. A rank without rows still
+    takes part in collectives. With `adapters` the weights of `layout()` are frozen: call `adapters.merge()` to read the
+    effective weights from `storage()`, and `adapters.restore()` before computing.
 
     `build` makes the model of `strategy`, its weights undefined. `checkpoint` is a Hugging Face directory; without one,
-    weights are drawn from a fixed seed, equal however the model is cut, and with `UNSET` they are left undefined. A
-    value model whose checkpoint has no `score.weight` starts with zeros there. No rank ever holds more than its part.
+    weights are initialised from a fixed seed, independent of the sharding; with `UNSET` they stay undefined. A value
+    model whose checkpoint has no `score.weight` starts with zeros there. No rank ever holds more than its part.
 
     Errors: ModelError when the model cannot be cut by the strategy's sizes, CheckpointError for a bad checkpoint,
     ConfigError (with several ranks a WorkerError of that cause, on all of them) for `offload` without host memory.
@@ -83,7 +83,7 @@ class TrainEngine:
                 self._optimizer = ShardOptimizer(optimizer, model.shards, model.no_decay, model.parts, model.fp16)
             if not isinstance(checkpoint, Unset):
                 for tensor in self.storage().values():
-                    tensor.zero_()  # also what pads the vocabulary
+                    tensor.zero_()  # including vocabulary padding
             if checkpoint is None:
                 initialise(self._layout, context.rank, self.storage(), spec.zeros)
             elif not isinstance(checkpoint, Unset):
@@ -98,7 +98,7 @@ class TrainEngine:
     # Computing
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
-        """Raise what can be said against these rows without any collective, so that ranks can agree to go on.
+        """Check these rows without a collective, so that ranks can agree before they compute.
 
         Errors: BatchError naming the row, ModelError for an output that the model's head does not give.
         """
@@ -166,7 +166,7 @@ class TrainEngine:
         metrics: list[dict[str, Tensor]] = []
 
         def share(micro: MicroBatch, head_NC: Tensor) -> Tensor:
-            nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph when no row or no token takes part
+            nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
             values = self._tokens.read(micro, head_NC, outputs, temperature)
             if not len(micro.rows):
                 return nothing
@@ -255,7 +255,7 @@ class TrainEngine:
         return self._shards.storage
 
     def weights_loaded(self) -> None:
-        """Parameters were written from outside: the optimizer's main parameters follow them."""
+        """Copy parameters that a transfer has written to the optimizer's main parameters."""
         self._shards.parameters_changed()
 
     @property
@@ -304,8 +304,8 @@ class TrainEngine:
     def memory(self) -> Residency:
         """The memory behind `storage()`, at least every decoder layer on its own; made once.
 
-        While names are released the engine does not compute. What `acquire` leaves undefined is every element that
-        has a box in `layout()`; all others (padding) are as the engine needs them.
+        While names are released the engine does not compute. `acquire` leaves elements in boxes of `layout()` undefined
+        and restores all others (padding).
         """
         return self._shards.memory
 
@@ -320,7 +320,7 @@ class TrainEngine:
             self._shards.gradients.offload(self._gradients == "zero")
 
     def reload(self, what: Collection[TrainState]) -> None:
-        """Bring back what was moved to host memory; the rest is left alone. Errors: ConfigError."""
+        """Bring offloaded state back; other state is left alone. Errors: ConfigError."""
         self._known(what)
         if "parameters" in what:
             self._shards.memory.acquire()

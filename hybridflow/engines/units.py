@@ -123,9 +123,9 @@ def _aligned(count: int, multiple: int) -> int:
 
 
 def ends_and_layers(tensors: Tensors) -> tuple[Tensors, list[Tensors], Tensors]:
-    """What stands before the layers of a model, each layer, and what stands behind them.
+    """Tensors before a model's layers, of each layer, and after the layers.
 
-    `tensors` are named in model order; a layer is what has a number in its name up to which its tensors agree.
+    `tensors` are in model order; the tensors of a layer share a name prefix that ends in a number.
     """
     before: dict[str, tuple[int, ...]] = {}
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -143,7 +143,7 @@ def step_groups(tensors: Tensors, stages: Sequence[Sequence[int]] | None = None)
     k-th layer of every pipeline stage.
 
     `stages` are the layers of each stage (default: there is one). The ends come first: they are larger than a layer,
-    and what follows hides their way to another layout. A final norm alone is too small for a part of its own.
+    and later parts hide their transfer to another layout. A final norm alone is too small for a part of its own.
     """
     before, layers, behind = ends_and_layers(tensors)
     own_part = bool(before) and any(len(shape) > 1 for shape in behind.values())

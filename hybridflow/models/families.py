@@ -1,4 +1,4 @@
-"""What is known of the decoders of transformers by family: which see later tokens, whose rows can be packed.
+"""Facts about transformers' decoders by family: which see later tokens, and which support packed rows.
 
 Tests compute small copies of all families and keep these lists; transformers' version is pinned.
 """

@@ -1,7 +1,7 @@
-"""TransformersSpec: what any decoder that transformers has is made of, read from its own class on the meta device.
+"""TransformersSpec: sizes and tensors of any decoder of transformers, read from its class on the meta device.
 
-Canonical tensors are those of a checkpoint as transformers writes it: names and shapes. Where transformers keeps
-several of them in one parameter (experts, since version 5) or under another name, `parts` says which.
+Canonical tensors have the names and shapes of a checkpoint that transformers writes. `parts` lists the parameters in
+which transformers keeps several of them (experts, since version 5) or another name.
 """
 
 from __future__ import annotations

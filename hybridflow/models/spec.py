@@ -1,7 +1,6 @@
-"""ModelSpec: what a decoder-only model is made of, read from a Hugging Face `config.json`. Pure.
+"""ModelSpec: sizes and tensors of a decoder-only model, read from a Hugging Face `config.json`.
 
-Canonical tensors are those of the Hugging Face checkpoint: names and shapes. Everything that moves weights speaks in
-boxes of them.
+Pure. Canonical tensors have the names and shapes of the Hugging Face checkpoint. Weight transfers use boxes of them.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Read in this order:
 
-1. What is planned: `cluster_spec`, `workload`, `graph` (the calls of an iteration), `mesh` (where they run) and the
-   user's `constraints`.
+1. Inputs: `cluster_spec`, `workload`, `graph` (the calls of an iteration), `mesh` (their devices) and the user's
+   `constraints`.
 2. Seconds and bytes: `simulator` prices one call; `call_cost` and `device_memory` have its formulas, over
    `pipeline_cost`, `backends` and `hardware`; `reallocation_cost` prices weights that move, `timeline` when each call
    runs. `calibration` and `layer_profile` fit all of it to a machine.
 3. Searches: the search `problem`; `auto_mapping` (HybridFlow) places groups by the cost of `stages`, `call_search`
    (ReaL) places calls by `evaluation`, `similarity` (PUZZLE) cuts groups that share all devices.
-4. `planning` is the one entry; `explain`: why nothing fits, and which layout came second.
+4. `planning` is the entry; `explain` reports infeasible problems and runner-up layouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shortage: what is missing when nothing fits: of which model, how much memory, and which cluster has it. Pure."""
+"""Infeasibility report: the model that does not fit, the missing memory, and the smallest cluster that fits. Pure."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def grown(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
 
 
 def _need(problem: Problem, group: str) -> Need | None:
-    """Where a group lacks least, alone; None where it cannot be cut."""
+    """The least need of a group alone; None if its model does not divide."""
     search, found = AutoMapping(problem), []
     for size in search.sizes:
         for mesh in search.places((search.keys[group],), size):
@@ -200,7 +200,7 @@ def _need(problem: Problem, group: str) -> Need | None:
 
 
 def _together(problem: Problem) -> Need:
-    """What all groups on all devices need of each."""
+    """The need of all groups on all devices."""
     mesh, both = Mesh.of(0, problem.cluster.size), np.zeros((1, 2))  # static and active bytes
     for group in problem.graph.groups:
         asked = np.array([setting.values[-2:] for setting in group_layouts(problem, group, mesh)]).reshape(-1, 2)

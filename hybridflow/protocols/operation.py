@@ -1,6 +1,5 @@
-"""@register: one declaration says everything that the controller must know about an operation (architecture, idea 2).
-
-From it follow dispatch, column-pruned transfer, early errors for missing columns, and the dataflow graph.
+"""@register: one declaration per operation (architecture, idea 2), which decides dispatch, column-pruned transfer,
+early errors for missing columns, and the dataflow graph.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ Settings = Mapping[str, Any]
 """Keyword arguments: of the worker's constructor, or of one call."""
 
 Reads = Sequence[str] | Callable[[Settings, Settings], Sequence[str] | None] | None
-"""Columns that an operation reads. "a|b" means the first of them that is there, "a?" means a if it is there. A callable
-gets the worker's settings and the call's; None reads every column."""
+"""Columns that an operation reads. "a|b": the first that exists; "a?": a if it exists. A callable gets the worker's and
+the call's settings; None reads every column."""
 
 OperationKind = Literal["generation", "inference", "training", "function"]
 
@@ -29,15 +28,14 @@ _MARK = "__hybridflow_operation__"
 class Operation:
     """The declaration of one worker method: `@register(protocol, reads=..., writes=...)`.
 
-    `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` makes
-    the call wait for its result. `groups` never splits the rows of one `group_id`; `balance` names a column with
-    tokens per row by which, or by what the worker says they cost (`token_cost`), rows are spread evenly over ranks;
-    `chunks` names the setting that says into how many mini-batches the rows fall, each of which is split over all
-    ranks (so that a mini-batch holds the same rows whatever the data parallel size). `repeat(worker settings, call
-    settings)` says how many output rows come from one input row, and `carries` that the input's columns come back
-    with the output. `resizes` says that the number of output rows is known only when the call is done (such a call
-    waits). `check` validates a call's settings on the driver. `kind` is what the planner takes the operation for; by
-    default what repeats and carries rows generates, what has `chunks` or is called update_... trains.
+    `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` calls
+    wait for their result. `groups` keeps the rows of one `group_id` on one rank. `balance` names a column of tokens per
+    row, whose cost (the worker's `token_cost`) is spread evenly over ranks. `chunks` names the setting that counts
+    mini-batches; each is split over all ranks, so it holds the same rows for every data parallel size. `repeat(worker
+    settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the
+    output. `resizes`: the number of output rows is known only after the call (the call waits). `check` validates a
+    call's settings on the driver. `kind` classifies the operation for the planner; by default an operation with
+    `repeat` and `carries` generates, one with `chunks` or named update_... trains.
 
     Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
     """
@@ -70,7 +68,7 @@ class Operation:
         return method
 
     def columns_read(self, settings: Settings, call: Settings, available: Iterable[str]) -> tuple[str, ...]:
-        """The columns to send. Errors: MissingColumnError whose `.column` names the first that is not there."""
+        """The columns to send. Errors: MissingColumnError; its `.column` is the first missing one."""
         have = list(available)
         declared = self.reads(settings, call) if callable(self.reads) else self.reads
         if declared is None:
@@ -97,7 +95,7 @@ register = Operation
 
 
 def kind_of(operation: Operation) -> OperationKind:
-    """What an operation declares itself to be."""
+    """The operation's kind, declared or derived."""
     if operation.kind is not None:
         return operation.kind
     if operation.repeat is not None and operation.carries:

@@ -1,5 +1,5 @@
-"""Protocol: how the inputs of a group call are split over ranks and how their outputs are joined; and the eight of the
-paper's table 3.
+"""Protocol: splits the inputs of a group call over ranks and joins their outputs; with the eight of the paper's table
+3.
 
 Letters: p, t, d are the pipeline, tensor and data parallel index of a rank.
 """
@@ -29,14 +29,14 @@ SKIP = _Skip()
 
 
 class Rows(Structural):
-    """What protocols move: a `Batch`, or references to one. They split without looking at the data."""
+    """A `Batch` or references to one, which protocols split without reading data."""
 
     def split(self, parts: int) -> Sequence[Self]: ...
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Two pure functions of a rank grid and references; no process, no tensor is touched.
+    """Two pure functions of a rank grid and references, without processes or tensors.
 
     `distribute(grid, rows)` returns one input per rank of the grid (`SKIP` for a rank that is not called);
     `collect(grid, outputs)` joins the outputs, one per rank in rank order. `prepared=True` says that every argument is
@@ -57,7 +57,7 @@ class Protocol:
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """Rows of all outputs, one after the other; outputs that are no batches come back as a list."""
+    """Rows of all outputs concatenated; outputs other than batches become a list."""
     if not outputs:
         raise ProtocolError("a protocol collected no outputs.")
     concat = getattr(type(outputs[0]), "concat", None)

@@ -1,6 +1,6 @@
-"""The final answer of a worked solution: behind its mark, whatever the right answer is. Pure.
+"""Answer extraction: the final answer of a worked solution, found by its mark without the reference.
 
-The first mark that is found counts, and of its occurrences the last: `#### 18` (GSM8K), `<answer>18</answer>`,
+Pure. The first kind of mark found counts, and its last occurrence: `#### 18` (GSM8K), `<answer>18</answer>`,
 `\\boxed{18}` and "the answer is 18" (or "Answer: 18"). Without a mark, a number is the last one of the text, anything
 else its last line. Of alternatives ("18 or 17") the first counts, unless several answers are asked for; "18 and 17" is
 a list, not a number. Thoughts (`<think>`) and text behind the end of the answer are left out: see `own_words`. A
@@ -140,7 +140,7 @@ def _last(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
 
 
 def _hashes(text: str, numeric: bool) -> FinalAnswer | None:
-    """What stands behind `####`; a line that other text follows counts only where it begins with an answer."""
+    """The text behind `####`; a line followed by other text counts only if it begins with an answer."""
     for found in _last(_HASHES, text):
         line, rest = found[1].strip()[:_LINE], text[found.end() :].strip()
         if rest and _HEADING.match(line):

@@ -42,7 +42,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_async(function: Any) -> bool:
-    """Whether calling it gives something to await; a callable may say so itself by an attribute `is_async`."""
+    """Whether calling it returns an awaitable; a callable may declare it by an attribute `is_async`."""
     while isinstance(function, functools.partial):
         function = function.func
     said = getattr(function, "is_async", None)
@@ -52,7 +52,7 @@ def is_async(function: Any) -> bool:
 
 
 def settled(value: Any) -> Any:
-    """`value`, or what awaiting it gives."""
+    """`value`, or the awaited result."""
     return _run(_wait(value)) if inspect.isawaitable(value) else value
 
 
@@ -76,7 +76,7 @@ class CallLimit:
         self._main = threading.current_thread() is threading.main_thread()
 
     def run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
-        """What the call returns, or a Breakdown when it was late for `seconds` (None: those of the limit)."""
+        """The call's return value, or a Breakdown if it took over `seconds` (None: the limit's own)."""
         limit = self.seconds if seconds is None else seconds
         try:
             try:
@@ -117,7 +117,7 @@ class CallLimit:
 
 
 def attempt(function: Callable[..., Any], call: Call) -> Any:
-    """What the call returns, or a Breakdown with what it raised."""
+    """The call's return value, or a Breakdown with its exception."""
     try:
         return settled(function(*call[0], **call[1]))
     except (Exception, SystemExit) as error:  # the user's code: whatever it raises is the failure of its rows
@@ -125,7 +125,7 @@ def attempt(function: Callable[..., Any], call: Call) -> Any:
 
 
 def attempt_together(function: Callable[..., Any], calls: Sequence[Call], seconds: float | None = None) -> list[Any]:
-    """What the calls of an async function return, all at once on one event loop; Breakdowns as in `attempt`.
+    """Results of an async function's calls, run concurrently on one event loop; Breakdowns as in `attempt`.
 
     A call that takes longer than `seconds` is cancelled and fails.
     """

@@ -1,4 +1,4 @@
-"""Code: programs in responses, run against unit tests where they are contained; the forms of tests of data sets."""
+"""Code: runs the programs of responses against unit tests in a sandbox; reads the test formats of data sets."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _CLOSE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class CodeResult(Judgement):
-    """How one response did: the judgement of its program, and its `score`.
+    """Result of one response: the judgement of its program, and its `score`.
 
-    "failed" is a wrong program, and so is one that a limit stopped: its status names the limit (see `Result`).
-    "unreadable": the tests cannot judge any program, or ended by themselves; that is answered as a RowFailure.
+    "failed": the program is wrong; if a limit stopped it, the status names the limit (see `Result`). "unreadable": the
+    tests cannot judge any program, or ended by themselves; the row is a RowFailure.
     """
 
     score: float
@@ -48,20 +48,19 @@ class Code:
 
     A wrong program scores 0, or with `all_or_nothing=False` the share of tests that it passes. One that a limit stopped
     (time, memory, output, recursion, files outside its directory, processes, sockets) scores 0 as well: on a machine
-    that is merely slow, too, so leave room in `seconds`. What is not the program's doing is a RowFailure: tests that
-    cannot be read or judge nothing, or that need objects of the program; a sandbox that does not start or is lost.
-    `results` tells the reason for every response. Limits hold for each run: `seconds` for all tests of a row, or for
-    each of its inputs; `limits` sets the others. `workers` programs run at the same time (default: the processors of
-    this process).
+    that is merely slow, too, so leave room in `seconds`. Failures of other causes are RowFailures: tests that cannot be
+    read or judge nothing, or that need objects of the program; a sandbox that does not start or is lost. `results`
+    tells the reason for every response. Limits hold for each run: `seconds` for all tests of a row, or for each of its
+    inputs; `limits` sets the others. `workers` programs run at the same time (default: the processors of this process).
 
     Tests get the names that they neither define nor import from the program, except those of builtins and of common
     libraries (`math`, `np`, `Counter`, ...): these mean what they always do, unless one is the entry point, or the only
-    name that can be the tested one. An object of the program that is no plain value equals only itself, and has no
-    attributes, length or order. Helpers that the tests take from the program are its own word. A test counts when at
+    name that can be the tested one. An object of the program that is not a plain value equals only itself, and has no
+    attributes, length or order. Helpers that the tests take from the program are not verified. A test counts when at
     least one of its assertions was executed.
 
-    `same_process=True` runs the tests in the process of the program, so that they may use its classes and objects. They
-    remain contained together, but a program that looks for its judge can then pass without being right.
+    `same_process=True` runs the tests in the process of the program, so that they may use its classes and objects. Both
+    remain contained, but a program that tampers with its judge can then pass without being right.
     Errors: ConfigError for settings, and where this machine cannot contain a program.
     """
 
@@ -92,7 +91,7 @@ class Code:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that it takes; "name?" where they may be missing."""
+        """Columns that it reads; "name?" for optional ones."""
         return (self.tests, f"{self.entry_point}?", f"{self.setup}?")
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | RowFailure]:
@@ -124,7 +123,7 @@ class Code:
     def _judged(
         self, completions: Sequence[Any], tests: Sequence[Any], entry_points: Any, setups: Any
     ) -> list[CodeResult | RewardError]:
-        """Every row's result, or what is wrong with its tests."""
+        """Every row's result, or the error of its tests."""
         rows = len(completions)
         given = [tests, *(column if column is not None else [None] * rows for column in (entry_points, setups))]
         if any(len(column) != rows for column in given):
@@ -294,7 +293,7 @@ def _value(text: str) -> Any:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Whether a program printed what it should.
+    """Whether a program printed the wanted output.
 
     Blanks at the ends of lines and empty lines at the end do not count; where a line differs its words are compared,
     and one that is wanted with a decimal point may differ by 1e-6.

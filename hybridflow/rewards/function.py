@@ -1,4 +1,4 @@
-"""FunctionReward: a user's Python function as a reward. All are called as TRL calls them; adapters do the rest."""
+"""FunctionReward: a user's Python function as a reward, called as in TRL; adapters wrap other signatures."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _dropped(name: str, value: Any) -> None:
 
 
 def _completion(prompt: Any, response: str) -> Any:
-    """The response, as chat messages where the prompt is."""
+    """The response, as chat messages if the prompt is."""
     chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     return [{"role": "assistant", "content": response}] if chat and prompt else response
 
@@ -272,8 +272,6 @@ def from_compute_score(
 
 
 class ComputeScore(RowFunction):
-    """See `from_compute_score`."""
-
     def __init__(
         self,
         function: Callable[..., Any],

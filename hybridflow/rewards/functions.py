@@ -42,18 +42,17 @@ class Functions:
     """Reward functions as a RewardWorker calls them; `column` is "costs" for those of a CostWorker.
 
     `functions` is one, a list, or a mapping from names to functions (conventions: FunctionReward; verl's
-    compute_score: from_compute_score). The reward of a row is the sum of weight * value over the functions that did
-    not answer None for it (`weights`: a list, or a mapping by name; 1 where nothing is said). With several functions
-    each writes its own values as a column `rewards/<name>`, NaN where it answered None; at level "token" the sum over
-    the row.
+    compute_score: from_compute_score). The reward of a row is the sum of weight * value over the functions that did not
+    return None for it (`weights`: a list, or a mapping by name; default 1). With several functions each writes its own
+    values as a column `rewards/<name>`, NaN where it answered None; at level "token" the sum over the row.
 
     `workers` worker processes run the functions, each call (of a row, or of a share of the rows for functions that take
     all rows) for at most `timeout` seconds; workers=0 with a `timeout` is one worker. Without a `timeout` the limit is
-    600 s, and workers=0 runs the functions in this process, where a late call is interrupted, which a C function that
-    never returns does not notice. A callable with an attribute `limits_itself`, as verifiers are, has no limit there. A
-    row that cannot be judged (the function raised, was late, died, or answered RowFailure) is an error with
-    on_failure="raise", and has reward 0 and a reason in `Scores.failures` with "zero" and "mask" (with "mask" the
-    caller masks it out). Wrong answers are errors always.
+    600 s, and workers=0 runs the functions in this process, where a late call is interrupted, except inside a C
+    function. A callable with an attribute `limits_itself`, such as a verifier, has no limit there. A row that cannot be
+    judged (the function raised, was late, died, or answered RowFailure) is an error with on_failure="raise", and has
+    reward 0 and a reason in `Scores.failures` with "zero" and "mask" (with "mask" the caller masks it out). Invalid
+    return values are always errors.
 
     Constructing is cheap and starts nothing; a copy starts workers of its own. Errors: ConfigError.
     """
@@ -106,7 +105,7 @@ class Functions:
         return tuple(entry for entry in entries if entry.removesuffix("?") == entry or entry[:-1] not in entries)
 
     def check(self) -> None:
-        """What can be checked on the driver beyond the constructor: functions for worker processes can be sent there.
+        """Further checks on the driver: functions for worker processes can be pickled.
 
         Errors: ConfigError.
         """
@@ -115,7 +114,7 @@ class Functions:
         for reward in self.rewards:
             try:
                 _ = cloudpickle.dumps(reward.function)
-            except Exception as error:  # pickling runs the user's classes: whatever they raise means the same
+            except Exception as error:  # pickling runs the user's classes: any error means the same
                 raise ConfigError(
                     f"reward function {reward.name} cannot be sent to a worker process ({type(error).__name__}: "
                     f"{error}). Let it make what it needs when it is called, or set workers=0 without a timeout."
@@ -146,7 +145,7 @@ class Functions:
         return (self.rewards.index(chunk.reward), chunk.reward.calls(*chunk[1:]), chunk.together), {}
 
     def _run_here(self, limit: CallLimit, chunks: Sequence[_Chunk]) -> Iterator[Outcome]:
-        """Runs them in this process, each when it is asked for."""
+        """Runs the chunks in this process, lazily."""
         for chunk in chunks:
             unlimited = getattr(chunk.reward.function, "limits_itself", False)
             seconds = math.inf if unlimited else self._seconds + (GRACE if chunk.together else 0.0)
@@ -171,7 +170,7 @@ class Functions:
             if callable(close := getattr(part, "close", None)) and not isinstance(part, type):
                 try:
                     close()
-                except Exception as error:  # the user's code; the others are to be closed in any case
+                except Exception as error:  # the user's code; the others must still be closed
                     _log.warning("%s.close() raised %s: %s", name_of(part), type(error).__name__, error)
 
     def _scores(self, answers: Sequence[Sequence[RowAnswer]], table: Table) -> Scores:
@@ -258,7 +257,7 @@ RunChunks = Callable[[Sequence[_Chunk]], Iterable[Outcome]]
 def judged(
     rewards: Sequence[FunctionReward], tables: Sequence[Table], run: RunChunks, *, parts: int, raising: bool
 ) -> list[list[RowAnswer]]:
-    """What every function says about every row.
+    """The answers of every function for every row.
 
     A function that is called row by row has one call per row; one for all rows gets `parts` chunks. A chunk that fails
     is repeated row by row, and so are async rows, which run together, when one of them blocks all others; but not in

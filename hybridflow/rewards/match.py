@@ -1,4 +1,4 @@
-"""Exact, Regex, Numeric and Overlong: rewards by comparison with a reference or a limit, without any judgement."""
+"""Exact, Regex, Numeric and Overlong: rewards by comparison with a reference or a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Math: a mathematical answer against its reference, numbers at once, everything else by math-verify in a worker."""
+"""Math: compares a mathematical answer with its reference; numbers directly, formulas by math-verify in a worker."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hybridflow.settings import is_number
 _log = logging.getLogger(__name__)
 _LONGEST = 1000  # characters of an answer that is compared as a formula
 _WORKER_MB = 128
-_MOMENT = 0.1  # seconds of a processor that a comparison gets at first; most need 0.02 to 0.1
-_OUT_OF_TIME = "SIGPROF"  # what the kernel ends a worker with that has used up its moment
+_MOMENT = 0.1  # first slice of processor seconds for a comparison; most need 0.02 to 0.1
+_OUT_OF_TIME = "SIGPROF"  # the kernel's signal for a worker that has used up its slice
 _DEPTH, _POWERS = 15, 2  # levels of brackets, and of exponents in exponents, of a formula that is worked out
 _DIGITS = 5  # of an exponent, of what a factorial is of, of how far a sum goes
 _MEASURED = re.compile(r"\\(?:left|right|[,;:! ])|(?<=\d)(?:,|\{,\})(?=\d{3})|[$\s]")
@@ -50,18 +50,18 @@ class Math(Comparison):
     """1.0 where the final answer of the completion equals the reference in column `answer`, else 0.0.
 
     The reference is a value (`18`, `1/2`, `\\frac{1}{2}`, `x^2+1`, `(A)`; text or number), a solution that ends in
-    `#### 18`, or LaTeX with `\\boxed{18}`; several in a list or tuple are each accepted. Where the answer of a
-    completion is looked for: see `final_answer`. How it is compared:
+    `#### 18`, or LaTeX with `\\boxed{18}`; several in a list or tuple are each accepted. `final_answer` finds the
+    answer of a completion. It is compared as follows:
 
     - Two numbers: exactly, currency and units left out; see `same_number` for percent and rounded decimals.
     - Words and choices: without regard to case, spaces, punctuation and LaTeX's `\\text`.
     - Formulas, sets, intervals, matrices: by math-verify (sympy), in one of `workers` processes.
 
-    A model must not be able to stop its judge. So these count as wrong answers, and the log tells how many: formulas
-    that cannot be written out (see `too_large`); comparisons that take longer than `seconds`, or need more than 128
-    MiB; and those that the time is up for. Comparisons that come to nothing may take `batch_seconds` of a processor
-    for a batch (in proportion more where it has over 128 comparisons). Each has a moment at first, and those that need
-    longer share what is left. What comes to a verdict counts for nothing.
+    A model must not be able to stop its judge. So these count as wrong answers, and the log counts them: formulas that
+    are too large (see `too_large`); comparisons over `seconds` or 128 MiB; and comparisons left when the batch's time
+    is used up. Comparisons without a verdict may take `batch_seconds` of processor time per batch (proportionally more
+    above 128 comparisons): each gets a short slice first, and slower ones share the rest. Comparisons with a verdict do
+    not use up this time.
 
     A completion without a final answer scores 0.0; a row whose reference is missing, or neither a text nor a finite
     number, is a RowFailure. Needs math-verify only for formulas. Errors: ConfigError for settings out of range.
@@ -93,7 +93,7 @@ class Math(Comparison):
         return 1.0 if True in verdicts else [pair for pair in verdicts if isinstance(pair, tuple)] or 0.0
 
     def _equal(self, pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
-        """The pairs of formulas that are the same, as far as that is found out in time."""
+        """The pairs of formulas found equal in time."""
         waiting = sorted((pair for pair in pairs if not any(map(too_large, pair))), key=_expense)
         immense, late, found = len(pairs) - len(waiting), 0, set[tuple[str, str]]()
         left, moment = self.batch_seconds * max(1.0, len(waiting) / 128), _MOMENT
@@ -125,7 +125,7 @@ class Math(Comparison):
 def too_large(formula: str) -> bool:
     """Whether `formula` (LaTeX, or as in programs) is a tower of exponents, a factorial or an expansion beyond use.
 
-    An upper bound of what it costs is not known: what passes here and takes long is stopped by the limits of time.
+    The cost has no known upper bound: the time limits stop slow formulas that pass here.
     """
     text = _MEASURED.sub("", formula).replace("**", "^")
     opened, depth, powers, before = list[bool](), 0, 0, ""
@@ -147,7 +147,7 @@ def too_large(formula: str) -> bool:
 
 
 def _expense(pair: tuple[str, str]) -> tuple[bool, int]:
-    """What sorts comparisons that are likely to take long behind the others, whose order no answer can choose."""
+    """Sort key: comparisons likely to be slow come last; answers cannot influence the order of the others."""
     return any(map(_SLOW.search, pair)), zlib.crc32(repr(pair).encode())
 
 
@@ -191,7 +191,7 @@ def _bare(formula: str) -> str:
 
 
 class _Equivalence:
-    """Whether math-verify takes two formulas for the same; imported in the template process, by unpickling."""
+    """Whether math-verify finds two formulas equal; imported in the template process, by unpickling."""
 
     def __call__(self, answer: str, reference: str, moment: float) -> bool:
         from math_verify import parse, verify

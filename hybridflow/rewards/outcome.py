@@ -1,4 +1,4 @@
-"""What comes out of a reward function, of one call, row or batch, and the check of it: numbers, None, failures."""
+"""Outcomes of reward functions by call, row and batch (numbers, None, failures), and their checks."""
 
 from __future__ import annotations
 

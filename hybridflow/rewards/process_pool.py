@@ -48,8 +48,8 @@ class ProcessPool:
     a worker dies, its last words are part of the reason. Answers are plain data: numbers (those of numpy and torch
     too), texts, None, RowFailure, and lists and dicts of them.
 
-    The pool keeps crashes and runaway memory and time away from this process. It is no protection from a function that
-    means harm, which may do all that this user may do (for programs that a model wrote, see `Code`).
+    The pool keeps crashes and runaway memory and time away from this process. It does not protect against a malicious
+    function, which has all rights of this user (for programs written by a model, see `Code`).
     Errors: ConfigError for settings out of range; RewardError when the function cannot be loaded in a worker.
     """
 

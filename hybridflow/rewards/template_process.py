@@ -1,7 +1,7 @@
 """The template process of a `ProcessPool`: it loads the function once, forks workers from itself, and enforces limits.
 
-Has one thread, so that it may fork, and imports the standard library and cloudpickle only. Adopts what workers leave
-behind (it is a subreaper) and kills it. Ends, with every worker, when the process that started it ends.
+It has one thread, so that it may fork, and imports only the standard library and cloudpickle. As a subreaper it adopts
+and kills processes that workers leave behind. It ends, with every worker, when its parent ends.
 """
 
 from __future__ import annotations

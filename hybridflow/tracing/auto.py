@@ -1,4 +1,4 @@
-"""hf.auto: a driver whose groups are placed as the planner finds best for it."""
+"""hf.auto: traces a driver, plans its placement, and runs it there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hybridflow.workers.call_placement import PRICED, can_replicate, chosen
 logger = logging.getLogger(__name__)
 _PROMPT, _RESPONSE = 512, 512  # tokens, where the driver says nothing
 Given = Workload | Mapping[str, Any] | int | None
-"""What an iteration works on: all of it, some figures of it by name, or its rows; the driver says the rest."""
+"""The workload of an iteration: complete, some fields by name, or its rows; the trace gives the rest."""
 
 
 def plan_driver(
@@ -50,9 +50,9 @@ def plan_driver(
     The driver is traced (see `tracing.trace_driver`, also for `models`), then placements are searched for `budget_s`
     seconds (`search` as for `planner.plan`).
 
-    With `per_call=False` all calls of a group have one layout (but generation its own sizes there), as those
-    of groups that train adapters, or of classes that cannot follow another (`Worker.replica`), always do. Where the
-    models do not fit otherwise, and the driver does not say, activations are computed again (`recompute`).
+    With `per_call=False` all calls of a group have one layout, with generation sizes inside it; groups that train
+    adapters or have no `Worker.replica` always do. If the models do not fit otherwise and the driver does not set it,
+    activations are recomputed (`recompute`).
 
     Errors: ConfigError, those of the trace, PlacementError when the cluster is too small.
     """
@@ -76,19 +76,19 @@ def plan_driver(
 
 
 def whole(found: Trace) -> list[str]:
-    """Groups of models that give their weights to no ranks in other layouts."""
+    """Groups of models that cannot have replicas in other layouts."""
     placed = {name: found.groups[name] for name in found.graph.groups if found.graph.models[name] is not None}
     return [name for name, group in placed.items() if not can_replicate(group.worker_class, group.settings)]
 
 
 def alone(found: Trace) -> list[Apart]:
-    """Groups that generate have no device in common: a host can hold one vLLM engine."""
+    """Keeps generating groups on disjoint devices: a host can hold one vLLM engine."""
     generating = [name for name in found.graph.groups if found.groups[name].settings.get("generate") is not None]
     return [Apart(*pair) for pair in itertools.combinations(generating, 2)]
 
 
 def as_priced(placement: Placement, work: Workload) -> Placement:
-    """Strategies with what their price rests on beside the sizes, see `PRICED`."""
+    """The placement with the settings in `PRICED` that its prices assume."""
     groups = dict(placement.groups)
     for name, group in groups.items():
         if (train := group.train) is not None:
@@ -100,8 +100,8 @@ def as_priced(placement: Placement, work: Workload) -> Placement:
 
 
 def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
-    """What an iteration of a traced driver works on, where it is not `given`: its rows, the prompts of its batches,
-    responses as long as they may be. Errors: ConfigError for a figure that a workload has not."""
+    """The workload of a traced driver; fields that are not `given` come from the trace: rows, prompts of its batches,
+    responses of maximum length. Errors: ConfigError for an unknown field."""
     if isinstance(given, Workload):
         return given
     own = {"rows": given} if isinstance(given, int) else dict(given or {})
@@ -117,7 +117,7 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
         "response": Lengths.of((drawn and drawn.max_tokens) or _RESPONSE),
         "dtype": "float32" if all(node.device.name == "host" for node in cluster.nodes) else "bfloat16",
     }
-    if trains:  # what the driver chose for itself: one way for all its groups, that of the first
+    if trains:  # the driver's own choice: the first group's, for all groups
         figures |= {name: value for name in PRICED if (value := chosen(trains[0], name)) is not None}
     if "rows" in own and "responses_per_prompt" not in own and own["rows"] % figures["responses_per_prompt"]:
         raise ConfigError(
@@ -139,20 +139,19 @@ class AutoDriver:
         self.driver, self.placement, self.options = driver, placement, dict(options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> AutoDriver:
-        """Of a method: the driver of this object."""
+        """Binds a method to its object."""
         if instance is None:
             return self
         return AutoDriver(self.driver.__get__(instance, owner), self.placement, self.options)
 
     def plan(self, *arguments: Any, **named: Any) -> Placement:
-        """The placement with which a call with these arguments would run. What is named like a setting of `plan_driver`
-        is one, and takes the place of the decorator's."""
+        """The placement of a call with these arguments. Keyword arguments of `plan_driver` override the decorator's."""
         changes = {name: named.pop(name) for name in list(named) if name in _OPTIONS}
         return plan_driver(functools.partial(self.driver, *arguments, **named), **(self.options | changes))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         driver = functools.partial(self.driver, *arguments, **named)
-        if (session := Session.existing()) is not None and session.traces:  # it is planned for from outside
+        if (session := Session.existing()) is not None and session.traces:  # an outer trace plans for it
             return driver()
         placement = self.placement or plan_driver(driver, **self.options)
         logger.info("%s runs as planned:\n%s", getattr(self.driver, "__name__", self.driver), placement)
@@ -164,7 +163,7 @@ class AutoDriver:
             opened = Session.existing()
             if opened is None or opened is before or opened.pools:
                 raise
-            opened.shutdown()  # it was opened for a placement that it has no room for
+            opened.shutdown()  # its cluster is too small for the placement
             where = placement.cluster or list(placement.nodes)
             raise PlacementError(
                 f'this was planned for {where}, which is not here: {error} Plan with cluster="here" for what is here.'
@@ -181,14 +180,13 @@ def auto(
 ) -> Any:
     """Decorates a driver function: each call finds the best placement of its groups, and runs it with that.
 
-    `cluster` is what it is planned for and runs on ("a100:16x8", "here", a `ClusterSpec`); `workload` what an iteration
-    works on, where the driver does not tell (rows, a `Workload`, or some of its figures: `{"response": (300, 1024)}`).
-    Further options are those of `plan_driver`. With `placement` (or a file of one) nothing is searched.
+    `cluster` is planned for and used ("a100:16x8", "here", a `ClusterSpec`); `workload` overrides the traced one (rows,
+    a `Workload`, or some fields: `{"response": (300, 1024)}`). Further options are those of `plan_driver`. A
+    `placement` (or its file) replaces the search.
 
-    The driver stays as it is. It is run twice: traced for a few iterations, then for good; its pools become one over
-    the whole cluster, of which each group gets the devices that were found for it, and the sizes in `train=` and
-    `generate=` those that were found, as are the settings in which a price lies (`PRICED`, `memory_fraction`) where
-    they have their defaults. All other settings are the driver's own.
+    The driver needs no changes. It runs twice: traced for a few iterations, then for real. Its pools become one over
+    the whole cluster; each group gets the devices and the sizes in `train=` and `generate=` that were found. The
+    planner's settings (`PRICED`, `memory_fraction`) replace defaults only; all other settings are the driver's own.
     """
     if placement is not None and (workload is not None or options):
         raise ConfigError("auto(placement=...) searches nothing: leave out workload and the options of the search.")

@@ -1,4 +1,4 @@
-"""Trace: the dataflow graph of a loop, from running it without processes, devices or weights (`hf.trace`)."""
+"""Trace: runs a loop without processes, devices or weights, and records its dataflow graph (`hf.trace`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trace_spec(worker_class: type, **settings: Any) -> TraceSpec:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a driver does: the `graph` of its loop, its groups, the `rows` of an iteration, and how they are sampled."""
+    """A traced driver: the `graph` of its loop, its groups, the `rows` of an iteration, and their sampling."""
 
     graph: Graph
     groups: Mapping[str, TraceSpec]
@@ -70,18 +70,18 @@ Groups = Mapping[str, TraceSpec | WorkerGroup]
 
 
 def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[str, Any] | None = None) -> Graph:
-    """The dataflow graph of a loop whose body is `step`: its calls, and what each waits for.
+    """The dataflow graph of a loop with the body `step`: its calls and their dependencies.
 
-    The parameters of `step` that are named like groups are given these; one named `groups` is given all of them, and
-    the one that is left the prompts: a batch of 8 rows with `prompt` (text) and `prompt_ids`, or `prompts`. The
-    value that a step returns is dropped.
+    Parameters of `step` named like groups receive these; one named `groups` receives all of them, and the remaining one
+    the prompts: a batch of 8 rows with `prompt` (text) and `prompt_ids`, or `prompts`. The step's return value is
+    dropped.
 
-    `groups` are `hf.trace_spec(...)`, or placed groups, which are not called. The step runs three times, or until it
-    trains all that has an optimizer. No process starts, and no weight is read: models are given by a checkpoint, a
+    `groups` are `hf.trace_spec(...)`, or placed groups, which are not called. The step runs three times, or until every
+    group with an optimizer has trained. No process starts, and no weight is read: models are given by a checkpoint, a
     `config.json`, a `ModelSpec`. Data that the step reads on the driver is made up: texts are empty, numbers 0.
 
-    Errors: MissingColumnError for a column that is used before it is written, and all that the calls themselves raise
-    on the driver; ConfigError for a parameter of `step` that is no group.
+    Errors: MissingColumnError for a column that is read before it is written, and the calls' own errors on the driver;
+    ConfigError for a parameter of `step` that names no group.
     """
     backend = TraceBackend()
     with backend.within():
@@ -94,11 +94,11 @@ def trace(step: Callable[..., Any], groups: Groups, *, prompts: Batch | Mapping[
 
 
 def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[str, ModelSource] | None = None) -> Trace:
-    """What `driver(*arguments)` does in its loop, an unchanged program such as a recipe's `main`.
+    """Trace the loop of `driver(*arguments)`, an unchanged program such as a recipe's `main`.
 
-    It is run until the fourth batch of its loader (without a loader: the fourth `tracker.log`), with groups that have
-    no processes; a tracker writes no files. Whatever else the driver does, it does. `models` are planned with instead
-    of those that the driver names; a group that shares the checkpoint of one of them follows it.
+    The driver runs until the fourth batch of its loader (without a loader: the fourth `tracker.log`), with groups
+    without processes; a tracker writes no files. All other side effects of the driver happen. `models` replace those
+    that the driver names; a group that shares a replaced group's checkpoint follows it.
 
     Errors: ConfigError for a driver without a loop, MissingColumnError as `trace`.
     """

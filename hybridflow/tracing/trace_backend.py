@@ -1,4 +1,4 @@
-"""TraceBackend: the backend of a driver that is only traced. No process runs, calls are written down.
+"""TraceBackend: the session backend of a trace. It runs no process and records calls.
 
 driver -> hf.ActorWorker.on(...)  -> ranks without hosts   no checkpoint is read, no device is asked for
           actor.method(batch)     -> GraphBuilder.call(...)     settings and columns are checked as ever
@@ -37,8 +37,8 @@ from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source
 from hybridflow.protocols import Operation, kind_of, operations
 from hybridflow.topology import RankGrid
 
-ITERATIONS = 3  # the third is like all others, also where the first has nothing yet to work on
-_MOST = 64  # of a loop that does not train all that has an optimizer
+ITERATIONS = 3  # the third is typical, even if the first has no data yet
+_MOST = 64  # limit for a loop in which a group with an optimizer never trains
 _CHARACTERS = 4  # of a token, in texts that are not tokenised yet
 _TEXTS = ("prompt", "response")
 _PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
@@ -47,11 +47,11 @@ _OF_ANNOTATION: dict[str, Any] = {"float": 0.0, "int": 0, "bool": False, "list":
 
 
 class TraceEndedError(BaseException):
-    """The driver was seen long enough. No `except Exception` of its own may stop that."""
+    """Ends a traced driver. A BaseException, so the driver's `except Exception` does not catch it."""
 
 
 class NoHost:
-    """Stands where the handle of a host process would be."""
+    """Takes the place of a host process's handle."""
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(
@@ -71,7 +71,7 @@ class SampledRows:
 
 
 class TraceBackend:
-    """Writes down in `program` what a driver calls; is its own bookkeeping of iterations and of weights that move."""
+    """Records a driver's calls in `program`, and acts as its own `iterations` and `channels`."""
 
     traces, has_cuda = True, False
 
@@ -90,7 +90,7 @@ class TraceBackend:
 
     @contextlib.contextmanager
     def within(self) -> Iterator[Session]:
-        """Everything that is made within belongs to a session on this backend; afterwards the one before is open."""
+        """Opens a session on this backend; the previous session is current again afterwards."""
         session = Session(self)
         before, Session._current = Session._current, session
         try:
@@ -102,7 +102,7 @@ class TraceBackend:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def scratch(self) -> str:
-        """A directory that goes when the trace ends: a trace leaves no files."""
+        """A directory that is removed when the trace ends."""
         self._directories.append(tempfile.mkdtemp(prefix="hybridflow-trace-"))
         return self._directories[-1]
 
@@ -124,7 +124,7 @@ class TraceBackend:
         return RankGroup(name, worker_class, own, RankGrid(), self.name, (0,), hosts, key)
 
     def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
-        """As with a tokenizer where the model is only a name or sizes: a plan needs no more of it."""
+        """If the model is only a name or sizes, operations assume a tokenizer."""
         known, model = operations(worker_class), settings.get("model")
         if model is None or has_tokenizer(model):
             return known
@@ -216,8 +216,8 @@ class TraceBackend:
         self._recording = True
 
     def seen_enough(self) -> bool:
-        """Whether the last iteration is one that all later ones are like: it trains all that has an optimizer. Where
-        none does (a group is only warmed up, or groups take turns), it is the first late one that trains most."""
+        """Whether the last iteration is typical: it trains every group with an optimizer. If none does (a group is only
+        warmed up, or groups alternate), the late iteration that trains most counts."""
         done, trained = self.program.iteration, self.program.trained
         self._trained_most = max(self._trained_most, len(trained))
         if done < ITERATIONS:
@@ -236,7 +236,7 @@ class TraceBackend:
 
 
 def _unchecked(operation: Operation, with_texts: bool) -> Operation:
-    """Without a check of the model; a generation also writes texts."""
+    """The operation without its model check; a generation also writes texts."""
     if not with_texts or kind_of(operation) != "generation":
         return replace(operation, check=None)
     return replace(operation, check=None, writes=lambda own, call: (*operation.columns_written(own, call), "response"))
@@ -255,7 +255,7 @@ def _sampled(ranks: RankGroup, call: RankCall, rows: RankRows, due: int) -> Samp
 
 
 def _every_group(rows: RankRows) -> GroupFilter:
-    """As if the scores of all groups differed."""
+    """Pretends that the scores of every group differ."""
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(_column_of(rows, "group_id").tolist()):
         groups.setdefault(group, []).append(row)
@@ -267,7 +267,7 @@ def _column_of(rows: RankRows, name: str) -> Any:
 
 
 class PlaceholderMetrics(dict[str, float]):
-    """Metrics of a call that did not run: each is 0.0, and none can be listed."""
+    """Metrics of a call that did not run: each reads as 0.0, and iteration yields none."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -295,7 +295,7 @@ def _placeholder_column(name: str, rows: int) -> Column:
 
 
 def placeholder_value(method: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    """What a method without columns might have returned, by its annotation; without one, metrics."""
+    """A value of the method's annotated return type; metrics without an annotation."""
     declared = str(inspect.signature(method).return_annotation)
     if declared == "str":
         return str(settings.get("path", ""))

@@ -30,7 +30,7 @@ from hybridflow.workers.rollout import Generation, RolloutWorker, check_alone, g
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for settings of the transition that are unknown or mean nothing here."""
+    """Errors: ConfigError for transition settings that are unknown or have no effect."""
     generate, optim, bucket_mb = settings["generate"], settings["optim"], settings["bucket_mb"]
     offload, overlap = settings["offload"], settings["overlap"]
     good = bucket_mb is None or (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf)
@@ -75,11 +75,11 @@ _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 class ActorWorker(ModelWorker):
     """One rank of a policy: a training engine, and a generation engine in the same process that shares its weights.
 
-    `bucket_mb` bounds the buffers by which weights move between them (None: a small part of the shard). `offload`
-    names what waits in host memory: "optimizer" and "gradients" while generating, "generation" (its weights) while
-    training; True, where the actor does neither, that all of it waits there between calls. With
-    `overlap=True` the weights move to generation while the last optimizer step of an update still runs (PUZZLE, section
-    5.2); both copies of the weights are in memory from then on.
+    `bucket_mb` bounds the buffers of weight transfers between them (None: a small part of the shard). `offload` moves
+    state to host memory: "optimizer" and "gradients" while generating, "generation" (its weights) while training; True,
+    for an actor that neither trains nor generates, moves everything between calls. `overlap=True` moves the weights to
+    generation during the last optimizer step of an update (PUZZLE, section 5.2); both copies stay in memory from then
+    on.
     """
 
     role = "actor"
@@ -115,7 +115,7 @@ class ActorWorker(ModelWorker):
 
     @classmethod
     def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
-        """A rollout generates, where this class does as an ActorWorker; what infers is as of any model."""
+        """Generation replicas of an ActorWorker are rollouts; inference replicas are those of any model."""
         if kind != "generation":
             return super().replica(kind, cls.without_generation(settings))
         own = cls.generate_sequences is not ActorWorker.generate_sequences
@@ -170,18 +170,18 @@ class ActorWorker(ModelWorker):
     def close_generation(self, keep_weights: bool = True) -> None:
         if self.hybrid is not None and keep_weights:
             self.hybrid.to_training()
-        self.hybrid = None  # first: it holds views of the generation engine's memory
+        self.hybrid = None  # first: the hybrid engine holds views of the generation engine's memory
         if self.generation is not None:
             self.generation.engine.close()
             self.generation = None
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The weights are in their training layout within, and stay there until the next generation."""
+        """Puts the weights into their training layout, where they stay until the next generation."""
         if self.hybrid is not None:
             with self.context.stage("transition") if self.hybrid.phase == "generation" else nullcontext():
                 self.hybrid.to_training()
-        self._restore()  # what was merged for generation
+        self._restore()  # undo the merge for generation
         with super().at_work():
             yield
 
@@ -192,14 +192,14 @@ class ActorWorker(ModelWorker):
 
     @generates
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
-        """`n` responses per prompt; the input's columns come back with them, each row n times.
+        """`n` responses per prompt; input columns are returned too, each row n times.
 
         Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
-        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `response_mask`
-        ragged [B, R] bool, `num_tokens` [B] int64 (prompt + response), `finished` [B] bool (ended by itself),
-        `temperature` [B] float32 (what training must divide logits by) and, with a tokenizer, `response` (text).
-        `sampling` changes the `Sampling` of the `VLLM` strategy for this call, e.g. `greedy=True`. A response ends,
-        unfinished, where prompt and response fill the context (or `max_length`), also before `max_tokens`.
+        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `response_mask` ragged
+        [B, R] bool, `num_tokens` [B] int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B]
+        float32 (training divides its logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the
+        `Sampling` of the `VLLM` strategy for this call, e.g. `greedy=True`. A response ends, unfinished, when prompt
+        and response fill the context (or `max_length`), even before `max_tokens`.
 
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
@@ -230,7 +230,7 @@ class ActorWorker(ModelWorker):
         check=_check_reference,
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
-        """`ref_log_probs` ragged [B, R] float32, as a ReferenceWorker's: those of the model without its adapters."""
+        """`ref_log_probs` ragged [B, R] float32 of the model without its adapters, as a ReferenceWorker gives them."""
         adapters = self.engine.adapters
         assert adapters is not None  # checked on the driver
         with adapters.disabled():
@@ -240,7 +240,7 @@ class ActorWorker(ModelWorker):
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
         with self.at_work():
-            _ = self._agreed(batch, ("log_probs",))  # a loss of the model, not of how it sampled
+            _ = self._agreed(batch, ("log_probs",))  # without the sampling temperature
             out = self.engine.forward(batch, ("log_probs",))
         if out is None:
             return {}
@@ -264,13 +264,13 @@ class ActorWorker(ModelWorker):
         """Steps on a policy loss over `epochs` x `minibatches`.
 
         `loss` is a value such as `hf.PPO(clip=0.2)`, a name with its `options`, or a function: see `policy_loss`.
-        A mini-batch is the same range of the batch's rows whatever the data parallel size is; their numbers of rows may
-        differ by one with `uneven=True` only.
+        Mini-batches are the same row ranges for every data parallel size; their row counts may differ by one only with
+        `uneven=True`.
         """
-        del uneven  # the driver's
+        del uneven  # used by the driver only
         with self.at_work():
             if self.hybrid is not None:
-                self.hybrid.trained()  # first: an update that fails half-way has changed the weights too
+                self.hybrid.trained()  # first: a failed update may have changed the weights
             return self._update(batch, policy_loss(loss, **options), epochs)
 
     def _step(self, last: bool) -> dict[str, float]:
@@ -280,7 +280,7 @@ class ActorWorker(ModelWorker):
 
     @register(ONE_TO_ALL, blocking=True)
     def transition_report(self) -> TransitionReport | None:
-        """What each rank's latest transition to generation cost, measured: bytes, memory, seconds; None without one."""
+        """Measured bytes, memory and seconds of each rank's latest transition to generation; None before the first."""
         return None if self.hybrid is None else self.hybrid.report
 
     def _memory(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a placement means for a group: its settings with the sizes of the placement, and replicas for some calls."""
+"""Applies a placement to a group: sizes for its settings, and replicas for calls with other layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.protocols import Operation, kind_of, operations
 
 logger = logging.getLogger(__name__)
 PRICED = ("micro_tokens", "recompute", "sequence_parallel")
-"""Settings beside the sizes that decide on time and memory: the placement's, unless the driver has chosen others."""
+"""Further settings that decide time and memory: taken from the placement where the driver left their defaults."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class DividedGroup:
 
 
 def divided(worker_class: type, where: GroupPlacement, settings: Mapping[str, Any], name: str) -> DividedGroup:
-    """What `where` asks for of a group of this class with these settings, which are resolved.
+    """Settings and replicas that `where` requires of a group with these resolved settings.
 
-    Errors: PlacementError for a method that the class has not, or that runs with the group's own ranks only.
+    Errors: PlacementError for an unknown method or one that only the group's own ranks can run.
     """
     known, replicas, schedule = operations(worker_class), list[ReplicaPlacement](), dict[str, tuple[int | None, ...]]()
     for one in where.elsewhere:
@@ -56,12 +56,12 @@ def divided(worker_class: type, where: GroupPlacement, settings: Mapping[str, An
     generating = [method for method in known if kind_of(known[method]) == "generation"]
     primary = apply_placement(where, settings)
     if generating and all(method in schedule and None not in schedule[method] for method in generating):
-        primary = worker_class.without_generation(primary)  # type: ignore[attr-defined]  those that generate have it
+        primary = worker_class.without_generation(primary)  # type: ignore[attr-defined]  generation is on the replicas
     return DividedGroup(primary, tuple(replicas), schedule)
 
 
 def can_replicate(worker_class: type, settings: Mapping[str, Any]) -> bool:
-    """Whether every call of such a group but training may have a layout of its own."""
+    """Whether every call of such a group except training may have its own layout."""
     of_class = getattr(worker_class, "replica", None)
     kinds = {kind_of(operation) for operation in operations(worker_class).values()} - {"training"}
     if settings.get("generate") is None:
@@ -70,7 +70,7 @@ def can_replicate(worker_class: type, settings: Mapping[str, Any]) -> bool:
 
 
 def _is_primary(where: GroupPlacement, one: CallPlacement, operation: Operation) -> bool:
-    """The group's own ranks have this layout, or get there inside their processes."""
+    """Whether the group's own ranks have this layout or reach it by their transition."""
     if one.devices != where.devices:
         return False
     p, t = getattr(where.train, "pp", 1), getattr(where.train, "tp", 1)
@@ -114,8 +114,8 @@ def _part(
 
 
 def apply_placement(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with the sizes of `where` in `train` and `generate`, and those of `PRICED` and the share of memory for
-    generation that have their default values; everything else stays as the driver says."""
+    """`settings` with the sizes of `where` in `train` and `generate`. `PRICED` and the memory fraction of generation
+    are taken from `where` where they have default values; the driver's other settings stay."""
     out = dict(settings)
     if where.train is not None and isinstance(given := settings.get("train"), TrainStrategy):
         out["train"] = _train(where.train, given)
@@ -126,7 +126,7 @@ def apply_placement(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[
 
 
 def chosen(strategy: Any, name: str) -> Any:
-    """The setting of a strategy where it is not the default one, else None."""
+    """The strategy's setting if it is not the default, else None."""
     value = getattr(strategy, name, None)
     return None if value == getattr(type(strategy), name, None) else value
 

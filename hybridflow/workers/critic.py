@@ -20,12 +20,12 @@ from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import ModelWorker, UpdateCall
 
 _OF_COSTS = MappingProxyType({"values": "cost_values", "returns": "cost_returns"})
-"""A cost critic's own names for what a value loss calls `values` and `returns`."""
+"""A cost critic's columns for the `values` and `returns` of a value loss."""
 
 
 @dataclass(frozen=True)
 class CostLoss(Loss):
-    """A value loss on the columns of costs, which are renamed to those that it knows."""
+    """A value loss on cost columns, renamed to the columns that it reads."""
 
     loss: Loss
 
@@ -69,9 +69,9 @@ class CriticWorker(ModelWorker):
     """One rank of a value model: the decoder of a checkpoint with a value head (zeros where it has none).
 
     With `of="costs"` it is the critic of a CostWorker's costs (Dai et al., "Safe RLHF", 2023): it writes
-    `cost_values`, trains on `cost_values` and `cost_returns` (a loss of one's own sees them as `values` and
-    `returns`), and its metrics are `cost_critic/...`. With `offload=True` parameters, gradients and optimizer state
-    wait in host memory between calls.
+    `cost_values`, trains on `cost_values` and `cost_returns` (a custom loss reads them as `values` and `returns`), and
+    its metrics are `cost_critic/...`. `offload=True` keeps parameters, gradients and optimizer state in host memory
+    between calls.
     """
 
     role = "critic"
@@ -106,7 +106,7 @@ class CriticWorker(ModelWorker):
         balance="num_tokens",
     )
     def compute_values(self, batch: Batch) -> Batch | None:
-        """`values` (of costs `cost_values`) ragged [B, R] float32: the value before each response token is drawn."""
+        """`values` (of costs: `cost_values`) ragged [B, R] float32: the value before each response token is sampled."""
         return self._computed(batch, "values", _values(self.of))
 
     @register(
@@ -128,8 +128,8 @@ class CriticWorker(ModelWorker):
         """Steps on the value loss over `epochs` x `minibatches`.
 
         `loss` is a value such as `hf.algorithms.ValueLoss(clip=0.1)`, "value" with its `options`, or a
-        function: see `value_loss`. Numbers of rows of mini-batches may differ by one with `uneven=True` only.
+        function: see `value_loss`. Row counts of mini-batches may differ by one only with `uneven=True`.
         """
-        del uneven  # the driver's
+        del uneven  # used by the driver only
         with self.at_work():
             return self._update(batch, _UPDATES[self.of].find_loss(loss, **options), epochs)

@@ -1,4 +1,4 @@
-"""A worker's settings where adapters are trained: what can be said of them on the driver."""
+"""Driver-side checks of a worker's LoRA settings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def lora_of(settings: Mapping[str, Any]) -> LoRA | None:
 
 
 def with_saved_adapters(settings: Mapping[str, Any], find: Callable[[str], Path]) -> dict[str, Any]:
-    """Settings with the model that adapters belong to in the place of their directory, and with where they start.
+    """If `model` is an adapter directory: settings with the adapters' base model, and the directory as their start.
 
-    `find` gives the directory of a checkpoint. Errors: ConfigError for a strategy that trains no adapters, or others;
-    CheckpointError for adapters that cannot be read, or whose model is not there.
+    `find` returns a checkpoint's directory. Errors: ConfigError for a strategy that trains other adapters or none;
+    CheckpointError for adapters that cannot be read or whose base model is missing.
     """
     found, lora = dict(settings), lora_of(settings)
     saved = found.get("model")

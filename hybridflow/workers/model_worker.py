@@ -1,4 +1,4 @@
-"""What actor, critic, reference and reward model share (paper, section 4.1): checkpoint, strategy, early checks."""
+"""Base of actor, critic, reference and reward model (paper, section 4.1): checkpoint, strategy, early checks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from hybridflow.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
-"""All ranks work together and one of them answers for all."""
-_CHECKPOINTS = ("model", "tokenizer")  # settings that name a directory or a model of the hub
+"""All ranks compute together; rank 0 returns the result."""
+_CHECKPOINTS = ("model", "tokenizer")  # settings that name a directory or hub model
 
 
 def find_checkpoint(model: str | os.PathLike[str]) -> Path:
-    """A directory as it is, or the local snapshot of a hub name (downloaded once). Errors: CheckpointError."""
+    """The given directory, or the local snapshot of a hub name (downloaded once). Errors: CheckpointError."""
     path = Path(model)
     if path.is_dir():
         return path.resolve()
@@ -99,15 +99,15 @@ def _check_save(settings: Settings, call: Any) -> None:
     call["path"] = os.path.abspath(call["path"])
 
 
-_OWN = ("minibatches", "epochs", "loss", "batch", "uneven")  # every other setting of the call is an option of the loss
+_OWN = ("minibatches", "epochs", "loss", "batch", "uneven")  # other settings of the call are options of the loss
 
 
 @dataclass(frozen=True)
 class UpdateCall:
     """The declaration of an update operation, for `@register(reads=..., check=...)`.
 
-    `find_loss(loss, **options)` gives the loss of a call; `also_reads` are columns beside prompts, responses and those
-    that the loss reads.
+    `find_loss(loss, **options)` returns the loss of a call; `also_reads` are columns besides prompts, responses and the
+    loss's own.
     """
 
     role: str
@@ -136,7 +136,7 @@ class UpdateCall:
         return self.find_loss(call["loss"], **{name: value for name, value in call.items() if name not in _OWN})
 
     def _check_even(self, call: Settings) -> None:
-        """Every mini-batch is one step, in which a row of a smaller one counts for more.
+        """Each mini-batch is one step, so rows of a smaller one weigh more.
 
         Errors: ConfigError for mini-batches of different sizes, unless the call says `uneven=True`.
         """
@@ -161,11 +161,11 @@ class ModelWorker(Worker):
     """One rank of a sharded model as a `TrainEngine`."""
 
     head: ClassVar[Head] = "lm"
-    _idle: tuple[TrainState, ...] = ()  # what waits in host memory between calls
+    _idle: tuple[TrainState, ...] = ()  # kept in host memory between calls
 
     @classmethod
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Checkpoints become absolute paths, names of the hub those of their snapshots, which are downloaded here."""
+        """Makes checkpoint paths absolute; hub models are downloaded here and become their snapshots' paths."""
         found = {name: settings[name] for name in _CHECKPOINTS if settings.get(name) is not None}
         paths = {name: str(find_checkpoint(path)) for name, path in found.items()}
         return with_saved_adapters({**settings, **paths}, find_checkpoint)
@@ -196,18 +196,18 @@ class ModelWorker(Worker):
 
     @classmethod
     def check_offload(cls, settings: Mapping[str, Any]) -> None:
-        """A model that waits between calls does so as a whole. Errors: ConfigError."""
+        """A model is offloaded between calls as a whole or not at all. Errors: ConfigError."""
         good = type(offload := settings.get("offload", False)) is bool
         require(good, f"{cls.__name__}(offload={offload!r}): the {cls.role} waits as a whole, give True or False.")
 
     @classmethod
     def model_spec(cls, settings: Mapping[str, Any]) -> Decoder:
-        """Errors: CheckpointError, ModelError for a model that the strategy does not take."""
+        """Errors: CheckpointError, ModelError for a model that the strategy does not support."""
         return read_spec(settings["model"], cls.head, settings["train"])
 
     @classmethod
     def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
-        """Attention of long rows costs more than their tokens say."""
+        """Includes attention, whose cost is quadratic in a row's tokens."""
         return None if settings.get("model") is None else cls.model_spec(settings).cost
 
     @classmethod
@@ -218,7 +218,7 @@ class ModelWorker(Worker):
 
     @classmethod
     def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
-        """Ranks of this class that do not train, and wait in host memory between calls where their class can."""
+        """Ranks of this class that do not train; offloaded between calls if the class supports it."""
         if kind in ("training", "generation") or settings.get("model") is None or lora_of(settings) is not None:
             return None
         idle = {"optim": None, "offload": True}
@@ -238,7 +238,7 @@ class ModelWorker(Worker):
         return self.engine.storage()
 
     def _merge(self) -> None:
-        """Make the engine's storage hold what the model computes with, until the call at work ends."""
+        """Merge adapters into the engine's storage until the current call ends."""
         if self.engine.adapters is not None:
             self.engine.adapters.merge()
 
@@ -257,7 +257,9 @@ class ModelWorker(Worker):
         self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None, offload: bool = False
     ) -> None:
         self.checkpoint = local_checkpoint(model)
-        self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}  # `save` finds the model gone
+        self._beside = (
+            read_beside(self.checkpoint) if self.context.rank == 0 else {}
+        )  # the directory may be gone when `save` runs
         self.spec = read_spec(self.checkpoint, self.head, train)
         weights = UNSET if self.context.unset else self.checkpoint
         self.engine = build_engine(self.context, train, self.spec, weights, optim)
@@ -267,12 +269,12 @@ class ModelWorker(Worker):
 
     @property
     def prefix(self) -> str:
-        """What the names of its metrics begin with."""
+        """Prefix of its metric names."""
         return self.role
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Whatever a call needs of the model is in device memory within; an idle model goes to the host afterwards."""
+        """Keeps the model's state for a call in device memory; offloads an idle model afterwards."""
         self.engine.reload(self._idle)
         try:
             yield
@@ -281,9 +283,9 @@ class ModelWorker(Worker):
             self.engine.offload(self._idle)
 
     def _agreed(self, batch: Batch, outputs: Sequence[Output], loss: Loss | None = None) -> float:
-        """The temperature to compute at, once every rank of the group has found that it can compute its rows.
+        """The batch's temperature, after all ranks have agreed that they can compute their rows.
 
-        Errors: those of the rank that cannot, on all ranks, before any of them waits for another in a collective.
+        Errors: those of a rank that cannot, on all ranks, before any collective of the model.
         """
 
         def check() -> float | None:
@@ -297,9 +299,10 @@ class ModelWorker(Worker):
         return 1.0 if agreed is None else agreed
 
     def _computed(self, batch: Batch, output: Output, column: str) -> Batch | None:
-        """`output` of the model for every response token, as `column`; None off the last stage.
+        """`output` of the model for every response token, as `column`; None except on the last stage.
 
-        Logs a warning when one is not finite: updates that read it skip their steps. Errors: those of `_agreed`.
+        Logs a warning for a value that is not finite: updates that read it skip their steps. Errors: those of
+        `_agreed`.
         """
         with self.at_work():
             out = self.engine.forward(batch, (output,), self._agreed(batch, (output,)))
@@ -313,7 +316,7 @@ class ModelWorker(Worker):
     def _update(self, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
         """Epochs over the mini-batches of `batch`, one optimizer step each.
 
-        Metrics are averaged over the steps that were made (nan when none was); `skipped` counts the others.
+        Metrics are averaged over the completed steps (nan without any); `skipped` counts the others.
         """
         total: dict[str, float] = {}
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
@@ -337,15 +340,15 @@ class ModelWorker(Worker):
         return means | {f"{self.prefix}/skipped": float(skipped)}
 
     def _step(self, last: bool) -> dict[str, float]:
-        """One optimizer step; `last` of its update."""
+        """One optimizer step; `last`: it ends the update."""
         return self.engine.step()
 
     @register(ALL_RANKS_FIRST_OUTPUT, blocking=True, check=_check_save)
     def save(self, path: str | os.PathLike[str], merged: bool = False) -> str:
-        """Write a Hugging Face directory (safetensors, config, tokenizer) that all ranks can reach; waits for it.
+        """Write a Hugging Face directory (safetensors, config, tokenizer) on a path that all ranks share; waits.
 
-        With LoRA what is trained is written in peft's format, or with `merged` the whole model.
-        Returns its absolute path. Errors: CheckpointError; ConfigError for a reward that is a function.
+        With LoRA the adapters are written in peft's format, or with `merged` the whole model. Returns the absolute
+        path. Errors: CheckpointError; ConfigError for a reward that is a function.
         """
         group, engine = self.context.groups.everyone(), self.engine
         with self.at_work():
@@ -360,15 +363,15 @@ class ModelWorker(Worker):
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
-        """GiB of each rank: training parameters that have device memory now, by `memory/parameters`; for an actor
-        `memory/generation` (its weights) and `memory/kv_cache` too; on CUDA what is allocated, and its peak."""
+        """GiB on each rank: `memory/parameters` (training parameters now in device memory); for an actor
+        `memory/generation` (its weights) and `memory/kv_cache`; on CUDA allocated memory and its peak."""
         found = self._memory()
         if self.context.device.type == "cuda":
             found |= {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
         return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
 
     def _memory(self) -> dict[str, int]:
-        engine = getattr(self, "engine", None)  # a reward that is a function has none
+        engine = getattr(self, "engine", None)  # a reward function has no engine
         return {} if engine is None else {"parameters": engine.memory().resident_bytes}
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from hybridflow.workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of a frozen language model; with `offload=True` it waits in host memory between calls."""
+    """One rank of a frozen language model; `offload=True` keeps it in host memory between calls."""
 
     role = "reference"
 
@@ -31,5 +31,5 @@ class ReferenceWorker(ModelWorker):
         balance="num_tokens",
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
-        """`ref_log_probs` ragged [B, R] float32, logits divided by the temperature that the actor sampled with."""
+        """`ref_log_probs` ragged [B, R] float32, with logits divided by the actor's sampling temperature."""
         return self._computed(batch, "log_probs", "ref_log_probs")

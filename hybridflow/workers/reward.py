@@ -29,12 +29,12 @@ _OF_MODELS: dict[str, Any] = {"template": "auto"}
 
 
 def scores(role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declares the operation that writes the scores of a worker with this role: "reward" or "cost"."""
+    """Declares the scoring operation of a worker with this role: "reward" or "cost"."""
     return register(THREE_D_PROTO, reads=partial(_reads, role), writes=partial(_writes, role), balance=None)
 
 
 def _functions(role: str, settings: Settings) -> Functions:
-    """Cheap, so it is made wherever the settings are: nothing runs before it is called."""
+    """Cheap to build anywhere: nothing runs before the first call."""
     own = {name: settings[name] for name in (*_OF_FUNCTIONS, "level")}
     return Functions(settings["function"], column=f"{role}s", **own)
 
@@ -59,7 +59,7 @@ def _writes(role: str, settings: Settings, call: Settings) -> tuple[str, ...]:
 
 
 class ScoreWorker(ModelWorker):
-    """What RewardWorker and CostWorker share."""
+    """Base of RewardWorker and CostWorker."""
 
     head = "value"
     functions: Functions | None = None
@@ -113,7 +113,7 @@ class ScoreWorker(ModelWorker):
             self._retokenizer = Retokenizer(model, tokenizer, template, self.spec.context)
 
     def _scored(self, batch: Batch) -> Batch | None:
-        """The columns that the worker's operation writes; None off the last pipeline stage."""
+        """The columns of the worker's operation; None except on the last pipeline stage."""
         if self.functions is not None:
             return self._called(self.functions, batch)
         rows = batch
@@ -162,15 +162,15 @@ class RewardWorker(ScoreWorker):
     """One rank of a reward model (a sequence-classification checkpoint), or of Python functions.
 
     Functions: `function(prompts, completions, **columns) -> list[float]` (or several, with `weights`) gets texts and
-    the columns of the batch that it names; with a first parameter named `prompt` it is called row by row. See
-    `hf.rewards` for all conventions. Ranks work on their share of the rows, so a function must not rely on seeing the
+    the batch columns that its parameters name; with a first parameter named `prompt` it is called row by row. See
+    `hf.rewards` for all conventions. Each rank scores its share of the rows, so a function must not rely on seeing the
     whole batch. With `workers` it runs in that many worker processes per rank, each call within `timeout` seconds.
-    A row that fails raises; with `on_failure="zero"` it gets 0, and with "mask" it leaves training as well.
+    A failed row raises; with `on_failure="zero"` it gets 0, with "mask" it is also excluded from training.
     `tokenizer` is needed when the batch has token ids and no texts.
 
-    Models: `tokenizer` is the actor's. Where the model's own differs, rows are decoded and encoded anew: chat messages
-    in `prompt` through the model's chat template, texts as prompt + response. `template="chat"` puts every row through
-    the template, "plain" none. With `offload=True` the model waits in host memory between calls.
+    Models: `tokenizer` is the actor's. If the model's own differs, rows are decoded and re-encoded: chat messages in
+    `prompt` through the model's chat template, texts as prompt + response. `template="chat"` applies the template to
+    every row, "plain" to none. `offload=True` keeps the model in host memory between calls.
 
     `level="token"`: a reward for every response token (of a model, its head at the token's position).
     """
@@ -181,9 +181,9 @@ class RewardWorker(ScoreWorker):
     def compute_reward(self, batch: Batch) -> Batch | None:
         """`rewards` [B] float32, or ragged [B, R] float32 at level "token".
 
-        Several functions also write `rewards/<name>` [B] float32 each, NaN where one does not apply. Unless
-        `on_failure` is "raise", `reward_failure` is a reason or None per row, and with "mask" `response_mask` has no
-        token left of rows that failed.
+        Several functions also write `rewards/<name>` [B] float32 each, NaN where a function does not apply. Unless
+        `on_failure` is "raise", `reward_failure` is a reason or None per row; with "mask", failed rows have an
+        all-False `response_mask`.
 
         Errors: RewardError naming the function and the row; never a silent 0.
         """
@@ -191,7 +191,7 @@ class RewardWorker(ScoreWorker):
 
 
 class CostWorker(ScoreWorker):
-    """One rank of a cost model, or of Python functions that say how much harm a response does.
+    """One rank of a cost model, or of Python functions that score the harm of a response.
 
     Its settings are those of a RewardWorker. A cost above 0 is unwanted: training keeps its mean below a limit (Dai et
     al., "Safe RLHF", 2023).
@@ -210,12 +210,12 @@ class CostWorker(ScoreWorker):
 
 
 def _check_unused(worker: str, settings: Settings, defaults: Settings, why: str) -> None:
-    """Errors: ConfigError for a setting that would be ignored."""
+    """Errors: ConfigError for a setting without effect."""
     for name, default in defaults.items():
         require(settings[name] == default, f"{worker}({name}={settings[name]!r}): {why}. Leave it out.")
 
 
 def _without_failed(mask: Ragged, failures: Sequence[str | None]) -> Ragged:
-    """The mask with nothing left of the rows that failed."""
+    """The mask with all tokens of failed rows False."""
     kept = torch.tensor([failure is None for failure in failures], dtype=torch.bool)
     return mask.with_values(mask.values & mask.expand(kept))

@@ -1,4 +1,4 @@
-"""Retokenizer: rows of the actor's token ids become rows of a reward model that has a tokenizer of its own.
+"""Retokenizer: converts rows of the actor's token ids for a reward model with another tokenizer.
 
 Shapes: B rows.
 """
@@ -28,9 +28,9 @@ TEXT_READS = ("prompt|prompt_ids", "response|response_ids", "response_ids?", "ro
 
 
 def check_reward_model(worker: str, role: str, settings: Mapping[str, Any]) -> None:
-    """What speaks against a checkpoint as a reward model, found on the driver.
+    """Check a reward model's checkpoint on the driver.
 
-    Errors: CheckpointError without a head, ConfigError for a template or tokenizer that the model cannot be read with.
+    Errors: CheckpointError without a head, ConfigError for an unusable template or tokenizer.
     """
     model, template = settings["model"], settings["template"]
     checkpoint = Checkpoint(model)
@@ -61,10 +61,9 @@ def check_reward_model(worker: str, role: str, settings: Mapping[str, Any]) -> N
 
 
 def retokenizes(settings: Mapping[str, Any]) -> bool:
-    """Whether token ids must pass through text: a chat template is asked for, or the tokenizers differ.
+    """Whether token ids must pass through text: a chat template is requested, or the tokenizers differ.
 
-    They are the same when their vocabularies and their tokens for the beginning and the end are: these are all that
-    stands in rows without padding.
+    Tokenizers are equal if their vocabularies and their begin and end tokens are: rows without padding hold no others.
     """
     if settings["template"] == "chat":
         return True
@@ -83,12 +82,12 @@ def _same_tokenizer(one: str, other: str) -> bool:
 
 
 class Retokenizer:
-    """Decodes rows with the actor's tokenizer (the reward model's own where none is given) and encodes them anew.
+    """Decodes rows with the actor's tokenizer (default: the reward model's own) and re-encodes them.
 
-    A prompt that is chat messages, and with `template="chat"` every prompt, goes through the reward model's chat
-    template with the response as the assistant's turn (or its continuation). Other rows are prompt + response as one
-    text, with the special tokens that the model's tokenizer adds, and its end token where the response ended with the
-    actor's. `limit` is the most tokens that the reward model takes.
+    Prompts of chat messages, with `template="chat"` all prompts, go through the reward model's chat template with the
+    response as the assistant's turn (or its continuation). Other rows are prompt + response as one text, with the
+    special tokens that the model's tokenizer adds, and its end token where the response ended with the actor's. `limit`
+    is the reward model's maximum of tokens.
     """
 
     def __init__(
@@ -104,8 +103,7 @@ class Retokenizer:
 
     def __call__(self, batch: Batch) -> Batch:
         """`prompt_ids` ragged [B, S] int64 with whole rows in the reward model's tokens, and empty `response_ids`.
-
-        Errors: RewardError naming the row: chat messages that cannot be rendered, no token at all, or too many.
+        Errors: RewardError naming the row, for messages that cannot be rendered, no tokens, or too many.
         """
         rows = row_column(batch, "row_id").tolist() if "row_id" in batch else list(range(len(batch)))
         prompts, responses = self._texts(batch, "prompt"), self._texts(batch, "response")
@@ -135,7 +133,7 @@ class Retokenizer:
         return [bool(len(row)) and int(row[-1]) == end for row in token_column(batch, "response_ids").rows()]
 
     def _encoded(self, texts: Sequence[str], chat: Sequence[bool]) -> list[list[int]]:
-        """Token ids of all texts; those of a chat template have its special tokens in them already."""
+        """Token ids of all texts; chat templates have already added their special tokens."""
         out: list[list[int]] = [[]] * len(texts)
         for rendered in (False, True):
             if at := [i for i, kind in enumerate(chat) if kind is rendered]:
@@ -165,7 +163,7 @@ class Retokenizer:
             turns.append({"role": "assistant", "content": response})
         try:
             return self.own.raw.apply_chat_template(turns, tokenize=False)
-        except Exception as error:  # templates are programs of the model's author: whatever one raises has its row
+        except Exception as error:  # templates are third-party programs: any error is reported with its row
             raise RewardError(f"row {row}: the reward model's chat template refuses the messages: {error}.") from error
 
     def _check(self, row: int, length: int) -> None:

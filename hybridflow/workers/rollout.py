@@ -1,5 +1,5 @@
-"""Generation, from prompts to responses, as an actor does it (paper, table 4); and RolloutWorker, which does nothing
-else, on devices of its own or beside other models (OpenRLHF's arrangement)."""
+"""Generation of an actor (paper, table 4), and RolloutWorker, which only generates, on devices of its own or beside
+other models (OpenRLHF's arrangement)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def _sampling(settings: Settings, call: Settings) -> Sampling:
 
 def _check(settings: Settings, call: Settings) -> None:
     asked = _sampling(settings, call)
-    if "max_tokens" in call and (Path(settings["model"]) / "config.json").is_file():  # a trace knows models by name too
+    if (
+        "max_tokens" in call and (Path(settings["model"]) / "config.json").is_file()
+    ):  # a trace may have a model's name only
         check_response(read_spec(settings["model"], "lm", FSDP()), settings["generate"], asked.max_tokens)
     batch = call["batch"]
     texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
@@ -74,7 +76,7 @@ generates = register(
 
 
 def check_alone(name: str, neighbours: Sequence[RankGroup]) -> None:
-    """One process holds one vLLM engine, which keeps its groups in globals. Errors: PlacementError."""
+    """A process can hold one vLLM engine, which keeps its groups in globals. Errors: PlacementError."""
     for group in neighbours:
         if isinstance(group.settings.get("generate"), VLLM):
             raise PlacementError(
@@ -85,9 +87,9 @@ def check_alone(name: str, neighbours: Sequence[RankGroup]) -> None:
 
 
 class Generation:
-    """One rank's generation engine, with the tokenizer of its checkpoint and the defaults of its strategy.
+    """One rank's generation engine, its checkpoint's tokenizer and its strategy's defaults.
 
-    `engine` may be exchanged for another one of the same model; it is closed when the tokenizer cannot be read.
+    `engine` may be replaced by another of the same model; it is closed when the tokenizer cannot be read.
     """
 
     def __init__(self, engine: GenerateEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
@@ -101,7 +103,7 @@ class Generation:
     def responses(self, batch: Batch, **sampling: Any) -> Batch:
         """`n` responses per prompt of `batch`, as the columns of `generate_sequences`.
 
-        A row's random numbers depend on the seed of `sampling` and on its `row_id`, not on how rows were split.
+        A row's random numbers depend on the seed of `sampling` and its `row_id`, not on the split.
         """
         chosen = replace(self.strategy.sampling, **sampling)
         prompts = self._prompt_ids(batch)
@@ -137,9 +139,9 @@ class Generation:
 class RolloutWorker(Worker):
     """One rank of a model that generates and never trains.
 
-    It starts with the checkpoint's weights; `hf.sync_weights(actor, rollout)` gives it those of an actor. Its ranks
-    form engines of `VLLM(pp=..., tp=...)` ranks each, as many as the pool holds. With `offload=True` its weights wait
-    in host memory between calls, and the KV cache has no memory then.
+    It starts with the checkpoint's weights; `hf.sync_weights(actor, rollout)` gives it an actor's weights. Its ranks
+    form engines of `VLLM(pp=..., tp=...)` ranks each, as many as the pool holds. `offload=True` keeps its weights in
+    host memory between calls and frees the KV cache.
     """
 
     role = "rollout"
@@ -215,7 +217,7 @@ class RolloutWorker(Worker):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The weights are in device memory within."""
+        """Keeps the weights in device memory."""
         if self._rests:
             self.engine.memory().acquire()
         try:
@@ -224,7 +226,7 @@ class RolloutWorker(Worker):
             self._rest()
 
     def _rest(self) -> None:
-        self.engine.sleep()  # other groups may need what the cache held
+        self.engine.sleep()  # frees the cache's memory for other groups
         if self._rests:
             self.engine.memory().offload()
 
@@ -241,7 +243,7 @@ class RolloutWorker(Worker):
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
-        """GiB of each rank that have device memory now: `memory/generation` (its weights) and `memory/kv_cache`."""
+        """GiB now in device memory on each rank: `memory/generation` (its weights) and `memory/kv_cache`."""
         found = {"generation": self.engine.memory().resident_bytes, "kv_cache": self.engine.cache_bytes}
         return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
 
@@ -257,5 +259,5 @@ class RolloutWorker(Worker):
 
 
 def _spec(checkpoint: str | os.PathLike[str]) -> Decoder:
-    """Of any decoder, as a strategy that takes any would read it: nothing is trained here."""
+    """The spec of any decoder, as FSDP would read it: nothing is trained here."""
     return read_spec(Path(checkpoint), "lm", FSDP())

@@ -1,4 +1,4 @@
-"""Worker: the base of classes that are placed on a pool, and `place` for any other class."""
+"""Worker: base of the classes that are placed on a pool, and `place` for any other class."""
 
 from __future__ import annotations
 
@@ -38,37 +38,37 @@ class Worker:
 
     @classmethod
     def on(cls, pool: ResourcePool | GroupPlacement, *, name: str | None = None, **settings: Any) -> WorkerGroup:
-        """Place this worker on every device of a pool or slice, or as a placement says (`placement["actor"]`): on its
+        """Place this worker on every device of a pool or slice, or by a placement (`placement["actor"]`): on its
         devices, with its sizes in `train` and `generate`. Errors: ConfigError, PlacementError, WorkerError."""
         return place(cls, pool, name=name, **settings)
 
     @classmethod
     def resolve(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings as the hosts get them: what only means something here (a relative path) is made absolute."""
+        """Settings for the hosts: relative paths become absolute."""
         return dict(settings)
 
     @classmethod
     def grid(cls, devices: int, settings: Mapping[str, Any]) -> RankGrid:
-        """The rank grid of a group on `devices` devices: data parallel unless a class says otherwise."""
+        """The rank grid of a group on `devices` devices; data parallel by default."""
         return RankGrid(d=devices)
 
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
-        """Check settings on the driver, before any process builds anything."""
+        """Check settings on the driver, before any rank is built."""
 
     @classmethod
     def token_cost(cls, settings: Mapping[str, Any]) -> Cost | None:
-        """What a row costs as a function of its tokens, which balanced calls spread evenly over data parallel ranks;
-        None: cost equals the token count."""
+        """A row's cost as a function of its tokens, which balanced calls spread evenly over data parallel ranks; None:
+        cost equals the token count."""
         return None
 
     @classmethod
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
-        """Check against the groups whose ranks live in the same hosts already. Errors: PlacementError."""
+        """Check against the groups already in the same hosts. Errors: PlacementError."""
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Whatever a call needs of the model is in device memory within. Collectives of the group are allowed."""
+        """Keeps the model's state for a call in device memory. May be collective over the group."""
         yield
 
     @classmethod
@@ -78,29 +78,30 @@ class Worker:
 
     @classmethod
     def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
-        """Class and settings of ranks that run calls of this kind in another layout, with weights that the group gives
-        them before; None where such calls are the group's own."""
+        """Class and settings of replicas that run calls of this kind in another layout, with the group's weights; None
+        if only the group's own ranks can run them."""
         return None
 
     # Weights that move to other ranks (hf.sync_weights, hf.reallocate)
 
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
-        """The boxes of canonical tensors that each rank holds, from settings alone. Errors: ConfigError without any."""
+        """The boxes of canonical tensors that each rank holds, from settings alone. Errors: ConfigError without
+        weights."""
         raise ConfigError(f"{cls.__name__} has no weights that could be moved.")
 
     @classmethod
     def finds_layout(cls, settings: Mapping[str, Any]) -> bool:
-        """Whether `weights_layout` knows the tensors only, and a rank that is built where they lie: `found_layout`."""
+        """Whether `weights_layout` gives only the tensors, and built ranks give the boxes by `found_layout`."""
         return False
 
     def found_layout(self) -> Layout:
-        """What `weights_layout` would be if it could be known from settings alone."""
+        """The complete layout, as found on a built rank."""
         raise ConfigError(f"the settings of {type(self).__name__} say where its weights lie.")
 
     @classmethod
     def check_written(cls, settings: Mapping[str, Any]) -> None:
-        """Errors: ConfigError where weights may be read but not written from outside."""
+        """Errors: ConfigError if other groups may not write its weights."""
 
     def weights_storage(self) -> Mapping[str, Tensor]:
         """This rank's weights by the names of `weights_layout`: the same tensors every time.
@@ -110,20 +111,21 @@ class Worker:
         raise ConfigError(f"{type(self).__name__} has no weights that could be moved.")
 
     def weights_arrived(self) -> None:
-        """All of `weights_storage` was written from outside: whatever was derived from the old weights is stale."""
+        """Called after a transfer has written all of `weights_storage`: state derived from the old weights is stale."""
 
     def optimizing_engine(self) -> TrainEngine | None:
-        """The engine whose optimizer state belongs to the weights, within `at_work`; None where nothing is trained."""
+        """The engine that holds the weights' optimizer state, within `at_work`; None without training."""
         return None
 
     def open_generation(self) -> None:
-        """Build what a process can hold only once. Collective; done by `__init__` unless `context.unset`."""
+        """Build the process's one generation engine. Collective; `__init__` does it unless `context.unset`."""
 
     def close_generation(self) -> None:
-        """Free what a process can hold only once, so that ranks of a new layout can build theirs beside this one."""
+        """Free the process's one generation engine, so that ranks of a new layout can build theirs."""
 
     def training_state(self) -> TrainingState | None:
-        """What the optimizer holds: of rank 0, since it is the same on all of them; None without an optimizer."""
+        """The optimizer's state kinds and counters, equal on all ranks and returned by rank 0; None without an
+        optimizer."""
         with self.at_work():
             engine = self.optimizing_engine()
             layout = None if engine is None else engine.optimizer_layout()
@@ -132,13 +134,13 @@ class Worker:
             return TrainingState(layout, tuple(engine.optimizer_storage()), engine.optimizer_counters())
 
     def training_state_arrived(self, counters: dict[str, Any]) -> None:
-        """The state was written: take the counters over, and the weights from it."""
+        """Called after the state was written: restores counters and weights."""
         with self.at_work():
             if (engine := self.optimizing_engine()) is not None:
                 engine.optimizer_moved(counters)
 
     def step_aside(self) -> None:
-        """Free what a process can hold only once; on a GPU training state waits in host memory."""
+        """Free the process's one generation engine; on a GPU, offload the training state."""
         self.close_generation()
         if self.context.device.type == "cuda":
             with self.at_work():
@@ -147,10 +149,10 @@ class Worker:
                 engine.offload(get_args(TrainState))
 
     def step_back(self) -> None:
-        """Undo `step_aside`, however far it came."""
+        """Undo `step_aside`, even if it was interrupted."""
         self.close_generation()
         if self.context.device.type == "cuda":
-            with self.at_work():  # whose end leaves an idle model on the host
+            with self.at_work():  # leaving it offloads an idle model
                 if (engine := self.optimizing_engine()) is not None:
                     engine.reload(get_args(TrainState))
         self.open_generation()
@@ -164,11 +166,11 @@ def place(
     grid: RankGrid | None = None,
     **settings: Any,
 ) -> WorkerGroup:
-    """Place any class that has `@register` methods on every device of a pool or slice, or as a placement says.
+    """Place any class with `@register` methods on every device of a pool or slice, or by a placement.
 
-    Each rank builds `worker_class(**settings)` with `self.context` set. `grid` defaults to what the class says, or to
-    data parallelism over all devices. Errors: ConfigError for a setting that the class does not take (with the nearest
-    one) or a class without operations; PlacementError; WorkerError when a rank cannot be built.
+    Each rank builds `worker_class(**settings)` with `self.context` set. `grid` defaults to the class's own, or to data
+    parallelism over all devices. Errors: ConfigError for an unknown setting (with the nearest one) or a class without
+    operations; PlacementError; WorkerError when a rank cannot be built.
     """
     if not operations(worker_class):
         raise ConfigError(f"{worker_class.__name__} has no operations: mark methods with @register(protocol, ...).")
@@ -200,7 +202,7 @@ def _on_placement(
     name: str,
     grid: RankGrid | None,
 ) -> WorkerGroup:
-    """The group on the devices of `where`, with replicas for calls that have layouts of their own."""
+    """The group on the devices of `where`, with replicas for calls with other layouts."""
     parts = divided(worker_class, where, _as_worker(worker_class).resolve(settings), name)
     primary = ranks_on(worker_class, pool.part(where.devices), parts.settings, name, grid)
     replicas: list[RankGroup] = []
@@ -211,7 +213,7 @@ def _on_placement(
 
 
 def _as_worker(worker_class: type) -> type[Worker]:
-    """The class that answers what only workers know."""
+    """The class as a Worker; wraps any other class."""
     return worker_class if issubclass(worker_class, Worker) else Worker
 
 
@@ -224,9 +226,9 @@ def ranks_on(
     instead_of: WorkerGroup | None = None,
     beside: Sequence[RankGroup] = (),
 ) -> RankGroup:
-    """Where the ranks of a group will be, once everything is checked that can be before any of them is built.
+    """The ranks of a group, after all checks that need no built rank.
 
-    `instead_of` is a group whose own ranks will be gone by then, `beside` are ranks that will be there.
+    `instead_of` is a group whose own ranks will be freed, `beside` are further ranks on these devices.
     Errors: ConfigError, PlacementError, and those of the class.
     """
     ours = _as_worker(worker_class)

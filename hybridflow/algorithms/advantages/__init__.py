@@ -1,1 +1,1 @@
-"""One advantage estimator per file, with formula and citation; `estimator` is what they share."""
+"""One advantage estimator per file, with formula and citation; `estimator` has their base."""

@@ -1,4 +1,4 @@
-"""Estimator: what every advantage estimator says about itself, and the wrapper of a user's function.
+"""Estimator: the base of advantage estimators, and the wrapper of a user's function.
 
 Shapes: B rows, R response tokens.
 """

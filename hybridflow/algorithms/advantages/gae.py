@@ -15,10 +15,9 @@ from hybridflow.settings import Fraction, settings
 
 @settings
 class GAE(Estimator):
-    """Generalised advantage estimates from the critic's `values`; `returns` are what the critic learns.
+    """Generalised advantage estimates from the critic's `values`; `returns` are the critic's targets.
 
-    Over the valid tokens t = 0..T-1 of a row (masked ones are skipped: the recursion runs over the row as if they were
-    not there, and rewards or values at them do not count):
+    Over the valid tokens t = 0..T-1 of a row (the recursion skips masked tokens and ignores rewards or values at them):
 
         delta_t = r_t + gamma * v_{t+1} - v_t              (v_T = 0: the response ends the episode)
         A_t     = delta_t + gamma * lam * A_{t+1}

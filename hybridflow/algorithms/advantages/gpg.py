@@ -1,4 +1,4 @@
-"""GPG: the plain policy gradient, scaled up for the groups without a gradient. Shapes: B rows."""
+"""GPG: the plain policy gradient, rescaled for groups without a gradient. Shapes: B rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO: a response is as good as it is better than the others to its prompt. Shapes: B rows."""
+"""GRPO: advantages relative to the other responses to the same prompt. Shapes: B rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class GRPO(GroupEstimator):
     """A_i = (r_i - mean of its group) / (std of its group + eps), the same for every token of the response.
 
     The standard deviation has Bessel's correction, as in TRL and verl; `eps` is verl's (TRL adds 1e-4). A group of one
-    row gets 0, where verl gives it its raw score: a response that is compared with nothing teaches nothing.
-    `normalize=False` leaves out the division: `DrGRPO`.
+    row gets 0, where verl gives it its raw score: without a comparison there is no signal. `normalize=False` leaves out
+    the division: `DrGRPO`.
     Shao et al., "DeepSeekMath" (2024), section 4.1.
     """
 

@@ -1,4 +1,4 @@
-"""Pass@k policy gradient: a response is worth what the best of k would lose without it.
+"""Pass@k policy gradient: a response's advantage is the loss of the best of k without it.
 
 Shapes: B rows, G groups, V rows that count, sorted by group and, within it, from the best score to the worst.
 """

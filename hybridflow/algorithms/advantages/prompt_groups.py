@@ -24,7 +24,7 @@ class PromptGroups:
 
     `number` [B] int64 is the group of each row, counted from 0; `counts` [B] bool says which rows take part (a row
     without a valid token does not), `tokens` [B] the valid tokens of each row, `sizes` [G] int64 how many rows of each
-    group count. Values of rows that do not count, nan too, do not matter, and what is centred is 0 there.
+    group count. Values of rows that do not count are ignored, even nan, and centred values are 0 there.
     """
 
     number: Tensor

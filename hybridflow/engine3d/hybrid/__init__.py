@@ -1,4 +1,4 @@
 """The 3D-HybridEngine (paper, section 5).
 
-`hybrid_engine` has the two phases of an actor; `transition` moves weights to generation and back.
+`hybrid_engine` switches an actor between two phases; `transition` moves weights to generation and back.
 """

@@ -1,9 +1,9 @@
-"""HybridEngine: one rank's weights in their training layout or in their generation layout (paper, section 5).
+"""HybridEngine: switches one rank's weights between training and generation layout (paper, section 5).
 
     training ──to_generation──▶ generation: gathered inside micro data parallel groups, layer by layer; KV cache there
     training ◀──to_training──── generation: sliced out locally, layer by layer; KV cache and generation weights gone
 
-It is given two holders of weights and never imports an engine.
+It works on two weight holders and imports no engine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Phase = Literal["training", "generation"]
 
 @dataclass(frozen=True)
 class TransitionReport:
-    """What the latest transition cost this rank, measured.
+    """Measured cost of this rank's latest transition.
 
-    `received_bytes` and `sent_bytes` went over the wire; `received` splits `received_bytes` by canonical tensor, so
-    that norms and second copies of tied embeddings can be told apart. `resident_bytes` are the parameters in memory
-    while generating, those of training included, shared memory counted once; `peak_bytes` the most during the
-    transition; `buffer_bytes` what messages needed beside them. `seconds` is the way to generation, `back_seconds`
-    the way back. Of a step with asynchronous weight transformation, `moved_seconds` is what moving took and
-    `hidden_seconds` the part of it that passed while the optimizer was at work.
+    `received_bytes` and `sent_bytes` went over the wire; `received` splits `received_bytes` by canonical tensor, to
+    separate norms and second copies of tied embeddings. `resident_bytes` are all parameters in memory while generating,
+    including training's, with shared memory counted once; `peak_bytes` is the maximum during the transition;
+    `buffer_bytes` are message buffers beside them. `seconds` is the time to generation, `back_seconds` the time back.
+    For a step with asynchronous weight transformation, `moved_seconds` is the time of the moves and `hidden_seconds`
+    the part of it that overlapped with the optimizer.
     """
 
     received_bytes: int = 0
@@ -54,14 +54,14 @@ class TransitionReport:
 
 
 class OverlappedMove:
-    """`plan` cut into parts by canonical tensors, moved one after the other by a helper thread while the optimizer
-    steps the others (PUZZLE, section 5.2).
+    """Moves parts of `plan` (by canonical tensor) in a helper thread while the optimizer steps further parts (PUZZLE,
+    section 5.2).
 
         main thread / stream     step part 0 | step part 1 | step part 2 | ...          | wait
         helper thread / stream                 move part 0 | move part 1 | move part 2 | ...
 
-    `group` is for this alone: its messages travel while the optimizer uses the groups of training. Both storages have
-    memory when it is built and while it runs. Building is collective over `group`.
+    `group` serves only these moves, since the optimizer uses training's groups at the same time. Both storages must
+    have memory when it is built and while it runs. Building is collective over `group`.
     Errors: LayoutError when the parts do not cover the plan's tensors; those of `Transfer`.
     """
 
@@ -83,11 +83,11 @@ class OverlappedMove:
         self._stream = CopyStream(self._device)
 
     def run(self, steps: Iterable[int]) -> tuple[float, float]:
-        """Move part k when `steps` has yielded k, and return when all that were yielded have arrived: seconds that all
-        moves took, and how many of them passed while the optimizer was at work.
+        """Move part k once `steps` has yielded k; return when all yielded parts have arrived.
 
-        `steps` is always exhausted; then the error of the first move that failed is raised, and later parts have not
-        been moved. Errors: those of `steps` and of `Transfer.run`.
+        Returns the seconds of all moves and the part of them that overlapped with the optimizer. `steps` is always
+        exhausted; then the first failed move's error is raised, and later parts are not moved. Errors: those of `steps`
+        and of `Transfer.run`.
         """
         moves: list[Future[float]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as helper:
@@ -102,7 +102,7 @@ class OverlappedMove:
 
     def _move(self, part: int, final: torch.cuda.Event | None, earlier: Sequence[Future[float]]) -> float:
         for move in earlier:
-            move.result()  # has ended; raises what it raised
+            move.result()  # raises the move's error
         with self._stream.queued():
             self._stream.reached(final)
             start = time.perf_counter()
@@ -124,28 +124,26 @@ class OverlappedMove:
 class HybridEngine:
     """One rank's training and generation weights of the same model in the same process.
 
-    It starts in training. `to_generation` moves the current weights there, unless they are there (`stale` is False),
-    and gives up the training weights that it can get back; `to_training` gets them back. Building is collective over
-    `group` (the training ranks, in rank order), and so are `to_generation` and `step`; every rank makes the same calls.
+    It starts in training. `to_generation` moves the weights to generation if it is `stale`, and frees the training
+    tensors that can be recovered; `to_training` recovers them. Building is collective over `group` (the training ranks,
+    in rank order), and so are `to_generation` and `step`; every rank makes the same calls.
 
-    `offload`: "optimizer" and "gradients" wait in host memory while generating, "generation" (its weights) while
-    training: as long as nothing was trained in between they come back from there instead of over the wire.
-    `overlap` prepares `step`; `overlap_group` is a second process group over the same ranks, for it alone.
-    `nodes[rank]` is the node of each rank, so that what several ranks of a node need enters it once.
+    `offload`: "optimizer" and "gradients" are in host memory while generating, "generation" (its weights) while
+    training; without training in between, the generation weights return from there instead of over the wire. `overlap`
+    enables `step`; `overlap_group` is a second process group over the same ranks, for `step` only. `nodes[rank]` is the
+    node of each rank: a piece that several ranks of a node need enters it once.
 
-    Both holders have memory for all their weights when this is built, and give the same tensors at every call of
-    `storage()`: build it after anything that replaces them.
+    Both holders must have memory for all their weights when this is built, and return the same tensors from every
+    `storage()` call: build it after anything that replaces them.
 
-    After a failure half-way no training weights are lost: each is in its training tensor or in its generation tensor.
-    Call `to_training` on all ranks. It brings them back and frees what generation had, without communication (where
-    weights are restored from main parameters it needs the trainer's groups). Whether weights can move again depends
-    on the process group: after an error that was not WaitTimeoutError on any rank it works as before, and
-    `to_generation` may be called again, directly too. After WaitTimeoutError the group in which it happened is of no
-    use: build a new HybridEngine with a new group once `to_training` is done. If that was `overlap_group`,
-    `to_generation` still works and `step` does not.
+    A failure loses no training weights: each is in its training tensor or its generation tensor. Call `to_training` on
+    all ranks: it recovers them and frees generation's memory, without communication (restoring from main parameters
+    needs the trainer's groups). The process group still works unless a rank had WaitTimeoutError; `to_generation` may
+    then be called again, even directly. After WaitTimeoutError the group is unusable: call `to_training`, then build a
+    new HybridEngine with a new group. If it was `overlap_group`, `to_generation` still works and `step` does not.
 
-    Errors: ConfigError for an unknown thing to offload; LayoutError when trainer and generator do not have
-    the same tensors, wholly, or `nodes` do not fit; those of `OverlappedMove` and `Transfer`.
+    Errors: ConfigError for an unknown `offload`; LayoutError when trainer and generator differ in their tensors or
+    `nodes` has another number of ranks; those of `OverlappedMove` and `Transfer`.
     """
 
     def __init__(
@@ -170,30 +168,30 @@ class HybridEngine:
         sides = (self._move.train.tensors, self._move.generate.tensors, overlap_group, rank, self._move.bucket_bytes)
         self._overlap = OverlappedMove(self._move.plan, train.step_groups(), *sides) if overlap else None
         self.phase: Phase = "training"
-        self._settled = True  # what began has also ended: nothing is left over from a failure
-        self._parked = False  # generation weights are in host memory, and current
-        self._arrived = False  # generation weights are in memory, and current
+        self._settled = True  # False after a failed call
+        self._parked = False  # current generation weights are in host memory
+        self._arrived = False  # current generation weights are in memory
         self._moved_seconds = self._hidden_seconds = 0.0  # of steps since the latest transition
         self.report = TransitionReport()
-        self._reported = self._counted()  # what was received and sent until the latest report
+        self._reported = self._counted()  # bytes until the latest report
         self._device = next(iter(self._move.generate.tensors.values())).device
         self._move.generate.release()
         generate.sleep()
 
     @property
     def stale(self) -> bool:
-        """Whether the current weights have yet to move to generation."""
+        """Whether generation lacks the current weights."""
         return not (self._arrived or self._parked)
 
     def to_generation(self) -> None:
-        """Make generation see the current training weights, and wake its KV cache.
+        """Move the current training weights to generation and wake its KV cache.
 
-        Errors: WaitTimeoutError when a peer does not take part; LayoutError when a holder's tensors were replaced.
-        The phase is training then and generation stale; see the class for what can be done.
+        Errors: WaitTimeoutError when a peer does not take part; LayoutError when a holder's tensors were replaced. The
+        phase is then training and generation stale; the class docstring describes recovery.
         """
         if self.phase == "generation":
             return
-        if not self._settled:  # an earlier call failed half-way
+        if not self._settled:  # an earlier call failed
             self.to_training()
         self._move.check()
         self._settled = False
@@ -211,10 +209,10 @@ class HybridEngine:
         self._report(seconds)
 
     def to_training(self) -> None:
-        """Give the training weights their memory and contents back; generation weights and KV cache go.
+        """Restore the training weights; free generation weights and KV cache.
 
-        No communication, unless generation holds the weights in a dtype that loses something: then the main
-        parameters are gathered from the data parallel ranks. After an error the phase is training; call it again.
+        No communication, unless generation's dtype is narrower: then the main parameters are gathered from the data
+        parallel ranks. After an error the phase is training; call it again.
         """
         if self.phase == "training" and self._settled:
             return
@@ -231,9 +229,9 @@ class HybridEngine:
         self.report = replace(self.report, back_seconds=time.perf_counter() - start)
 
     def trained(self) -> None:
-        """Say that the training weights changed, or are about to: generation gives up what it has of them.
+        """Report that the training weights change: generation frees its copy.
 
-        Errors: ConfigError while generating, and when a call failed half-way and `to_training` is still due.
+        Errors: ConfigError while generating, and after a failed call until `to_training`.
         """
         if self.phase == "generation":
             raise ConfigError("the weights are in their generation layout: call to_training() before training them.")
@@ -243,12 +241,12 @@ class HybridEngine:
         self._move.drop()
 
     def step(self) -> dict[str, float]:
-        """An optimizer step during which every part that is final moves to the generation layout (PUZZLE, 5.2).
+        """An optimizer step during which every final part moves to the generation layout (PUZZLE, 5.2).
 
-        The generation weights are in memory from here on, beside those of training: that is its price. They are
-        current when all parts have arrived. After an error of the optimizer its step is incomplete; after one of a
-        move it is complete; generation is stale either way, and `to_training` frees what it has.
-        Bitwise equal to a step followed by `to_generation`.
+        The price: generation weights stay in memory beside training's from here on. They are current when all parts
+        have arrived. After an error of the optimizer the step is incomplete, after one of a move it is complete;
+        generation is stale in both cases, and `to_training` frees its memory. Bitwise equal to a step followed by
+        `to_generation`.
         Errors: ConfigError without `overlap`, and as `trained`; LayoutError when a holder's tensors were replaced;
         those of Transfer.
         """
@@ -263,7 +261,7 @@ class HybridEngine:
         return self._train.step_result
 
     def _stale_anywhere(self) -> bool:
-        """Whether weights move: on all ranks if on one, because after a failure ranks may differ."""
+        """Whether any rank is stale: ranks may differ after a failure."""
         return any_rank(self.stale, self._group) if self._parks or self._overlap else self.stale
 
     @property
@@ -301,7 +299,7 @@ class HybridEngine:
 
 
 def check_offload(offload: Collection[str]) -> None:
-    """Errors: ConfigError for something that cannot be offloaded, or a single text in place of several."""
+    """Errors: ConfigError for a name that cannot be offloaded, or a string instead of a collection."""
     known = get_args(Offloaded)
     if isinstance(offload, str) or not isinstance(offload, Collection):
         one = offload if offload in known else known[0]

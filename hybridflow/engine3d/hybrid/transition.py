@@ -1,8 +1,8 @@
-"""The transition of one rank's weights from the training layout to the generation layout, and back.
+"""Transition: moves one rank's weights from the training layout to the generation layout, and back.
 
-There, layer by layer: a generation tensor gets its memory right before its first byte arrives, and a training tensor
-loses its own right after its last byte was read, if nothing is lost by it. Back, without communication: a training
-shard is part of the generation shard of its device (paper, section 5.3), so it is copied out of it.
+To generation, layer by layer: a generation tensor gets memory just before its first byte arrives, and a recoverable
+training tensor is freed just after its last byte was read. Back, without communication: a training shard is part of its
+device's generation shard (paper, section 5.3) and is copied out of it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from hybridflow.engine3d.transfer.local_plan import LocalCopies, Storage
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.errors import LayoutError, WaitTimeoutError
 
-SHARE, SMALLEST_BUCKET = 2, 128 << 10  # a bucket is half a shard: with 16 rounds more, rounds cost as much as bytes
-KEPT_SHARE = 0.25  # of the training shard may stay while generating, rather than be gathered again over the wire
+SHARE, SMALLEST_BUCKET = 2, 128 << 10  # a bucket is half a shard: 16 more rounds would cost as much as the bytes
+KEPT_SHARE = 0.25  # share of the training shard that may stay while generating instead of being gathered again
 
 
 class Transition:
-    """Between a trainer and a generator of this rank; both hold memory for all their weights when it is built.
+    """Between this rank's trainer and generator, which both have memory for all weights when it is built.
 
-    Where the way back is not a local copy - generation has a dtype that loses something, or this rank does not
-    generate with all that it trains (groupings other than the paper's, unequal vocabulary padding) - training tensors
-    are kept, or, when they are many and the trainer has main parameters, released and restored from those.
-    Building is collective over `group`. `nodes[rank]` is the node of each rank, empty where all are equally near.
+    A training tensor that no local copy can restore - generation's dtype is narrower, or its shard lacks a part
+    (groupings other than the paper's, unequal vocabulary padding) - is kept; if there are many and the trainer has main
+    parameters, they are released and restored from those.
+    Building is collective over `group`.
 
-    Errors: LayoutError when trainer and generator do not have the same tensors, wholly, before anything moves or is
-    shared, and for `nodes` of another number of ranks; those of `Generator.share` and `Transfer`.
+    `nodes[rank]` is the node of each rank; empty: all are equally near. Errors, before anything moves or is shared:
+    LayoutError when trainer and generator differ in their tensors or `nodes` has another number of ranks; those of
+    `Generator.share` and `Transfer`.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class Transition:
         )
 
     def _share(self, rank: int) -> dict[str, str]:
-        """Let generation use the memory of training tensors that hold the same elements in the same places.
+        """Let generation use the memory of training tensors with the same elements in the same places.
 
-        Returns generation name -> training name. A training storage that also holds tensors which cannot be shared is
-        left out: it would have to stay for the sake of a part of it, and zero redundancy comes first.
+        Returns generation name -> training name. Leaves out a training storage that also holds unshared tensors: it
+        would have to stay for a part of it, and zero redundancy comes first.
         """
         source, destination = self._train.storage(), self._generate.storage()
         by_storage: dict[int, set[str]] = {}
@@ -87,7 +88,7 @@ class Transition:
         return shared
 
     def _released(self, recovered: set[str], group: dist.ProcessGroup | None) -> set[str]:
-        """Training tensors that may go; decides whether they come back by copies or from main parameters."""
+        """Training tensors that may be released; decides whether copies or main parameters restore them."""
         self._restored = False
         size = {name: tensor.nbytes for name, tensor in self._train.storage().items()}
         here = {name for name in self._back if name not in self.shared.values()}
@@ -98,7 +99,7 @@ class Transition:
         return here & recovered
 
     def check(self) -> None:
-        """Errors: LayoutError when a holder has other tensors than those that are moved here."""
+        """Errors: LayoutError when a holder's tensors were replaced."""
         sides = (("training", self._train, self.train), ("generation", self._generate, self.generate))
         for what, side, memory in sides:
             if replaced := memory.replaced(side.storage()):
@@ -109,40 +110,42 @@ class Transition:
                 )
 
     def run(self) -> None:
-        """Bring the generation weights up to date; training tensors go. Collective over the group.
+        """Update the generation weights and release training tensors.
 
-        Errors: WaitTimeoutError, or out of memory. What has not arrived is still in the training tensors then, and
-        what has can be brought back (`back`).
+        Collective over the group. Errors: WaitTimeoutError, or out of memory. Pieces that have not arrived are then
+        still in the training tensors, and `back` recovers the others.
         """
         self._left = True
         self.transfer.run()
         self.train.release()
 
     def recall(self) -> None:
-        """Bring the generation weights back, which are current, and let those of training go. No communication."""
+        """Reload the current generation weights and release training's. No communication."""
         self._left = True
         self.generate.acquire()
         self.train.release()
 
     def drop(self) -> None:
-        """Give up all memory that generation has, wherever a failure may have left some."""
+        """Free all memory of generation, in any state after a failure."""
         self.generate.release()
 
     @torch.no_grad()
     def back(self, *, keep: bool) -> None:
-        """Fill the training tensors that went, layer by layer; the generation tensors go then, unless `keep`.
+        """Refill released training tensors, layer by layer, and release the generation tensors unless `keep`.
 
         After an error call it again: it continues where it stopped.
         """
         gone = self.train.gone
-        if self._left and self._restored:  # on all ranks, also those from which nothing went yet
+        if self._left and self._restored:  # on all ranks, even those that released nothing
             if not keep:
                 self.drop()
             self.train.acquire()
             self._train.restore()
             gone.clear()
         order = [name for name in self._back if name in gone]
-        last = {read: name for name in order for read in self._back[name].reads}  # which training tensor reads it last
+        last = {
+            read: name for name in order for read in self._back[name].reads
+        }  # the last training tensor that reads each
         if not keep:
             self.generate.release([name for name in self.generate.tensors if name not in last])
         for name in order:
@@ -159,9 +162,9 @@ class Transition:
 def local_restore(
     layout: Layout, forward: WeightPlan, source: Storage, destination: Storage, rank: int
 ) -> tuple[dict[str, LocalCopies], set[str]]:
-    """The copies that fill each training tensor from this rank's generation tensors: a plan's local part in reverse
-    (section 5.3). And the tensors that copies fill to the last element and bit: the rank generates with all of them, in
-    a dtype that holds every value of theirs. Both sides have memory."""
+    """Copies that fill training tensors from this rank's generation tensors: the plan's local part in reverse (section
+    5.3). Also returns the tensors that they restore exactly: fully covered, in a dtype that holds every value. Both
+    sides have memory."""
     regions = layout.storages(rank)
     back = {name: LocalCopies() for name in regions}
     missing = {name: sum(region.box.numel for region in own) for name, own in regions.items()}
@@ -177,12 +180,12 @@ def local_restore(
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether each can use the memory of the other."""
+    """Whether the tensors can share memory."""
     return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
 
 
 def _bucket_bytes(layout: Layout, tensors: Storage) -> int:
-    """From the shard of rank 0, by which all ranks go, so that they agree."""
+    """Bucket size from the shard of rank 0, equal on all ranks."""
     elements = sum(region.box.numel for region in layout.regions(0))
     width = max(tensor.itemsize for tensor in tensors.values())
     return min(BUCKET_BYTES, max(SMALLEST_BUCKET, elements * width // SHARE))

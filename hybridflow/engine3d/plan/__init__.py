@@ -1,5 +1,5 @@
-"""From two layouts to moves of pieces.
+"""Computes from two layouts the moves of pieces.
 
-`plan` is the entry, and counts the cost. `intersection` finds who holds and needs what, `routing` who sends to whom,
-`chunks` when and in which message.
+`plan` is the entry and counts the cost. `intersection` finds the pieces with their holders and receivers, `routing` the
+sender of each, `chunks` the round and message.
 """

@@ -1,10 +1,9 @@
-"""Rounds: when each piece of a plan travels, and in which message. Pure.
+"""Rounds: the round and message in which each piece of a plan travels.
 
-All ranks walk the same rounds, of which two neighbours are under way at a time. Pieces that the same ranks hold and
-the same ranks need form a sequence, and each is spread evenly over all rounds: round j takes the j-th of R equal
-windows of it, and what is passed on follows two rounds later. So a rank knows the round of a piece from the piece
-alone, without the moves of other ranks; sender and receiver agree; and a piece has arrived before the
-round that passes it on is posted.
+Pure. All ranks execute the same rounds, two consecutive ones at a time. Pieces with the same holders and receivers form
+a sequence, which is spread evenly over all rounds: round j takes the j-th of R equal windows, and relayed pieces follow
+two rounds later. So a rank computes a piece's round from the piece alone; sender and receiver agree; and a piece has
+arrived before the round that relays it is posted.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from dataclasses import dataclass
 
 from hybridflow.engine3d.layout import Box
 
-IN_FLIGHT = 2  # rounds: one is packed and posted while the one before it is still under way
-DIRECT_BYTES = 256 << 10  # from here on a message of its own costs less (50 us with gloo) than copying in and out
-ALIGNMENT = 16  # bytes; messages start at multiples of it in a buffer, so that they can be viewed as any dtype
+IN_FLIGHT = 2  # rounds: one is packed and posted while the previous one is in flight
+DIRECT_BYTES = 256 << 10  # above, a separate message (50 us with gloo) costs less than two copies
+ALIGNMENT = 16  # bytes; messages start at multiples of it in a buffer, so any dtype can view them
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What bounds the rounds of a plan; every rank computes the same numbers.
+    """Bounds of a plan's rounds, equal on every rank.
 
-    Its windows are the shares of each sequence that go together: window j is round j of every rank that holds a piece.
+    Window j of each sequence travels in round j.
 
-    `elements`: what the busiest rank sends and receives at most. `copies`: how many copies of elements at the same
-    position of all sequences a rank sends and receives at most.
+    `elements`: maximum that a rank sends and receives. `copies`: maximum number of copies of the elements at one
+    position of all sequences that a rank sends and receives.
     """
 
     elements: int = 0
@@ -36,8 +35,8 @@ class Pace:
         """Number of windows, and the number of elements up to which a piece is never cut, so that the rounds in flight
         take at most `max_bytes` together.
 
-        A window holds at most 1/R of a sequence, and one uncut piece more from the window before: a quarter of the
-        elements that a round may have is kept for that piece. A bound below one element per copy cannot be kept.
+        A window holds at most 1/R of a sequence plus one uncut piece from the previous window, for which a quarter of a
+        round's elements is reserved. A bound below one element per copy cannot be met.
         """
         if not self.copies:
             return 1, 1
@@ -47,15 +46,15 @@ class Pace:
 
 
 def travels_alone(nbytes: int) -> bool:
-    """Whether a piece is a message of its own; the other pieces that a rank sends another in a round share one.
+    """Whether a piece is a message of its own; a round's other pieces between two ranks share one.
 
-    It follows from the size alone, so that both sides cut the same way without asking each other.
+    The size alone decides, so both sides agree without communication.
     """
     return nbytes >= DIRECT_BYTES
 
 
 def staged(nbytes: int) -> int:
-    """Bytes that a message of `nbytes` takes of a buffer."""
+    """Bytes of a buffer that a message of `nbytes` occupies."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""Pieces: the largest boxes that each rank of two layouts holds or needs either wholly or not at all. Pure."""
+"""Pieces: the largest boxes that no rank of two layouts holds or needs partially. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 from hybridflow.engine3d.layout import Box, Layout, Region, partition
 from hybridflow.errors import LayoutError
 
-Owners = Mapping[int, tuple[Region, ...]]  # by part of a layout: its regions that contain a box
+Owners = Mapping[int, tuple[Region, ...]]  # part of a layout -> its regions that contain a box
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Intersection:
 
 @dataclass(frozen=True)
 class LayoutParts:
-    """The distinct parts of a layout: which ranks hold each, and which boxes each holds.
+    """The distinct parts of a layout, with the ranks and boxes of each.
 
     `members[part]` are ranks, ascending; `part[rank]` is -1 for a rank that holds nothing. `atoms` are disjoint
     boxes of each tensor, sorted by start, with the parts that hold them.
@@ -64,13 +64,13 @@ class LayoutParts:
 
 
 def pieces(tensor: str, source: LayoutParts, destination: LayoutParts) -> Iterator[Intersection]:
-    """Pieces of `tensor` that the destination needs, in order of start; together they are all of it.
+    """All pieces of `tensor` that the destination needs, in order of start.
 
     Errors: LayoutError when no rank holds some of the elements.
     """
     atoms = source.atoms.get(tensor, [])
     starts = [box.rows[0] for box, _ in atoms]
-    reach = list(accumulate((box.rows[1] for box, _ in atoms), max))  # never falls, so it can be bisected
+    reach = list(accumulate((box.rows[1] for box, _ in atoms), max))  # non-decreasing, so it can be bisected
     for box, need in destination.atoms.get(tensor, ()):
         first, last = bisect_right(reach, box.rows[0]), bisect_left(starts, box.rows[1])
         if last - first == 1 and atoms[first][0] == box:

@@ -1,9 +1,9 @@
-"""Weight plans: from the boxes of one layout to the boxes of another, and what executing one costs. Pure.
+"""Weight plans: moves from the boxes of one layout to the boxes of another, and their cost.
 
-The ranks of both layouts are the ranks of one process group that will execute the plan. Planning is deterministic and
-needs no communication: bytes moved and peak bytes are known before a single byte moves (paper, section 5: the
-transition between training and generation; ReaL: parameter reallocation). Every decision depends only on the pieces
-that the same ranks hold, so each rank can compute its own part of a plan for thousands of ranks in seconds.
+Pure. The ranks of both layouts are ranks of the process group that executes the plan. Planning is deterministic and
+needs no communication: bytes moved and peak bytes are known before a byte moves (paper, section 5: the transition
+between training and generation; ReaL: parameter reallocation). Every decision depends only on pieces with the same
+holders, so each rank can compute its own part of a plan for thousands of ranks in seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Move:
 
     `into` has more than one region where a rank stores the same elements twice (tied embeddings): they travel once.
 
-    Pieces that the same ranks hold and the same ranks need form a sequence in canonical order. This one starts at
-    element `at` of the `of` elements in it, which fixes the round in which it travels.
+    Pieces with the same holders and receivers form a sequence in canonical order. This one starts at element `at` of
+    the sequence's `of` elements, which determines its round.
 
     With `hop` 0 it comes from the source layout. With `hop` 1 it is relayed: `origin` is then a region of the
-    *destination* layout on rank `source`, which a move of hop 0 has filled in an earlier round, and `root` is the rank
-    that gave it, with the name of the source storage that it has it in.
+    *destination* layout on rank `source`, filled in an earlier round by a move of hop 0, and `root` is that move's
+    source rank and storage name.
     """
 
     box: Box
@@ -55,11 +55,11 @@ class Move:
 class Traffic:
     """The cost for one rank: bytes over the wire, bytes copied locally, messages sent and received.
 
-    The last two are the part of what it sends and receives that crosses nodes. `peak_bytes` bounds the extra memory
-    of the transfer from above: two buffers take turns, and here every message is in one. A message of one piece whose
-    storage is contiguous and of the dtype that travels needs none: that the storages decide.
+    The last two are the parts sent and received across nodes.
 
-    Everything else is exact where all elements travel at the requested `itemsize`.
+    `peak_bytes` is an upper bound of the transfer's extra memory: it counts a buffer for every message, in two
+    alternating buffers, though a message of one contiguous piece in the transfer dtype needs none. Everything else is
+    exact if all elements travel at the given `itemsize`.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Traffic:
 @dataclass(frozen=True, slots=True)
 class Broadcast:
     """Rank `root` gives its pieces of `tensors`, `elements` in all, to `receivers`, directly or through one of them. A
-    rank that keeps its own pieces is no receiver of them."""
+    rank that keeps its own pieces is not a receiver."""
 
     root: int
     receivers: tuple[int, ...]
@@ -85,10 +85,10 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Which pieces move between `ranks` ranks, in one order that all ranks share (canonical tensor, start, hop).
+    """The moves between `ranks` ranks, in an order that all ranks share (canonical tensor, start, hop).
 
-    With `rank` it is only that rank's part: the moves that it sends, receives or keeps. `nodes[rank]` is the node of
-    each rank. Plain data: it can be pickled, and built long before the storages exist.
+    With `rank` it holds only the moves that this rank sends, receives or keeps. `nodes[rank]` is the node of each rank.
+    Plain data: it can be pickled, and built long before the storages exist.
     """
 
     ranks: int
@@ -108,14 +108,13 @@ class WeightPlan:
         return [move for move in self.moves if move.destination == rank and not move.local]
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, itemsize: int = 4) -> list[list[Move]]:
-        """Pieces that travel, in the rounds in which a transfer moves them, two of which are under way at a time: no
-        rank sends plus receives more than half of `max_bytes` in one.
+        """Travelling pieces by round.
 
-        Pieces are cut where a round is full (to one element at least, and one per copy: `pace.copies + 1` elements
-        are the smallest half). All ranks of a piece cut it alike, whether they have the whole plan or their own part,
-        and count rounds alike: a round in which a rank has nothing to do is empty. Ranks that walk the rounds in
-        order, each as one batch, cannot deadlock. A relay comes two rounds after the one that brings what it passes
-        on, because the next one is posted while that is under way.
+        Two rounds are in flight at a time, so a rank sends plus receives at most half of `max_bytes` in one. Pieces are
+        cut where a round is full (to at least one element, and one per copy: `pace.copies + 1` elements are the
+        smallest half). All ranks cut and number alike, with the whole plan or their own part: a round without work for
+        a rank is empty. Ranks that execute the rounds in order, each as one batch, cannot deadlock. A relay comes two
+        rounds after its piece arrives, because the next round is posted while that one is in flight.
         """
         windows, grain = self.pace.windows(max_bytes, itemsize)
         rounds: dict[int, list[Move]] = {}
@@ -127,8 +126,8 @@ class WeightPlan:
         return [rounds.get(i, []) for i in range(max(rounds, default=-1) + 1)]
 
     def traffic(self, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[Traffic]:
-        """The cost for every rank, or for the one whose part this is, at `itemsize` bytes per element on the wire, of
-        a transfer with the same `bucket_bytes`."""
+        """The cost for every rank, or for this part's rank, of a transfer with `bucket_bytes` and `itemsize` bytes per
+        element on the wire."""
         sums: dict[int, Counter[str | int]] = {rank: Counter() for rank in range(self.ranks)}
         for move in self.moves:
             size = move.box.numel * itemsize
@@ -164,16 +163,15 @@ class WeightPlan:
         return replace(self, rank=rank, moves=tuple(m for m in self.moves if rank in (m.source, m.destination)))
 
     def only(self, tensors: Collection[str]) -> WeightPlan:
-        """The part of the plan that moves these tensors. Rounds stay those of the whole: every rank names the same."""
+        """The plan's moves of these tensors, equal on every rank; rounds stay those of the whole plan."""
         return replace(self, moves=tuple(move for move in self.moves if move.box.tensor in tensors))
 
     def routing_table(self) -> tuple[Broadcast, ...]:
-        """Who broadcasts which tensors to whom.
+        """Root, tensors and receivers of each broadcast.
 
-        PUZZLE's Algorithm 1 computes such a table for a change of the parallel sizes in which D stays, P is divided
-        and T multiplied by the same factor: there each rank broadcasts its shard to the ranks whose new shard
-        contains or cuts it (as printed it is right for these pairs only). Here the table is read off the plan, so it
-        exists for any two layouts on any ranks.
+        PUZZLE's Algorithm 1 computes this table for a change that keeps D, divides P and multiplies T by the same
+        factor: each rank broadcasts its shard to the ranks whose new shard contains or cuts it (as printed, it is
+        correct for these pairs only). Here the plan gives the table, for any two layouts on any ranks.
 
         Errors: LayoutError when this is one rank's part of a plan.
         """
@@ -218,12 +216,12 @@ def plan(
 ) -> WeightPlan:
     """Fill every region of `destination` from the regions of `source`, each element once.
 
-    An element comes from the rank itself where it holds it, else from a rank of the same node (`node_of(rank)`, when
-    given), and among several from the one that has sent least of what they hold together. So a rank receives exactly
-    the elements that it needs and does not hold, and an element enters a node at most once. A layout with fewer ranks
-    than the other leaves the rest out. With `rank` the plan is that rank's part, equal to its moves in the whole one.
-    `exact` asks for the same tensors on both sides, wholly; else the source may have more (the head that a critic
-    lacks), and the destination may ask for parts of tensors.
+    A rank keeps an element that it holds; otherwise a rank of the same node (`node_of(rank)`, when given) sends it, and
+    of several holders the one that has sent least of their common pieces. So a rank receives exactly the elements that
+    it needs and does not hold, and an element enters a node at most once. In the smaller layout the remaining ranks
+    hold nothing. With `rank` the plan is that rank's part, equal to its moves in the whole plan. `exact` requires the
+    same whole tensors on both sides; else the source may have more (a head that a critic lacks), and the destination
+    may need parts of tensors.
 
     Errors: LayoutError when a destination tensor is not in the source or has another shape there, when no rank holds
     some of its elements, for a box or an offset that does not fit its tensor, and for a rank outside the group; with
@@ -242,13 +240,13 @@ def plan(
 
 
 class _Draft:
-    """All pieces with their positions. What only one rank needs to know is then worked out for that rank."""
+    """All pieces with their positions; moves are derived for one rank at a time."""
 
     def __init__(
         self, held: LayoutParts, wanted: LayoutParts, nodes: tuple[int, ...], tensors: tuple[str, ...]
     ) -> None:
         self.held, self.wanted = held, wanted
-        self.routes: dict[tuple[int, ...], Routes] = {}  # by the parts of the source that hold a piece
+        self.routes: dict[tuple[int, ...], Routes] = {}  # by the source parts that hold a piece
         self.pieces: list[tuple[Intersection, Routes, Fan | None, int]] = []
         fans: dict[tuple[tuple[int, ...], tuple[int, ...]], Fan | None] = {}
         for tensor in tensors:

@@ -1,8 +1,8 @@
-"""Routes: who sends a piece of a tensor to whom. Pure.
+"""Routes: the sender and receivers of each piece of a tensor.
 
-A rank that needs a piece gets it from a holder of its own node where there is one. Into a node without a holder a piece
-goes once, to one of the node's ranks that need it, which passes it on to the others. All decisions depend only on the
-pieces that the same ranks hold, so each rank can make those that concern it, and every holder sends equally often.
+Pure. A rank receives a piece from a holder on its own node if there is one. A node without a holder receives the piece
+once, on one of its ranks that need it, which relays it to the others. Decisions depend only on pieces with the same
+holders, so each rank computes its own routes, and every holder sends equally often.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class _Deal:
-    """`holders` serve `stations` in the order given, equally many each. A station is ranks of one node that need the
-    same: one of them receives a piece and passes it on."""
+    """`holders` serve `stations` in order, equally many each. A station is a node's ranks with the same need: one of
+    them receives a piece and relays it."""
 
     holders: tuple[int, ...]
     stations: tuple[tuple[int, ...], ...]
 
     def sends(self, size: int, load: Counter[int]) -> Iterator[Send]:
-        """Routes of a piece of `size` elements; `load` counts what ranks have sent so far, and is updated."""
+        """Routes of a piece of `size` elements; updates `load`, the elements that each rank has sent."""
         each, more = divmod(len(self.stations), len(self.holders))
         favoured = sorted(self.holders, key=lambda rank: (load[rank], rank))[:more] if more else ()
         stations = iter(self.stations)
@@ -58,9 +58,9 @@ class _Deal:
 
 @dataclass
 class Fan:
-    """The way from a piece's holders to the ranks that need it, and the sequence of all pieces that take it.
+    """Route from a piece's holders to its receivers, and the sequence of all pieces on it.
 
-    Deals within nodes that have holders, and one to the nodes that have none. `length` counts elements.
+    It has a deal within each node that has holders, and one for all other nodes. `length` counts elements.
     """
 
     within: list[_Deal]
@@ -84,8 +84,8 @@ class Fan:
 class Routes:
     """Routes of the pieces that exactly the ranks `holders` hold, requested one by one in canonical order.
 
-    `nodes[rank]` is the node of each rank. Ranks of equal `wanted[rank]` need the same of every tensor, and are served
-    from among themselves first: with the paper's grouping they are micro data parallel groups; nothing leaves those.
+    `nodes[rank]` is the node of each rank. Ranks of equal `wanted[rank]` need the same of every tensor, and serve each
+    other first: with the paper's grouping they are micro data parallel groups, which no piece leaves.
     """
 
     def __init__(self, holders: Iterable[int], nodes: Sequence[int], wanted: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class Routes:
         self._load = (Counter[int](), Counter[int]())  # elements sent so far: within nodes, and between them
 
     def fan(self, needers: frozenset[int]) -> Fan:
-        """The way to these ranks, which need pieces and do not hold them."""
+        """The fan to these ranks, which need pieces and do not hold them."""
         if (fan := self.fans.get(needers)) is None:
             fan = self.fans[needers] = self._fan(needers)
         return fan
@@ -106,7 +106,7 @@ class Routes:
         return bool(self.fans) and (rank in self.holders or any(rank in needers for needers in self.fans))
 
     def sends(self, fan: Fan, size: int, rank: int | None = None) -> list[Send]:
-        """The next piece's way, of which only the sends that `rank` takes part in (None: all), holders first."""
+        """Sends of the next piece in which `rank` takes part (None: all), holders first."""
         out = []
         for deals, load in zip((fan.within, fan.between), self._load, strict=True):
             for deal in deals:

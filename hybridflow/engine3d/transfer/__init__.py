@@ -1,4 +1,4 @@
-"""A plan run over torch.distributed.
+"""Runs a plan over torch.distributed.
 
 `transfer` is the entry. `local_plan` finds the views of storages, `handshake` agrees on dtypes, `buffers` packs and
 sends a round, `peer_memory` reads from processes of the same host.

@@ -1,7 +1,7 @@
-"""Messages: how the pieces that one rank sends another in one round are put on the wire, and the round on one rank.
+"""Messages: pack and send the pieces between two ranks in one round; and one rank's rounds.
 
-A large piece is a message of its own, and goes from storage to storage without a buffer where that storage is
-contiguous and of the dtype that travels. The small ones of a round share one message, packed one after the other.
+A large piece is a separate message, sent without a buffer if its storage is contiguous and has the transfer dtype. The
+small pieces of a round are packed into one message.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Copies:
 
 
 def same_memory(into: Tensor, from_: Tensor) -> bool:
-    """Whether there is nothing to copy. Both must have memory now."""
+    """Whether the tensors share memory and need no copy. Both must have memory."""
     same = into.data_ptr() == from_.data_ptr() and into.device == from_.device
     return same and into.dtype == from_.dtype and into.stride() == from_.stride()
 
 
 class Parcel(NamedTuple):
-    """A piece of the plan on one rank: the dtype in which it travels, the views [box] it is read from or written to.
+    """A piece on one rank: its transfer dtype, and the views [box] that it is read from or written to.
 
-    `storages` are the source storages that are read (none by a relay), or the destination storages that are written.
+    `storages` are the source storages read (none for a relay) or the destination storages written.
     """
 
     tensor: str
@@ -61,10 +61,10 @@ class Parcel(NamedTuple):
 
 @dataclass
 class Message:
-    """What goes to or comes from `peer` at once: parcels one after the other, wider dtypes first to stay aligned.
+    """One message to or from `peer`: parcels in sequence, wider dtypes first for alignment.
 
-    `flat` is the storage itself as bytes [nbytes] uint8, where it holds exactly what travels; else a buffer is needed.
-    It is made when the message is: later the storage may be without memory.
+    `flat` is the storage as bytes [nbytes] uint8 if it equals the message; else a buffer is needed. It is made at once:
+    later the storage may have no memory.
     """
 
     peer: int
@@ -86,7 +86,7 @@ class Message:
 
     @property
     def staged_bytes(self) -> int:
-        """What it takes of a buffer."""
+        """Bytes that it occupies in a buffer."""
         return 0 if self.flat is not None else staged(self.nbytes)
 
 
@@ -106,15 +106,15 @@ def messages(parcels: Iterable[tuple[int, bool, Parcel]], device: torch.device) 
     return sorted(out, key=lambda message: message.sent)
 
 
-ANNOUNCED_BYTES = 64 << 10  # a peer and round of fewer bytes is sent: announcing and acknowledging would cost more
+ANNOUNCED_BYTES = 64 << 10  # below it a round's bytes for a peer are sent: announcing and acknowledging would cost more
 
 
 @dataclass
 class Round:
     """One round on this rank, from packing to unpacking: its messages, and the operations once it is bound to a buffer.
 
-    `runs` counts how often it has gone through. Large messages of a rank on the same host are an announcement of where
-    their bytes are, which the receiver reads and acknowledges (`peer_memory.py`).
+    `runs` counts completed runs. For large messages between ranks of one host, the sender announces the address, and
+    the receiver reads the bytes and acknowledges (`peer_memory.py`).
     """
 
     messages: list[Message]
@@ -186,11 +186,10 @@ class Round:
         self.works = dist.batch_isend_irecv(self.ops) if self.ops else []
 
     def finish(self, timeout: float | None) -> None:
-        """Wait until the messages have gone through, at most `timeout` seconds; and unpack them.
+        """Wait at most `timeout` seconds for the messages, and unpack them.
 
-        Receives come first: a rank acknowledges what it has read before it waits for others to read.
-
-        Errors: RuntimeError of torch.distributed when they do not, OSError when a peer's memory cannot be read.
+        Receives come first: a rank acknowledges its reads before it waits for its peers'. Errors: RuntimeError of
+        torch.distributed after the timeout, OSError when a peer's memory cannot be read.
         """
         end = time.monotonic() + timeout if timeout else None
         acknowledged: list[tuple[int, dist.Work]] = []
@@ -215,6 +214,6 @@ class Round:
             work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
 
     def late_peers(self) -> list[int]:
-        """The peer whose message the round waits for, or all of them where the backend makes one work of several."""
+        """The peer whose message is late, or all peers if the backend combines messages into one work."""
         ops = self.ops if len(self.works) != len(self.ops) else [self.ops[self._waiting]]
         return sorted({op.group_peer for op in ops})

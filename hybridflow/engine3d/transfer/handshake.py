@@ -1,7 +1,7 @@
-"""Handshake: what the ranks of a group report to each other before weights move, and the dtypes that follow from it.
+"""Handshake: exchanges the ranks' reports before weights move, and derives the transfer dtypes.
 
-A rank knows its own storages, and perhaps only its own part of the plan. One collective reports whose storages do not
-fit, whether both ends of every pair expect the same pieces, and the dtype of every storage.
+A rank knows its own storages, and perhaps only its own part of the plan. One collective reports storages that do not
+fit, the pieces that both ends of every pair expect, and the dtype of every storage.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def agree_dtypes(
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank reports: its part of the plan, the dtypes of its storages, and what is wrong with them."""
+    """One rank's report: its part of the plan, the dtypes of its storages, and their errors."""
 
     failure: str | None
     plan: tuple[int, int]  # ranks, bytes of a bucket
@@ -87,12 +87,11 @@ class Handshake:
     """The dtypes of all ranks that take part in `plan`. Building is collective over `group`.
 
     `dtypes` are those of this rank's source and destination storages that its moves use, all of which can travel;
-    `failure` says why they cannot be used. `readable` are the process ids of ranks whose memory this rank reads,
-    `readers` the ranks that read its own.
+    `failure` says why they cannot be used. `readable` maps ranks to the process ids whose memory this rank reads,
+    `readers` are the ranks that read its own.
 
-    Errors: the `failure` itself on the rank that comes with it, and LayoutError on all others. LayoutError on every
-    rank when a dtype has no conversion, and when the ranks come with plans that do not belong together.
-    WaitTimeoutError when one does not come at all.
+    Errors: the `failure` itself on its rank, and LayoutError on all others. LayoutError on every rank when a dtype has
+    no conversion, and when the ranks' plans differ. WaitTimeoutError when a rank does not take part.
     """
 
     def __init__(
@@ -124,8 +123,8 @@ class Handshake:
         return min(max((dtype.itemsize for dtype in side), default=1) for side in sides)
 
     def wire(self, move: Move) -> torch.dtype:
-        """The dtype in which a piece travels, equal on both of its ranks: the narrower one, the destination's where
-        both are as wide. A relayed piece need not travel wider than it was at its root.
+        """A piece's transfer dtype, equal on both ranks: the narrower one, or the destination's if both are equally
+        wide. A relayed piece travels no wider than at its root.
         """
         source = self._root(move)
         ends = [self._reports[move.destination].destination[region.storage] for region in move.into]
@@ -133,7 +132,7 @@ class Handshake:
         return source if source.itemsize < destination.itemsize else destination
 
     def _root(self, move: Move) -> torch.dtype:
-        """The dtype of the source storage that the piece comes from in the end."""
+        """The dtype of the source storage at the piece's root."""
         rank, storage = move.root or (move.source, move.origin.storage)
         return self._reports[rank].source[storage]
 
@@ -192,7 +191,7 @@ def _pairs(plan: WeightPlan, rank: int) -> dict[tuple[int, int], tuple[int, int]
 
 
 def _gather(mine: T, group: dist.ProcessGroup | None) -> Sequence[T]:
-    """What every rank of the group gives, in rank order. Errors: WaitTimeoutError."""
+    """The values of all ranks, in rank order. Errors: WaitTimeoutError."""
     if group is None:
         return [mine]
     everyone: list[T] = [mine] * group.size()
@@ -207,7 +206,7 @@ def _gather(mine: T, group: dist.ProcessGroup | None) -> Sequence[T]:
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:
-    """Every rank checks all pairs, so that every rank finds what is wrong."""
+    """Every rank checks all pairs, so all find the same error."""
     for rank, other in enumerate(reports):
         if other.failure is not None:
             raise LayoutError(f"rank {rank}, another rank, cannot take part in moving these weights: {other.failure}")

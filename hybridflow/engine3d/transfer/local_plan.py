@@ -31,8 +31,8 @@ class LocalCopies:
 class LocalPlan:
     """The moves of `plan` that touch `rank` over its storages, of which `sources` and `destinations` are used.
 
-    `failure` is what went wrong: a misfit, or any error of a storage that is read from a file when it is looked at. It
-    is not raised here, because the other ranks have to hear of it.
+    `failure` is a misfit, or any error of a storage that is read from a file on access. It is not raised here, because
+    the other ranks must learn of it.
     Storages must have memory now; views that were made stay valid when it goes and comes.
     """
 
@@ -45,16 +45,16 @@ class LocalPlan:
         try:
             self._plan = plan.part(rank)
             self._check()
-        except Exception as error:  # whatever it is, the others must not wait for this rank
+        except Exception as error:  # the others must not wait for this rank
             self.failure = error
 
     def dtypes(self) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
-        """Of the source and of the destination storages, by name."""
+        """Dtypes of source and destination storages, by name."""
         sides = [{name: tensor.dtype for name, tensor in side.items()} for side in (self.sources, self.destinations)]
         return sides[0], sides[1]
 
     def gaps(self) -> set[str]:
-        """Destination storages that the plan does not fill to the last element: padding."""
+        """Destination storages that the plan does not fill completely: padding."""
         return {name for name, tensor in self.destinations.items() if self._written[name] < tensor.numel()}
 
     def local(self) -> dict[str, LocalCopies]:
@@ -72,7 +72,7 @@ class LocalPlan:
         return out
 
     def parcels(self, moves: Sequence[Move], handshake: Handshake) -> Iterator[tuple[int, bool, Parcel]]:
-        """What this rank sends and receives for `moves`: peer, whether it is sent, and the parcel."""
+        """This rank's sends and receives for `moves`: peer, whether sent, and the parcel."""
         for move in moves:
             tensor, dtype = move.box.tensor, handshake.wire(move)
             if move.source == self._rank:
@@ -98,7 +98,7 @@ class LocalPlan:
                     )
 
     def _view(self, region: Region, box: Box, sent: bool) -> Tensor:
-        """Checked: slicing beyond the end would silently give less."""
+        """A checked view: slicing beyond the end would silently return less."""
         side, kept = ("source", self.sources) if sent else ("destination", self.destinations)
         storage = self._given[0 if sent else 1]
         if region.storage not in storage:

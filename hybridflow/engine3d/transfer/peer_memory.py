@@ -1,10 +1,10 @@
 """Reading another rank's memory on the same host: one copy by the kernel (process_vm_readv) instead of two by TCP.
 
-A sender announces where its bytes lie, the receiver reads them and acknowledges. Nothing is shared beyond that: there
-are no segments to clean up, and tensors are allocated as always. Which ranks can be read is found by reading: a rank
-puts a random number into its memory and tells the others its process id and the address. Another host, another PID
-namespace or a kernel that forbids it (Yama's ptrace_scope) show as a number that cannot be read; those pairs use
-torch.distributed's messages. So do CUDA tensors. HYBRIDFLOW_PEER_MEMORY=0 switches it off.
+A sender announces the address of its bytes, the receiver reads them and acknowledges. No shared segments need clean-up,
+and tensors are allocated as usual. A test read finds readable ranks: each rank stores a random number in its memory and
+reports its process id and the address. On another host, in another PID namespace or under a kernel that forbids it
+(Yama's ptrace_scope) the number cannot be read; these pairs use torch.distributed's messages, as do CUDA tensors.
+HYBRIDFLOW_PEER_MEMORY=0 switches it off.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST = 1 << 20  # bytes of one call: the kernel pins all pages of a call, and caches do not hold those of a larger one
+_MOST = 1 << 20  # bytes per call: the kernel pins all pages of a call, and larger ones exceed the caches
 
 
 @dataclass(frozen=True)
 class PeerProcess:
-    """A rank's process as others see it: its host (one boot of one kernel), and where a number lies in its memory."""
+    """A rank's process: its host (one boot of one kernel), and the address of a number in its memory."""
 
     host: str
     pid: int
@@ -35,7 +35,7 @@ class PeerProcess:
     number: int
 
     def readable(self) -> bool:
-        """Whether this process can read that one's memory; true for itself, too."""
+        """Whether this process can read its memory; True for itself."""
         found = torch.zeros(1, dtype=torch.int64)
         try:
             read(self.pid, self.address, found.data_ptr(), found.nbytes)
@@ -45,12 +45,11 @@ class PeerProcess:
 
 
 class PeerMemory:
-    """Which ranks of a group exchange bytes with this one by reading memory, and whether what this one announced is
-    still there.
+    """The ranks that exchange bytes with this one by reading memory, and the validity of its announcements.
 
-    A number in this process's memory changes when a run begins and when it ends, before any memory is given back: who
-    reads the same number after the bytes as was announced with them has read bytes that were valid. It is random, so a
-    process that took a dead one's id does not have it.
+    A number in this process's memory changes when a run begins and ends, before memory is freed: a reader that finds
+    the announced number after reading the bytes has read valid bytes. The number is random, so a process that reuses a
+    dead one's id does not have it.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class PeerMemory:
         self.readers: Collection[int] = ()  # the ranks that read this one
 
     def advance(self) -> None:
-        """What was announced before is not valid any more."""
+        """Invalidate earlier announcements."""
         self._number += 1
 
     def announce(self, tensors: Iterable[Tensor], into: Tensor) -> None:
@@ -68,7 +67,7 @@ class PeerMemory:
         into.copy_(torch.tensor([self._number.data_ptr(), int(self._number), *addresses]))
 
     def process(self) -> PeerProcess | None:
-        """What others need to know in order to read this process's memory; None where that is switched off."""
+        """The data that peers need to read this process's memory; None if switched off."""
         if sys.platform != "linux" or os.environ.get("HYBRIDFLOW_PEER_MEMORY") == "0":
             return None
         boot = Path("/proc/sys/kernel/random/boot_id")

@@ -1,12 +1,11 @@
 """Executes a weight plan with torch.distributed: pieces are packed per peer and round, sent, and unpacked.
 
-A `Transfer` is built once for a plan and two storages and run as often as the weights change (every RL iteration):
-everything that can be decided is decided when it is built. Local pieces are copied directly, or not at all where
-source and destination are the same memory.
+A `Transfer` is built once for a plan and two storages and run whenever the weights change (every RL iteration);
+building makes all decisions. Local pieces are copied directly, or not at all if source and destination share memory.
 
-Rounds overlap: round k+1 is packed and posted while round k is in flight, so two buffers take turns. Local copies are
-made while a round is in flight, those of a tensor beside the round that carries the rest of it. From this order
-follows when each source tensor is read for the last time, and when each destination tensor is written first.
+Rounds overlap: round k+1 is packed and posted while round k is in flight, so two buffers alternate. Local copies of a
+tensor run beside the round that carries its other pieces. This order determines the last read of each source tensor and
+the first write of each destination tensor.
 """
 
 from __future__ import annotations
@@ -51,20 +50,19 @@ class Transfer:
     Values are converted to the destination's dtype, and travel in the narrower of both dtypes.
 
     Extra memory is two buffers of at most `bucket_bytes` together, kept between runs until `release()`. The storages
-    must have memory when a Transfer is built, and stay the same tensors; their memory may go and come between runs.
-    With `acquire` each destination tensor gets memory right before its first write (zeros where the plan leaves gaps
-    in it), and with `release` that of each source tensor is given back right after its last read: layer by layer, so
-    that both copies of the model never stand side by side. Source tensors that this rank does not read are left alone.
+    must have memory when a Transfer is built and stay the same tensors; between runs their memory may be released. With
+    `acquire` each destination tensor gets memory just before its first write (zeros in gaps of the plan), and with
+    `release` each source tensor is freed just after its last read: layer by layer, so two full copies of the model
+    never coexist. Source tensors that this rank does not read are left alone.
 
     Building is collective over `group` (ranks report their dtypes), and so is `run()`.
 
     Errors: LayoutError on every rank when on one of them a storage is missing or too small or has a dtype without
-    a conversion, and when the ranks' plans differ. Any other error that looking at a storage raises on one rank (a
-    file that cannot be read) is raised there, and LayoutError on the others. WaitTimeoutError when a rank does not
-    come.
+    a conversion, and when the ranks' plans differ. Any other error of accessing a storage (an unreadable file) is
+    raised on its rank, and LayoutError on the others. WaitTimeoutError when a rank does not take part.
 
-    Attributes: `sent_bytes` and `received_bytes`, what went over the wire in all runs so far; `peak_bytes`, the most
-    buffer memory in use in a run.
+    Attributes: `sent_bytes` and `received_bytes` over the wire in all runs so far; `peak_bytes`, the peak of buffer
+    memory in a run.
     """
 
     def __init__(
@@ -121,10 +119,10 @@ class Transfer:
 
     @torch.no_grad()
     def run(self, timeout: float | None = None) -> None:
-        """Move the weights. `timeout` in seconds bounds the wait for each round (None: the process group's own).
+        """Move the weights.
 
-        Errors: WaitTimeoutError when a peer does not take part in time or is gone; the process group cannot be used
-        any more then. LayoutError when a tensor has no memory.
+        `timeout` in seconds bounds the wait for each round (None: the process group's own). Errors: WaitTimeoutError
+        when a peer is late or gone; the process group is unusable afterwards. LayoutError when a tensor has no memory.
         """
         self._check_memory("source", self._sources)
         if self._acquire is None:
@@ -134,7 +132,7 @@ class Transfer:
         try:
             self._run(timeout)
         finally:
-            self._memory.advance()  # who still reads from here, because this rank has failed, learns of it
+            self._memory.advance()  # peers that still read after this rank's failure detect it
 
     def _run(self, timeout: float | None) -> None:
         leaving: deque[tuple[torch.cuda.Event | None, list[str]]] = deque()
@@ -219,8 +217,8 @@ def received_by_tensor(transfers: Iterable[Transfer]) -> Counter[str]:
 class Step:
     """One action of a run: "post" or "finish" round `index`, or "copy" tensor number `index` locally.
 
-    `reads` are source storages and `writes` destination storages in use by it. `acquire` are the destination storages
-    that nothing has written before, `release` the source storages that nothing reads after it.
+    `reads` are its source storages and `writes` its destination storages. `acquire` are the destination storages first
+    written here, `release` the source storages last read here.
     """
 
     kind: str
@@ -270,17 +268,17 @@ def _message_steps(index: int, messages: Iterable[Message]) -> tuple[Step, Step]
 
 
 def reached_by(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A point that is reached when everything queued so far on `stream` is done."""
+    """An event after everything queued so far on `stream`."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
 class CopyStream:
-    """Where a transfer's copies and messages are queued.
+    """The queue of a transfer's copies and messages.
 
-    On the host everything is done when the call returns. On CUDA work goes to a stream of its own, beside what the
-    caller's stream does: `follow` and `join` order the two, `mark` and `reached` tell the host how far it got.
+    On the host, calls complete before they return. On CUDA a separate stream runs beside the caller's: `follow` and
+    `join` order the two, `mark` and `reached` report its progress to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -289,16 +287,16 @@ class CopyStream:
 
     @property
     def behind(self) -> int:
-        """How many steps are queued beyond the one that the host waits for, so that the stream never runs dry."""
+        """Number of steps queued ahead of the host, so that the stream never runs empty."""
         return 0 if self._stream is None else 2
 
     def follow(self) -> None:
-        """What is queued from now on sees what the caller's stream has done so far."""
+        """Later queued work waits for the caller's stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def join(self) -> None:
-        """What the caller's stream does from now on sees everything that is queued here."""
+        """Later work of the caller's stream waits for everything queued here."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -309,7 +307,7 @@ class CopyStream:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """A point that is reached when everything queued so far is done; None when it is done."""
+        """An event after everything queued so far; None on the host."""
         return None if self._stream is None else reached_by(self._stream)
 
     def reached(self, mark: torch.cuda.Event | None, timeout: float | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Writes sharded weights as a Hugging Face directory, every rank its share of the files.
+"""Writes sharded weights as a Hugging Face directory; every rank writes its share of the files.
 
-A file is a destination like any other: its tensors whole on the rank that writes it. So saving is a weight plan per
-round of files, executed into CPU buffers.
+Saving executes one weight plan per round of files into CPU buffers: its destination holds a file's whole tensors on the
+writing rank.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class _Save:
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # whatever it is, the other ranks must hear of it before they go on
+        except Exception as error:  # the other ranks must learn of any error before they continue
             failure = error
         failed = torch.tensor([failure is not None], dtype=torch.int32, device=wire_device(self._group))
         if self._group is not None:
@@ -282,7 +282,6 @@ class _Save:
         self.partial.mkdir(parents=True)
 
     def complete(self) -> None:
-        """Put the new directory in the place of the old one."""
         _flush(self.partial)
         if self.target.exists():
             self.target.rename(self.old)
@@ -304,7 +303,7 @@ class _Save:
             shutil.rmtree(self.old)
 
     def _undo(self) -> str:
-        """Remove what was written; what there is now, as a sentence."""
+        """Remove the written files; returns the directory's state as a sentence."""
         left = "" if self._remove(self.partial) else f" What was written is left in {self.partial}: delete it."
         if self._replaced:
             return f"The new checkpoint is there, but a crash of the machine may still lose it.{left}"
@@ -343,7 +342,7 @@ def _check_replaceable(target: Path) -> None:
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """What cannot be written within is an OSError that names `file`."""
+    """Turns a write error inside into an OSError that names `file`."""
     try:
         yield
     except OSError as error:
@@ -365,7 +364,7 @@ def _free_bytes(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """What was written survives a crash of the machine: a rename may otherwise reach the disk before the data."""
+    """Flush to disk, so that a rename cannot reach the disk before the data."""
     with writing(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -136,7 +136,7 @@ def bytes_kept(strategy: FSDP | ZeRO, dtype: torch.dtype, optimizer: Optimizer |
 
 
 def available(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that a process can still have here: of the machine, or of the container that it runs in if that is less."""
+    """Bytes still available to a process: of the machine or its container, whichever is less."""
     found = [size for size in (_of_machine(meminfo), _of_container(group)) if size is not None]
     return min(found, default=None)
 

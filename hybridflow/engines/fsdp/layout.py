@@ -1,8 +1,8 @@
-"""Which boxes of canonical tensors each rank of an FSDP mesh holds. Pure.
+"""Layouts of FSDP: the boxes of canonical tensors on each rank of a mesh. Pure.
 
-Everything that FSDP2, HSDP and DTensor tensor parallelism do to a parameter is a sequence of cuts: one dimension into
-as many chunks as the mesh has ranks along one axis, as `torch.chunk` makes them. Chunks are ceil-divided, so the last
-ones are smaller or empty.
+FSDP2, HSDP and DTensor tensor parallelism cut a parameter in sequence: each cut divides one dimension into as many
+chunks as the mesh has ranks along one axis, like `torch.chunk`. Chunk sizes round up, so the last ones are smaller or
+empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Cut = tuple[Axis, int]  # along this axis of the mesh, this dimension of the ten
 
 @lru_cache(maxsize=16)
 def _plan(family: str) -> Mapping[str, str]:
-    """How transformers cuts the modules of a family, by their names below the decoder; empty where it does not."""
+    """transformers' tensor parallel plan of a family, by module name below the decoder; empty without one."""
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[family].base_model_tp_plan or {}

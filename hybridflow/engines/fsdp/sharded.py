@@ -1,4 +1,4 @@
-"""Sharded: a TransformersModel cut by tensor parallelism and FSDP2, with its gradients, in this rank's part.
+"""Sharded: this rank's part of a TransformersModel under tensor parallelism and FSDP2, with its gradients.
 
 Losses are shares of a global sum, so gradients are added up over data parallel ranks and never averaged.
 """
@@ -39,14 +39,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 Views = Callable[[str, Tensor], Mapping[str, Tensor]]
-"""What this rank holds of a parameter (its name, the local tensor), as canonical tensors that share its memory."""
+"""Maps a parameter (its name, the local tensor) to canonical tensors that share its memory."""
 
 
 class Sharded:
-    """Fulfils `Shards` for the model of `spec`, which computes in `dtype`. What `trains` is kept in float32.
+    """Implements `Shards` for the model of `spec`, which computes in `dtype`.
 
-    `storage` are this rank's parts by canonical name, in memory that stays the same; their contents are undefined.
-    Adapters are in `adapters` instead. Parameters that need no gradient are frozen.
+    Trained parameters (`trains`) are float32. `storage` are this rank's parts by canonical name, in fixed memory with
+    undefined contents. Adapters are in `adapters` instead. Parameters that need no gradient are frozen.
     """
 
     def __init__(self, context: RankContext, strategy: FSDP, spec: Decoder, dtype: torch.dtype, trains: bool) -> None:
@@ -84,7 +84,7 @@ class Sharded:
         for module in self._modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            # other ranks may have a gradient where this one has none: experts that met no token, a replica of no rows
+            # only other ranks may have a gradient: experts without a token here, a replica without rows
             module.set_reduce_scatter_unused_params(True)
         model.to_empty(device="cpu" if strategy.offload else context.device)
         model.make_buffers(context.device)
@@ -109,11 +109,11 @@ class Sharded:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def after_pass(self) -> None:
-        """Give back what the last micro-batch left gathered: parameters are in `storage` alone."""
+        """Reshard parameters that the last micro-batch left gathered."""
         self.root.reshard()
 
     def before_backward(self, last: bool) -> None:
-        """Say whether the next micro-batch is the `last` of its mini-batch: gradients then meet those of others."""
+        """`last`: the next micro-batch ends its mini-batch, so gradients are then reduced over ranks."""
         self.root.set_requires_gradient_sync(last or self._often)
         if last and not self._often:
             for module in self._modules():
@@ -121,8 +121,8 @@ class Sharded:
                     _complete(group.fsdp_params)
 
     def reduce(self) -> None:
-        """Complete the gradients before a step: FSDP2 has added them up over data parallel ranks, and left are those
-        of the norms of queries and keys, of which every tensor parallel rank knows what its own heads say."""
+        """Complete the gradients before a step. FSDP2 has summed them over data parallel ranks; query and key norms
+        still need a sum over tensor parallel ranks, each of which has only its own heads' gradients."""
         if not self._per_head:
             return
         shared = [grad for name, grad in self.gradients.tensors.items() if name in self._per_head and grad.numel()]
@@ -137,7 +137,7 @@ class Sharded:
         return {name: grad for name, grad in self.gradients.tensors.items() if name in self.main}
 
     def square_sum(self) -> Tensor:
-        """float64: of the gradients of all ranks; what several ranks hold alike counts once. Collective."""
+        """float64 sum over the gradients of all ranks; replicated ones count once. Collective."""
         grads = [grad for name, grad in self.main_gradients().items() if name in self._counted]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if grads:
@@ -146,13 +146,13 @@ class Sharded:
         return total
 
     def updated(self, names: Collection[str]) -> None:
-        """`main` of these was updated: it is the parameters."""
+        """Nothing to copy: `main` is the parameters."""
 
     def parameters_changed(self) -> None:
-        """Nothing follows them."""
+        """Nothing to copy: `main` is the parameters."""
 
     def close(self) -> None:
-        """Free parameters and gradients, also where others still refer to them."""
+        """Free parameters and gradients, even if other references exist."""
         self.gradients.drop()
         self.memory.release()
         Residency(self.adapters, device=self._device).release()
@@ -194,10 +194,10 @@ class LocalGradients:
 
 
 def _complete(parameters: Sequence[FSDPParam]) -> None:
-    """Of parameters that FSDP2 reduces together, all have an accumulated gradient or none has.
+    """Give all parameters that FSDP2 reduces together an accumulated gradient, if one has it.
 
-    It accumulates in the dtype in which it reduces, and refuses to reduce these with what is in the compute dtype: what
-    the last micro-batch alone finds a gradient for, or zeros of its own for what has none.
+    FSDP2 accumulates in the reduce dtype and refuses to reduce it together with the compute dtype: gradients from the
+    last micro-batch alone, or its own zeros for missing ones.
     """
     if all(parameter.unsharded_accumulated_grad is None for parameter in parameters):
         return
@@ -240,7 +240,7 @@ def _views(context: RankContext, strategy: FSDP, spec: Decoder, renamed: Mapping
 def _pieces(
     local: Tensor, boxes: Mapping[str, Box], tensors: Mapping[str, tuple[int, ...]], part: Part
 ) -> dict[str, Tensor]:
-    """What this rank holds of a parameter, as its canonical tensors; `boxes` are those of this rank by name."""
+    """This rank's part of a parameter as canonical tensors; `boxes` are this rank's boxes by name."""
     if part.shape == tensors[part.tensors[0]]:  # one tensor by another name
         return {part.tensors[0]: local}
     flat, at = local.view(-1), 0
@@ -274,6 +274,6 @@ def make_mesh(context: RankContext, sizes: Sequence[int]) -> DeviceMesh:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, detached, sharing its memory."""
+    """This rank's part of a tensor, detached, sharing its memory."""
     with torch.no_grad():
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

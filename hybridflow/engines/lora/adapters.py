@@ -1,6 +1,6 @@
-"""Adapters: what is trained of a sharded model with LoRA, and its merging into the weights (Hu et al. 2021, eq. 3).
+"""Adapters: the trained tensors of a sharded model with LoRA, and their merge into its weights (Hu et al. 2021, eq. 3).
 
-`inject` puts peft's layers in a transformers decoder, before it is cut over ranks.
+`inject` puts peft's layers into a transformers decoder before it is sharded.
 
 Shapes: r rank of the adapters, I inputs and O outputs of a linear layer, o those rows of O that this rank holds.
 """
@@ -33,8 +33,8 @@ _NAME = "default"  # what peft calls an adapter that was given no name; its file
 class Adapters:
     """The adapters of one rank, and of a value model its head: `storage` by the names of `layout`, float32.
 
-    They stay in device memory whatever is offloaded. `weights` are the rank's parts of the frozen model, into which
-    they can be merged; `peers` are the ranks that hold one copy of the model together, ascending.
+    Adapters are never offloaded. `weights` are the rank's parts of the frozen model, into which they can be merged;
+    `peers` are the ranks that share one copy of the model, ascending.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Adapters:
         self._kept: dict[str, Tensor] | None = None  # frozen weights, while others are in their place
 
     def start(self) -> None:
-        """First values: those of `lora.start`, or A uniform in +-1/sqrt(I) (peft's) and B zero, so that the model
-        computes what it did; equal however it is cut."""
+        """Initial values: those of `lora.start`, or A uniform in +-1/sqrt(I) (as peft) and B zero, which leaves the
+        model's outputs unchanged; independent of the sharding."""
         if self.lora.start is not None:
             load_adapters(self.lora.start, self.layout, self._context.rank, self.storage)
             return
@@ -73,9 +73,9 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Put W + alpha / r * B A in the place of every adapted weight W, which has memory; W waits on the host.
+        """Replace every adapted weight W (in memory) by W + alpha / r * B A, and keep W on the host.
 
-        The model must not compute until `restore`. Does nothing where it is done already. Collective over the peers.
+        The model must not compute until `restore`. A second call does nothing. Collective over the peers.
         """
         if self._kept is not None:
             return
@@ -110,14 +110,14 @@ class Adapters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back, bit for bit, what `merge` found; the weights have memory. Does nothing where it is done."""
+        """Restore the weights from before `merge` bit for bit; they must have memory. A second call does nothing."""
         kept, self._kept = self._kept or {}, None
         for name, weight in kept.items():
             self._weights[name].copy_(weight)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model computes without adapters within, what they add times zero: it is its own reference policy."""
+        """Multiplies the adapters' outputs by zero inside: the model is its own reference policy."""
         layers = list(_layers(self._decoder))
         try:
             for layer in layers:

@@ -134,7 +134,6 @@ def _write_config(directory: Path, spec: Decoder, lora: LoRA, base: str) -> None
 
 
 def _renamed(layout: Layout) -> Layout:
-    """The same boxes under the names of the file."""
 
     def regions(rank: int) -> list[Region]:
         return [

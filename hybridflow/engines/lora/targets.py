@@ -1,4 +1,4 @@
-"""Which linear layers have adapters, and what the tensors of these are called. Pure.
+"""Targets: the linear layers with adapters, and the names of their tensors. Pure.
 
 An adapter's canonical tensors have the names of peft's files, without their prefix: `<module>.lora_A.weight`
 [rank, in] and `<module>.lora_B.weight` [out, rank].
@@ -41,7 +41,7 @@ def modules(spec: Decoder, lora: LoRA) -> list[str]:
 
 
 def module_names(spec: Decoder, lora: LoRA) -> dict[str, str]:
-    """What transformers' model calls these layers -> what a checkpoint calls them. Errors: those of `modules`."""
+    """These layers' names in transformers' model -> names in a checkpoint. Errors: those of `modules`."""
     owners = {part.tensors[0]: name for name, part in spec.parts.items() if len(part.tensors) == 1}
     found = {}
     for module in modules(spec, lora):
@@ -82,6 +82,6 @@ def adapter_tensors(spec: Decoder, lora: LoRA) -> dict[str, tuple[int, ...]]:
 
 
 def trained_tensors(spec: Decoder, lora: LoRA) -> dict[str, tuple[int, ...]]:
-    """What is trained: adapters, and a value head, which no pretraining has made. Errors: those of `modules`."""
+    """Trained tensors: adapters, and a value head, which is not pretrained. Errors: those of `modules`."""
     head = {_HEAD: spec.tensors()[_HEAD]} if spec.head == "value" else {}
     return adapter_tensors(spec, lora) | head

@@ -48,7 +48,7 @@ def building(device: torch.device) -> AbstractContextManager:
 
 
 class _CpuCuda(types.ModuleType):
-    """What Megatron uses of `torch.cuda`, for the CPU."""
+    """Megatron's part of `torch.cuda`, for the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")

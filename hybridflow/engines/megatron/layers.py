@@ -1,4 +1,4 @@
-"""The parts that the GPTModel's layers are made of besides Megatron's parallel linear layers, and these on the CPU.
+"""Parts of the GPTModel's layers other than Megatron's parallel linear layers, and CPU versions of those.
 
 Shapes: S positions, B rows, H hidden, F MLP columns (of this rank), M selected positions, N heads (of this rank), K
 kv-heads (of this rank), D head dimension, E = D / 2.
@@ -155,7 +155,7 @@ def _forward(
     tp_group: dist.ProcessGroup,
     **_,
 ) -> Tensor:
-    """What Megatron's linear layers do around their matrix products, as one collective each way."""
+    """Forward of Megatron's linear layers, with one collective each way."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:

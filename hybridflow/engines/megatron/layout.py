@@ -66,7 +66,7 @@ def megatron_layout(spec: ModelSpec, grid: RankGrid, stage_layers: Sequence[int]
 
 
 class _Stage:
-    """What one rank holds of each tensor; `layers` are its stage's decoder layers."""
+    """One rank's regions of each tensor; `layers` are its stage's decoder layers."""
 
     def __init__(
         self, spec: ModelSpec, grid: RankGrid, at: Coords, layers: range, tensors: dict[str, tuple[int, ...]]
@@ -171,7 +171,6 @@ def vocabulary_rows(vocab: int, t: int, at: int) -> tuple[int, int]:
 
 
 def units(spec: ModelSpec, grid: RankGrid, at: Coords, stage_layers: Sequence[int] | None = None) -> list[Unit]:
-    """The units of the stage of a rank at `at`."""
     here, hidden = stages(spec.layers, grid.p, stage_layers)[at.p], spec.hidden
     vocabulary = (padded_vocab(spec.vocab, grid.t) // grid.t, hidden)
     first, last = at.p == 0, at.p == grid.p - 1

@@ -1,4 +1,4 @@
-"""vLLM's engine core: how it is configured and built as one rank of a replica, without vLLM's front end."""
+"""vLLM's engine core: configured and built as one rank of a replica, without vLLM's front end."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Where vLLM keeps the weights of a model that `layout.py` does not know: its own loader shows it.
+"""Layout discovery: finds the weight layout of a model unknown to `layout.py` with vLLM's own loader.
 
-While vLLM builds the model, its loader gets tensors without values that record where each element comes from, through
-whatever views, cuts and turns it makes of them, until it copies them into parameters. Then it gets numbers that mix all
-of an element's place, and every element of the parameters is compared with what the records say, after vLLM has
-processed its weights. Weights are written in place later, so a model whose weights vLLM keeps in another form than its
-loader wrote, or from which it computes further tensors, is refused.
+While vLLM builds the model, its loader gets tensors without values that record each element's origin through views,
+slices and transposes until they are copied into parameters. Then the loader gets values that encode each element's
+position, and after vLLM has processed its weights, every parameter element is compared with the records. Weights are
+later written in place, so a model is refused if vLLM stores its weights in another form than its loader wrote, or
+derives further tensors from them.
 
 Memory: one canonical tensor and one piece of a parameter at a time.
 """
@@ -301,7 +301,7 @@ class LayoutProbe:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """What makes the model unfit becomes the `failure`."""
+        """Stores an error that makes the model unusable as `failure`."""
         try:
             yield
         except ModelError as error:

@@ -80,7 +80,7 @@ def submit(
 
 
 def draw(core: EngineCore, responses: Mapping[str, Response]) -> None:
-    """Step vLLM until every response has ended; whatever happens, none is left in its scheduler."""
+    """Step vLLM until every response has ended; even after an error none stays in its scheduler."""
     live = set(responses)
     try:
         while live:

@@ -44,7 +44,7 @@ class ReplicaGroups:
         self.ident = f"hf{os.environ.get('HYBRIDFLOW_SESSION', '')}{word}"  # the host processes of a session have it
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each member gave, in the members' order; collective."""
+        """The values of all members, in their order; collective."""
         if len(self.members) == 1:
             return [mine]
         everyone: list[Any] = [None] * len(self.members)

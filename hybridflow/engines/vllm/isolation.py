@@ -1,9 +1,10 @@
-"""What vLLM needs around it to live inside a training process: variables before its import, a fence around its start.
+"""Isolation of vLLM in a training process: environment variables before its import, a fence around its start. vLLM
+expects to own its process.
 
-vLLM expects to own its process. Starting it seeds the global random generators, replaces `torch.set_num_threads`, binds
-all memory of the process to one NUMA node, collects garbage five times over, and on CPU prepacks linear weights so that
-they cannot be written any more. The fence keeps all of that away from the training side. What concerns the CPU build
-alone changes nothing on CUDA, where weights stay plain by themselves.
+Starting it seeds the global random generators, replaces `torch.set_num_threads`, binds all memory of the process to one
+NUMA node, collects garbage five times over, and on CPU prepacks linear weights so that they cannot be written any more.
+The fence shields the training side from all of this. Patches of the CPU build change nothing on CUDA, where weights
+stay plain.
 """
 
 from __future__ import annotations

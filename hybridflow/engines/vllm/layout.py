@@ -1,4 +1,4 @@
-"""Where vLLM keeps which boxes of the canonical tensors. Pure.
+"""Layout of vLLM's parameters in boxes of the canonical tensors. Pure.
 
 vLLM fuses q, k and v into `qkv_proj` and gate and up into `gate_up_proj` (rows one after the other), replicates
 kv-heads when there are fewer of them than tensor parallel ranks, pads the vocabulary to a multiple of 64 and splits it
@@ -142,7 +142,7 @@ Found = tuple[tuple[Region, ...], str | None]
 
 @dataclass(frozen=True)
 class _ProbedRegions:
-    """Of every rank of the group; it travels to the driver, so it is no closure."""
+    """Regions of every rank of the group; not a closure, because it is sent to the driver."""
 
     grid: GenerationGrid
     parts: Mapping[tuple[int, int], tuple[Region, ...]]
@@ -158,7 +158,7 @@ class _ProbedRegions:
 def probed_layout(
     tensors: Mapping[str, tuple[int, ...]], family: str, grid: GenerationGrid, found: Sequence[Found]
 ) -> Layout:
-    """`found` is what the ranks of one replica found, in (p, t) order; all replicas are alike.
+    """`found` are the results of one replica's ranks, in (p, t) order; all replicas are equal.
 
     Errors: ModelError when a rank found no layout, or when vLLM holds some of the tensors nowhere.
     """
@@ -181,7 +181,7 @@ def probed_layout(
 
 
 def unbuilt_layout(tensors: Mapping[str, tuple[int, ...]], grid: GenerationGrid) -> Layout:
-    """What is known of such a layout before its engines are built: the tensors. Nothing can be planned with it."""
+    """Such a layout before its engines are built: only tensors are known, so no plan can use it."""
     return Layout(tensors, grid.size, _unknown)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM can run, checked before any process starts. Pure."""
+"""Requirements of vLLM, checked before a process starts. Pure."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_response(spec: Decoder, strategy: VLLM, max_tokens: int | None) -> Non
 
 
 def _check_probed(spec: Decoder, p: int, t: int, asked: str) -> None:
-    """What every model of vLLM's needs; what else this one does is known when its engine is built."""
+    """Requirements of every vLLM model; building the engine finds the model's own."""
     assert isinstance(spec, TransformersSpec)
     kinds: list[str] = getattr(hf_config(spec.config), "layer_types", None) or []
     if spec.family in _UNIFORM and len(set(kinds)) > 1:

@@ -1,8 +1,8 @@
-"""PooledMemory: memory of vLLM that has to come back at the same addresses, because captured CUDA graphs hold them.
+"""PooledMemory: memory of vLLM that must keep its addresses, because captured CUDA graphs hold them.
 
-vLLM's sleep-mode allocator (`vllm/device_allocator/cumem.py`, switched on by `enable_sleep_mode`) gives the physical
-memory of a tag back, keeps its addresses, and maps other memory there later. Its worker allocates the model under
-"weights" (`Worker.load_model`: parameters, and buffers such as rotary caches) and the KV cache under "kv_cache"
+vLLM's sleep-mode allocator (`vllm/device_allocator/cumem.py`, switched on by `enable_sleep_mode`) frees the physical
+memory of a tag, keeps its addresses, and later maps new memory there. Its worker allocates the model under "weights"
+(`Worker.load_model`: parameters, and buffers such as rotary caches) and the KV cache under "kv_cache"
 (`Worker.initialize_from_config`); graphs and run-time state lie under tags of their own that we never touch.
 """
 
@@ -20,9 +20,9 @@ from torch import Tensor
 class PooledMemory:
     """The `Memory` of `tensors` under one tag of the allocator: all of them, or none.
 
-    It is released with the last name and acquired with the first, like a storage that all names share. `buffers` lie
-    under the same tag: they are kept on the host while the memory is away. `unmap` gives the physical memory back once
-    the device is idle, `map_back` takes some again, of undefined content.
+    It is released with the last name and acquired with the first, like one shared storage. `buffers` under the same tag
+    are kept on the host meanwhile. `unmap` frees the physical memory once the device is idle, `map_back` allocates it
+    again with undefined content.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PooledMemory:
         self._drop(gone)
 
     def offload(self, names: Iterable[str] | None = None) -> None:
-        """To pinned host memory, when the memory goes with the last name."""
+        """Copies to pinned host memory when the last name is released."""
         gone = self._found(names) & self._users
         self._away |= gone
         self._drop(gone)
@@ -90,11 +90,11 @@ def _on_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor)
 
 
-_SMALLEST = 1 << 20  # bytes: below, writing is as fast
+_SMALLEST = 1 << 20  # bytes: below it writing zeros is as fast
 
 
 def zero_pages(storage: torch.UntypedStorage) -> None:
-    """Make all bytes of `storage` zero. On Linux's CPU whole pages cost nothing until they are used."""
+    """Make all bytes of `storage` zero. On Linux's CPU, whole pages take no memory until they are used."""
     size, bytes_ = storage.nbytes(), torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     if storage.device.type != "cpu" or sys.platform != "linux" or size < _SMALLEST:
         bytes_.zero_()

@@ -1,1 +1,1 @@
-"""ZeRO stages 1 and 2: whole parameters on every data parallel rank, optimizer state (and gradients) cut over them."""
+"""ZeRO stages 1 and 2: whole parameters on every data parallel rank, sharded optimizer state (and gradients)."""

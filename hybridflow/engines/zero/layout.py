@@ -1,7 +1,8 @@
-"""Which rank holds what under ZeRO. Pure. Stage 3 is FSDP that reduces the gradients of every micro-batch.
+"""Layouts of ZeRO.
 
-With stages 1 and 2 every rank holds every parameter, and of each unit (what stands before the decoder layers, each
-layer, what stands behind) owns the optimizer state of one share.
+Pure. Stage 3 is FSDP that reduces the gradients of every micro-batch. In stages 1 and 2 every rank holds every
+parameter, and owns the optimizer state of one share of each unit (the tensors before the decoder layers, each layer,
+the tensors after them).
 """
 
 from __future__ import annotations

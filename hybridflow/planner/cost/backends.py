@@ -1,4 +1,4 @@
-"""Backend: what a training strategy means for time and memory: what its ranks hold, and what they send when. Pure.
+"""Backend: the state and messages of a training strategy's ranks, which decide its time and memory. Pure.
 
 With N data parallel ranks (Rajbhandari et al. 2020), beside the cuts by p and t:
 

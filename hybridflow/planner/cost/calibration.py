@@ -1,8 +1,8 @@
 """Calibration: fits the coefficients to observed calls, whether profiled here or taken from a paper. Pure.
 
-Least squares of log seconds, with each coefficient held near its default by what one may expect of it (a Gaussian
-prior on its logarithm): few observations then move what they speak about, and leave the rest alone. Efficiencies
-differ little between systems, costs of software by orders of magnitude. Levenberg-Marquardt (Marquardt 1963).
+Least squares of log seconds, with a Gaussian prior on the logarithm of each coefficient around its default: few
+observations change only the coefficients that they depend on. Efficiencies differ little between systems, software
+costs by orders of magnitude. Levenberg-Marquardt (Marquardt 1963).
 """
 
 from __future__ import annotations

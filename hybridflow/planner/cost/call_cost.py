@@ -87,7 +87,7 @@ class Messages(NamedTuple):
     ends: float = 0.0
 
     def beside(self, layers: int, computation: float) -> float:
-        """Of all, what `computation` seconds do not hide."""
+        """Seconds of all messages that `computation` seconds do not hide."""
         return self.layer + self.ends + max(0.0, (layers - 1) * self.layer - computation)
 
 

@@ -1,4 +1,4 @@
-"""Site: the devices of one call's mesh and the links between them, with what they really reach. Pure.
+"""Site: the devices of one call's mesh and the links between them, at their achievable rates. Pure.
 
 Ranks lie on a mesh with t fastest, then p, then d (paper, section 5.3), so tensor parallel groups are neighbours.
 Collectives move what rings do: n ranks that all-reduce b bytes each send and receive 2 (n-1)/n b (Thakur et al. 2005);
@@ -25,7 +25,7 @@ SHARES = ("compute", "attention", "memory", "link", "network")
 
 @settings
 class Coefficients:
-    """What devices and links reach of their peak, and what is paid whatever the size.
+    """Achievable shares of the devices' and links' peaks, and fixed costs.
 
     `device` names what they were fitted on ("" for the defaults). Efficiencies are shares of the data sheet's figure;
     a matrix product of which a device has n columns runs at `compute * n / (n + half_columns)` of the peak. Seconds
@@ -65,11 +65,11 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Site:
-    """What one device of the mesh reaches: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory, `link`
-    [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. A group that
-    waits for its slowest member is as good as that. `local` neighbours of the mesh lie in one node. `shares` ranks of a
-    tensor parallel group share what is not cut (sequence parallelism: t, else 1). `host` [bytes/s] copies to and from
-    host memory.
+    """Achievable rates of one device of the mesh: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory,
+    `link` [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. The
+    slowest member of a group decides. `local` neighbours of the mesh lie in one node. `shares` ranks of a tensor
+    parallel group share what is not cut (sequence parallelism: t, else 1). `host` [bytes/s] copies to and from host
+    memory.
     """
 
     local: int

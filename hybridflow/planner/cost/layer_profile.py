@@ -1,9 +1,9 @@
-"""LayerProfile: measured seconds of a model's layer, used instead of the roofline where there are some. Pure.
+"""LayerProfile: measured seconds of a model's layer, which replace the roofline where available.
 
-What is measured, by tensor parallel size: a decoder layer forward and backward, what a micro-batch takes beside its
-layers ("output": logits, loss, the engine's own work), a layer in a decode step, what such a step takes beside its
-layers ("step"), and an optimizer step with the messages of its data parallel ranks ("update"). Seconds are those of
-devices that have their node for themselves; `slowdown` says what others beside them cost.
+Pure. Measured for each tensor parallel size: a decoder layer forward and backward, the rest of a micro-batch ("output":
+logits, loss, the engine's own work), a layer in a decode step, the rest of such a step ("step"), and an optimizer step
+with its data parallel messages ("update"). Seconds hold for devices alone on their node; `slowdown` is the factor for
+busy neighbours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pass = Literal["forward", "backward", "output", "output_backward", "decode", "st
 class Curve:
     """Seconds at some numbers of tokens (of rows for "decode" and "step", of elements on a device for "update"),
     ascending; `t` devices share the layer, and an update has `d` data parallel ranks. `busy` is the share of the time
-    in which a device works, and does not wait for others."""
+    in which a device computes instead of waiting."""
 
     model: str
     kind: Pass
@@ -52,8 +52,8 @@ class Curve:
         require(good and rising, f"the profile of {self.kind!r} needs ascending, positive numbers, got {points[:4]}.")
 
     def at(self, tokens: float) -> float:
-        """Between two points on the straight line through both; below the first one its seconds, above the last one
-        on from there, as steeply as from the first to the last."""
+        """Linear interpolation between points; below the first its seconds, above the last extrapolation with the slope
+        from the first to the last."""
         points = self.points
         if tokens <= points[0][0]:
             return points[0][1]
@@ -87,7 +87,7 @@ class LayerProfile:
         object.__setattr__(self, "_index", {(c.model, c.kind, c.t, c.d): c for c in self.curves})
 
     def measured(self, cluster: ClusterSpec) -> ClusterSpec:
-        """`cluster` with what was measured of its nodes. Errors: ConfigError when its devices are others."""
+        """`cluster` with the measured node values. Errors: ConfigError for other devices."""
         found = sorted({node.device.name for node in cluster.nodes})
         require(
             found == [self.device],
@@ -99,13 +99,13 @@ class LayerProfile:
         return replace(cluster, nodes=tuple(replace(node, **changes) for node in cluster.nodes))
 
     def coefficients(self, given: Coefficients) -> Coefficients:
-        """`given` with what was measured instead: messages reach the measured bandwidth, not a share of another."""
+        """`given` with measured values: messages reach the measured bandwidth, not a share of the data sheet's."""
         known = {"call_seconds": self.call_seconds, "link": None if self.bandwidth is None else 1.0}
         return replace(given, **{name: value for name, value in known.items() if value is not None})
 
     def parted(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:
-        """What was measured at `number` tokens, rows or elements, in parts: in which a device works, and in which it
-        waits for others; None where nothing was."""
+        """Measured seconds at `number` tokens, rows or elements: (computing, waiting for others); None if not
+        measured."""
         curve: Curve | None = self.__dict__["_index"].get((architecture(model), kind, t, d))
         if curve is None:
             return None
@@ -113,7 +113,7 @@ class LayerProfile:
         return seconds * curve.busy, seconds * (1 - curve.busy)
 
     def layer(self, model: ModelSpec, kind: Pass, t: int, tokens: float, formula: Seconds) -> Seconds:
-        """What was measured; `formula` where nothing was."""
+        """The measured seconds; `formula` if not measured."""
         found = self.parted(model, kind, t, tokens)
         if found is None:
             return formula
@@ -157,7 +157,7 @@ class LayerProfile:
 
 
 def architecture(model: ModelSpec) -> str:
-    """What two models with equal layers share: the name under which a profile keeps their curves."""
+    """A profile's key for the curves of a model, equal for models with equal layers."""
     sizes = (model.hidden, model.intermediate, model.heads, model.kv_heads, model.head_dim)
     output = f"-{model.vocab}" if model.head == "lm" else ""
     return f"{model.family}-" + "-".join(map(str, sizes)) + output

@@ -1,8 +1,9 @@
-"""Stage passes: seconds of one decoder layer, of the output and of a pipeline stage for one micro-batch, and how the
-rows of a data parallel rank go through its pipeline. Pure.
+"""Pipeline cost: seconds of one decoder layer, of the output and of a pipeline stage for one micro-batch, and of a data
+parallel rank's rows through its pipeline.
 
-Roofline (Williams et al. 2009): a matrix product takes as long as its arithmetic or as its weights, whichever is more.
-Between the products lie operations that only move memory; norms and residuals do so on every tensor parallel rank.
+Pure. Roofline (Williams et al. 2009): a matrix product takes the time of its arithmetic or of reading its weights,
+whichever is more. Operations between products only move memory; norms and residuals do so on every tensor parallel
+rank.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CallContext:
-    """What all formulas of a call read: where it runs, of what model, under which workload."""
+    """Inputs of all formulas of a call: its devices, model and workload."""
 
     site: Site
     model: ModelSpec
@@ -106,7 +107,7 @@ class CallContext:
         return adapters(self.model, lora)[0], float(size.hidden if self.model.head == "value" else 0)
 
     def measured(self, kind: Pass, tokens: float, formula: Seconds) -> Seconds:
-        """What a profile says of a pass; `formula` where it says nothing."""
+        """A profile's seconds of a pass; `formula` if not measured."""
         return self.profile.layer(self.model, kind, self.site.t, tokens, formula) if self.profile else formula
 
 
@@ -119,7 +120,7 @@ def product(setting: CallContext, rows: float, weights: float, columns: float) -
 
 
 def layer_forward(setting: CallContext, tokens: float, pairs: float, launch: float | None = None) -> Seconds:
-    """A decoder layer over `tokens` tokens, which look at `pairs` pairs of tokens (causal ones only)."""
+    """A decoder layer over `tokens` tokens with `pairs` (causal) pairs in attention."""
     site, size, k, itemsize = setting.site, setting.size, setting.coefficients, setting.itemsize
     queries, wide = size.queries / site.t, size.intermediate / site.t
     attention = 4 * pairs * queries / (site.flops * k.attention)
@@ -161,7 +162,7 @@ def output_forward(setting: CallContext, tokens: float) -> Seconds:
 
 
 def causal_pairs(size: Sizes, tokens: float, square: float) -> float:
-    """Pairs of tokens that one row of `tokens` tokens (mean; `square` their mean square) looks at."""
+    """Attention pairs of one row of `tokens` tokens (mean; `square` is the mean square)."""
     if size.window is None or size.window >= tokens:
         return square / 2
     inside = size.window

@@ -118,7 +118,7 @@ def _inside_mesh(
 
 @lru_cache(maxsize=65536)
 def volume(exchange: LayoutChange, itemsize: int) -> Volume:
-    """What an exchange moves, counted without the plan."""
+    """The volume of an exchange, counted without its plan."""
     size, (source, target) = exchange.size, exchange.grids
     rows = math.lcm(source.t, target.t)
     spans, weight = layer_spans(size, source.p, target.p)
@@ -160,7 +160,6 @@ def _boundaries(layers: int, p: int) -> list[int]:
 
 
 def spans_of_stage(spans: Mapping[str, tuple[int, int]], p: int, stage: int, layers: int) -> list[str]:
-    """Spans of a stage."""
     cuts = _boundaries(layers, p)
     low, high = cuts[stage], cuts[stage + 1]
     inner = [name for name, (a, b) in spans.items() if a < b and low <= a and b <= high]

@@ -72,8 +72,7 @@ class Simulator:
         )
 
     def setting(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
-        """What formulas read of a call of this kind (None: of where weights lie), remembered; None for a group of
-        functions.
+        """The cached context of a call of this kind (None: of the weights' layout); None for a group of functions.
 
         Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes.
         """

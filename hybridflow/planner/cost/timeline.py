@@ -1,12 +1,10 @@
-"""Timelines: when each call of several iterations runs (ReaL, algorithm 1). Pure.
+"""Timelines: start and stop of each call over several iterations (ReaL, algorithm 1).
 
-A call waits for what it reads and for the devices of its mesh; meshes that overlap exclude each other. Weights that a
-call needs in another layout than the one they are stepped in are moved before it, which takes both meshes.
-
-Devices of a node may slow each other down, as logical devices on the cores of one host do: a call takes `slow(n)` times
-as long when n devices of its node work as it does when one does; a device that waits half of the time is half a device.
-Seconds of a call count its own devices already; those of other calls come and go, so what a call still has to do is
-followed from one start or end of a call to the next (processor sharing).
+Pure. A call waits for its inputs and for the devices of its mesh; overlapping meshes exclude each other. Weights
+trained in another layout are moved before the call, which occupies both meshes. Devices of a node may slow each other
+down, like logical devices on the cores of one host: a call takes `slow(n)` times as long when n devices of its node
+compute as when one does; a device that waits half of the time counts as half. A call's seconds include its own devices;
+the load of other calls changes, so its remaining work is updated at every start or end of a call (processor sharing).
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from hybridflow.settings import require
 
 Order = Literal["ready", "program"]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
-_DONE = 1e-9  # of a call's seconds: what is left when it ends, by rounding
+_DONE = 1e-9  # share of a call's seconds that counts as finished (rounding)
 
 
 @dataclass(frozen=True)
 class Span:
     """`call` ran on `mesh` (None: the helper, which has no device) from `start` to `stop` [s].
 
-    `moves` is the group whose weights came into this call's layout, and `call` the one that they came for.
+    `moves`: the span is a transfer of this group's weights into the layout of `call`.
     """
 
     call: str
@@ -61,9 +59,9 @@ class Timeline:
 
 
 class Node(NamedTuple):
-    """What is scheduled in every iteration: call number `call`, or a move of weights from call `moved_from` to it.
+    """A unit of the schedule in every iteration: call number `call`, or a move of weights from call `moved_from` to it.
 
-    `before` are (node, distance) that it waits for.
+    It waits for `before`, pairs (node, distance).
     """
 
     call: int
@@ -86,7 +84,7 @@ class Contention:
         return cls(tuple(zip(devices, cluster.nodes, strict=True)))
 
     def load(self, mask: int, busy: float) -> tuple[float, ...]:
-        """Of each node, how many of the devices of `mask` work at a time if each does for the share `busy`."""
+        """For each node, the mean number of computing devices in `mask` if each computes for the share `busy`."""
         return tuple((mask & devices).bit_count() * busy for devices, _ in self.nodes)
 
     def factor(self, own: Sequence[float], total: Sequence[float]) -> float:
@@ -178,7 +176,7 @@ class GraphSchedule:
         return starts, stops
 
     def _next(self, queue: list[int], ready_at: list[float], masks: Sequence[int], taken: list) -> int:
-        """What was ready first; of those ready at once, what can start first, then what comes first in the program."""
+        """The node that was ready first; ties go to the earliest start, then to program order."""
         first = min([ready_at[i] for i in queue])
         together = [i for i in queue if ready_at[i] <= first]
         if len(together) == 1:
@@ -204,8 +202,8 @@ class GraphSchedule:
         return (ends[1] - ends[0]) / (last - earlier)
 
     def least(self, seconds: Sequence[float], masks: Sequence[int]) -> float:
-        """What no order of calls can beat: the work of the busiest device, and the longest chain of nodes that leads
-        from a node to itself in the next iteration."""
+        """A lower bound for every order of calls: the work of the busiest device, and the longest chain from a node to
+        itself in the next iteration."""
         return max(busiest(seconds, masks), self._longest_cycle(seconds))
 
     def _longest_cycle(self, seconds: Sequence[float]) -> float:
@@ -221,7 +219,7 @@ class GraphSchedule:
 
 
 class ContendedRun:
-    """One run of a schedule whose calls slow each other down; arguments as of `GraphSchedule.run`."""
+    """One run of a schedule with contention; arguments as for `GraphSchedule.run`."""
 
     def __init__(
         self, schedule: GraphSchedule, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None
@@ -233,7 +231,7 @@ class ContendedRun:
         shares = [*(shares or [1.0] * len(masks))] * schedule.iterations
         self.loads = [self.sharing.load(mask, share) for mask, share in zip(self.masks, shares, strict=True)]
         self.starts, self.stops = [0.0] * total, [0.0] * total
-        # what has not begun, in the order in which it may claim devices
+        # nodes not begun, in the order in which they may claim devices
         self.queue = [(0.0, i) for i in range(total) if self.in_program or not self.waiting[i]]
         self.left: dict[int, float] = {}  # seconds that each running call still needs, alone
         self.busy, self.now = 0, 0.0
@@ -262,7 +260,7 @@ class ContendedRun:
         Of those that became ready together, none claims a device before all that can start have started.
         """
         begun = True
-        while begun:  # what takes no time lets others begin at once
+        while begun:  # nodes without duration let others begin at once
             begun, claimed = False, self.busy
             for _, together in groupby(list(self.queue), key=lambda entry: entry if self.in_program else entry[0]):
                 left = 0

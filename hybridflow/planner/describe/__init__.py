@@ -1,1 +1,1 @@
-"""What a plan is made for: cluster, workload, the graph of calls, meshes, and the constraints of the user."""
+"""Inputs of a plan: cluster, workload, the graph of calls, meshes, and the user's constraints."""

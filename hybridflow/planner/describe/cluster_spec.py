@@ -26,9 +26,9 @@ _SIZES = ("memory", "bandwidth", "link", "network", "host")
 class DeviceSpec:
     """One accelerator: `memory` [bytes], dense peak `flops` by dtype [FLOP/s], `bandwidth` of its memory [bytes/s].
 
-    `link` [bytes/s, one way] is what it exchanges with its neighbours inside a node as such nodes are usually built,
-    `network` [bytes/s, one way] what a whole such node has to the others; a `NodeSpec` or `ClusterSpec` may say
-    otherwise. `host` [bytes/s, one way] is what copies between its memory and the host's reach.
+    `link` [bytes/s, one way] is the usual bandwidth between neighbours inside a node, `network` [bytes/s, one way] that
+    of a whole node to the others; a `NodeSpec` or `ClusterSpec` may override them. `host` [bytes/s, one way] is the
+    bandwidth of copies between device and host memory.
 
     Errors: ConfigError for a size that is not a positive number, or without a single dtype.
     """
@@ -73,8 +73,7 @@ def _gpu(
 
 
 # NVIDIA's data sheets: memory, dense tensor-core peak, plain fp32 peak, memory bandwidth, NVLink or PCIe one way. The
-# network is that of the clusters with which they are met in the literature (HybridFlow: 200 Gbit/s a node of A100s;
-# ReaL: 3.2 Tbit/s a node of H100s).
+# network is that of published clusters (HybridFlow: 200 Gbit/s a node of A100s; ReaL: 3.2 Tbit/s a node of H100s).
 DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
     {
         spec.name: spec
@@ -112,15 +111,15 @@ def device(name: str) -> DeviceSpec:
 LINK_LATENCY = 5e-6
 NETWORK_LATENCY = 15e-6
 MOST_DEVICES = 1 << 17
-"""Of a description: above it, it is a slip, which would keep a search busy for hours."""
+"""Limit of a description: more is a typo that would keep a search busy for hours."""
 _PART = re.compile(r"(?P<device>[^:@]+):(?P<nodes>-?\d+)x(?P<count>-?\d+)(@(?P<network>\d+(\.\d+)?)(?P<unit>[gt])bps)?")
 _HERE = re.compile(r"here(?::(?P<devices>\d+))?")
 _FORM = 'Write "a100:16x8" (16 nodes of 8 devices), "a100:16x8@200Gbps", "a100:16x8,h100:2x4", "here" or "here:4".'
 
 
 def slowed(known: Sequence[tuple[float, float]], busy: float) -> float:
-    """How much slower each of `busy` devices that work at once is, from some such pairs, ascending: 1 for one device;
-    between two known figures on the straight line through both, beyond the last in proportion."""
+    """Slowdown of each of `busy` devices that compute at once, from known ascending pairs: 1 for one device, linear
+    between two pairs, proportional beyond the last."""
     before, factor = 1.0, 1.0
     if busy <= 1:
         return factor
@@ -195,8 +194,8 @@ class ClusterSpec:
     @classmethod
     def this_machine(cls, devices: int | None = None, memory: float | None = None) -> ClusterSpec:
         """This host as one node of `devices` logical devices (default: one per processor core) that share its cores
-        and its memory [bytes; default: all of it]. Figures are those of an ordinary server core, of which devices that
-        work at once take equal parts: a profile knows better."""
+        and its memory [bytes; default: all of it]. Values are those of an ordinary server core, shared equally by
+        devices that compute at once; a profile is more accurate."""
         cores = len(os.sched_getaffinity(0))
         count = cores if devices is None else devices
         good = type(count) is int and count >= 1
@@ -243,7 +242,7 @@ class ClusterSpec:
 
 
 def slowest(devices: Sequence[DeviceSpec]) -> DeviceSpec:
-    """What a group of devices that wait for each other is as good as: the least of each figure."""
+    """The minimum of each value, which limits devices that wait for each other."""
     if len(kinds := set(devices)) == 1:
         return devices[0]
     dtypes = set.intersection(*(set(kind.flops) for kind in kinds))

@@ -1,4 +1,4 @@
-"""What a user asks of a placement beforehand: pinned groups, capped devices, groups kept apart or together. Pure."""
+"""Constraints of a user on a placement: pinned groups, capped devices, groups apart or together. Pure."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class Rules:
 
 
 def _pins(constraints: Sequence[Constraint]) -> dict[str, Pin]:
-    """What is pinned of each group, from one or several pins."""
+    """The joined pins of each group."""
     found: dict[str, Pin] = {}
     for pin in constraints:
         if not isinstance(pin, Pin):
@@ -215,7 +215,7 @@ def _pins(constraints: Sequence[Constraint]) -> dict[str, Pin]:
 
 
 def _joined(together: Sequence[Together], groups: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """By group, all that are to be on its devices, itself among them."""
+    """For each group, all groups on its devices, including itself."""
     found = {group: (group,) for group in groups}
     for pair in together:
         merged = tuple(dict.fromkeys(found[pair.first] + found[pair.second]))

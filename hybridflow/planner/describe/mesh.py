@@ -99,7 +99,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Where one call runs and how. Errors: PlacementError when the sizes do not fill the mesh."""
+    """Mesh and sizes of one call. Errors: PlacementError when the sizes do not fill the mesh."""
 
     mesh: Mesh
     parallel: Parallel
@@ -244,5 +244,4 @@ def generation_sizes(train: Parallel) -> list[Parallel]:
 
 
 def powers(limit: int) -> list[int]:
-    """Powers of two up to `limit`."""
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]

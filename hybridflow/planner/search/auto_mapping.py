@@ -154,7 +154,7 @@ class AutoMapping:
     def _choices(
         self, sets: Sequence[tuple[str, ...]], some: list[int], allocation: Sequence[int], limit: float
     ) -> Iterator[tuple[list[Front], list[Mesh]]]:
-        """What each set can choose from with these numbers of devices, and where that is.
+        """The choices and meshes of each set with these numbers of devices.
 
         The last set gets all devices that are left, or fewer where these are not neighbours.
         """
@@ -307,7 +307,7 @@ class AutoMapping:
         return self._places[pinned, size]
 
     def packed(self, sets: Sequence[tuple[str, ...]], allocated: Sequence[int]) -> Iterator[list[Mesh]]:
-        """Where sets of these sizes can go; of ways that leave devices alike, one."""
+        """Meshes for sets of these sizes; one of several equivalent ways."""
         asked: list[int | Mesh] = []
         for names, size in zip(sets, allocated, strict=True):
             pins = {pinned for name in names if (pinned := self.problem.rules.devices(name)) is not None}

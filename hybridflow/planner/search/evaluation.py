@@ -1,7 +1,7 @@
-"""Evaluation: what an execution plan costs, for searches that look at very many. Pure.
+"""Evaluation: fast costs of execution plans, for searches over very many.
 
-A state is a list of numbers: which of its options each call takes. Everything that a state's score needs is looked up
-by these numbers; only the timeline is computed anew.
+Pure. A state lists the option number of each call. A score looks up everything by these numbers and computes only the
+timeline.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Found:
 
 
 def options_of(problem: Problem, *, prune: bool = True, also: Sequence[ExecutionPlan] = ()) -> list[list[Option]]:
-    """For each of the problem's calls, what it can choose from, and whatever the plans in `also` choose.
+    """For each of the problem's calls its options, and those that the plans in `also` choose.
 
     With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of
     the group (and wait as much, where devices share something): it could only save moves between them. Calls without
@@ -189,7 +189,7 @@ class Evaluator:
         return seconds, masks
 
     def _shares(self, chosen: Sequence[Option]) -> list[float] | None:
-        """Of every node of the schedule: the share of its seconds in which its devices work, where that matters."""
+        """For every node of the schedule the share of its seconds in which devices compute; None if irrelevant."""
         if self.schedule.sharing is None:
             return None
         return [1.0 if call is None or source is not None else chosen[call].busy for call, source in self.nodes]

@@ -1,4 +1,4 @@
-"""The space that searches walk through: meshes of a cluster, parallel sizes of a model, what each costs. Pure."""
+"""Problem: the search space: meshes of a cluster, parallel sizes of a model, and their costs. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be placed where, with what it costs.
+    """A placement problem with its costs.
 
     Errors: PlacementError for constraints that name unknown groups or contradict each other.
     """
@@ -181,7 +181,7 @@ class Problem:
         return self._known[key]
 
     def limit(self, call: Call, plan: CallPlan, beside: float) -> str:
-        """What most of a call's time is spent on; `beside` as for `generation`."""
+        """The largest part of a call's time; `beside` as for `generation`."""
         return self._cost(call, plan, beside).limit
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:

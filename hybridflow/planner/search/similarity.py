@@ -1,9 +1,8 @@
 """Similarity-oriented search for the layouts of training and of generation (PUZZLE, ATC '24). Pure.
 
-All groups share all devices. The more of its generation shard a device holds from training, the cheaper the switch
-between the two, so pairs of layouts are visited in the order of their cost if weights that a device lacks come over a
-link. A switch needs a weight plan; it is priced only where the pair could still be the best without it. The result is
-that of the full grid.
+All groups share all devices. The transition is cheaper the more of its generation shard a device holds from training,
+so pairs of layouts are visited in order of an estimate that sends missing weights over a link. Exact pricing needs a
+weight plan, so it is done only for pairs that could still be the best. The result equals that of the full grid.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import STAGES, Floats, Front, GroupLayout, Layouts, group_layouts, setting
 
 ALONE = Front(np.zeros((1, STAGES + 2)), [()], [()], [0])
-"""No peers: nothing to choose, and nothing that takes time or memory."""
+"""No peers: no choices, time or memory."""
 
 
 @dataclass(frozen=True)
 class LayoutPair:
-    """Layouts of a group, the seconds of an iteration in which it and its `peers` take turns, with the switches.
+    """Layouts of a group, and the seconds of an iteration in which it and its `peers` take turns, with transitions.
 
-    `priced` switches were priced of the `grid` of pairs that fit.
+    Of the `grid` of pairs that fit, `priced` transitions were priced.
     """
 
     train: Parallel
@@ -41,9 +40,9 @@ class LayoutPair:
 
 
 def similarity(train: Parallel, generate: Parallel) -> float:
-    """Mean share of a device's generation shard that it holds from training: 1 where nothing has to move.
+    """Mean share of a device's generation shard that it holds from training; 1: nothing moves.
 
-    Layers and tensors count as if they could be cut anywhere. Generation groups are those of `RankGrid.generation`.
+    Layers and tensors count as divisible anywhere. Generation groups are those of `RankGrid.generation`.
     """
     grid = train.grid
     rule = "hybridflow" if train.p % generate.p == 0 and train.t % generate.t == 0 else "general"
@@ -54,8 +53,8 @@ def similarity(train: Parallel, generate: Parallel) -> float:
 
 
 def similarity_map(problem: Problem) -> ExecutionPlan | None:
-    """All groups on all devices: the one that generates in its best pair of layouts, others in those that are fastest
-    beside it. None when constraints or memory forbid it.
+    """All groups on all devices: the generating group in its best pair of layouts, others in the fastest layouts beside
+    it. None when constraints or memory forbid it.
 
     Errors: PlacementError unless exactly one group generates, and trains as well.
     """
@@ -131,8 +130,8 @@ def _fitting(
 def _fastest(
     problem: Problem, generation: Sequence[Call], here: CallPlan, own: GroupLayout, peers: Front, rows: NDArray[np.intp]
 ) -> tuple[float, int]:
-    """Seconds of a pair without its switches, and the choice of the peers for which they are least: peers that keep
-    less leave generation more KV cache."""
+    """Least seconds of a pair without transitions, and the peers' choice for it: peers with less static memory leave
+    generation more KV cache."""
     found = []
     for row in rows.tolist():
         static = own.static + float(peers.values[row, STAGES])
@@ -142,7 +141,7 @@ def _fastest(
 
 
 def _common(index: NDArray[np.int64], parts: int, other_index: NDArray[np.int64], other_parts: int) -> Floats:
-    """Share of the other's part [i/n, (i+1)/n) that lies within one's own, by rank."""
+    """By rank, the share of the other part [i/n, (i+1)/n) inside its own."""
     low = np.maximum(index / parts, other_index / other_parts)
     high = np.minimum((index + 1) / parts, (other_index + 1) / other_parts)
     return np.maximum(0.0, high - low) * other_parts

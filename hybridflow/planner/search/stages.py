@@ -1,4 +1,4 @@
-"""Stage-wise cost of a placement (HybridFlow, section 6: d_cost), and what a set of colocated models can choose. Pure.
+"""Stage-wise cost of a placement (HybridFlow, section 6: d_cost), and the choices of a set of colocated models. Pure.
 
 An iteration is three stages, generation, preparation and learning. Within a stage the models of one colocated set run
 one after another, and sets run at the same time; stages follow each other.
@@ -50,7 +50,6 @@ class GroupLayout(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all stages."""
         return sum(self.values[:STAGES])
 
     @property
@@ -143,7 +142,7 @@ class Front:
 
     @classmethod
     def of(cls, settings: Iterable[GroupLayout], size: int, capacity: float) -> Front:
-        """Of one group on `size` devices of `capacity` bytes."""
+        """Choices of one group on `size` devices of `capacity` bytes."""
         given = [s for s in settings if s.static + s.active <= capacity]
         values = np.array([s.values for s in given]).reshape(-1, _WIDTH)
         made = cls(values, [(s.layouts,) for s in given], [s.generates for s in given], [size] * len(given))

@@ -1,4 +1,4 @@
-"""Where untrusted programs run. `sandbox` is what callers use; read on from there.
+"""Sandbox for untrusted programs. `sandbox` is the entry.
 
 `sandbox` starts a `fork_server`, by bubblewrap where that works; per program the server forks a process, which gives up
 its rights (`containment`) and runs the program, or the `judge` of another one. Judge and program exchange plain values,

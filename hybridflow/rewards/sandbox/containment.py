@@ -1,4 +1,4 @@
-"""Isolation: how a process gives up what it could reach and use, for good, before it runs a program.
+"""Containment: a process permanently gives up its access rights before it runs a program.
 
 With bubblewrap the process is in namespaces without network and without the user's files; here it gets a file system
 for its own directory. Without, Landlock restricts which files it may open. Both add resource limits, a seccomp filter
@@ -93,7 +93,6 @@ def give_up_rights(*, keep_search: bool) -> None:
 
 
 def limit(limits: dict[str, Any]) -> None:
-    """Resource limits of this process."""
     memory = limits["memory_mb"] << 20
     wanted = {
         resource.RLIMIT_AS: memory,
@@ -273,7 +272,7 @@ def restrict_files(*, readable: Iterable[str], devices: Sequence[str], writable:
 
 
 class Usage:
-    """What no limit of the kernel holds, measured from outside: threads, and files where no file system bounds them.
+    """Usage without a kernel limit, measured from outside: threads, and files where no file system bounds them.
 
     `exceeded` measures, every `pause` seconds. Files count with the blocks that they occupy, once for all their names;
     deleted ones while the process has them open or mapped, but for `not_counted`. What cannot be measured (a directory

@@ -1,8 +1,8 @@
-"""The fork server: a small process from which every contained program is forked; and what the program's process does.
+"""The fork server: a small process that forks every contained program; and the program's own process.
 
-It has read no user's site packages, inherits nothing but one socket, and its environment holds nothing. Per program it
-forks a supervisor, which forks the program, kills it at the time limit or when the other end of `control` is closed,
-and reports when it has ended:
+It loads no user site packages, inherits only one socket, and has an empty environment. Per program it forks a
+supervisor, which forks the program, kills it at the time limit or when the other end of `control` is closed, and
+reports when it has ended:
 
     caller  ->  fork server  ->  supervisor  ->  program, which is one process and remains it
 """
@@ -241,7 +241,7 @@ MISSING = object()
 
 
 def find(names: Mapping[str, Any], name: str) -> Any:
-    """What the program means by a name: its own, or a method of its class Solution; MISSING for neither."""
+    """The program's value of a name, or a method of its class Solution; MISSING for neither."""
     solution = names.get("Solution")
     if name in names or not isinstance(solution, type) or not hasattr(solution, name):
         return names.get(name, MISSING)
@@ -256,7 +256,6 @@ def last_function(names: Mapping[str, Any]) -> str:
 
 
 def _load(source: str, name: str) -> types.ModuleType:
-    """Run `source` as the module `name`."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     linecache.cache[FILE] = (len(source), None, source.splitlines(True), FILE)  # for tracebacks
@@ -283,7 +282,7 @@ def _serve(source: str, channel: Channel) -> None:
 
 
 def _described(names: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
-    """What the program has under the names: a function to call, the classes of an exception, or a value."""
+    """The program's values of the names: a function to call, the classes of an exception, or a value."""
     found = {}
     for name in wanted:
         value = find(names, name)

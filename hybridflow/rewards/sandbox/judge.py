@@ -1,7 +1,7 @@
-"""The judge: runs unit tests against a program that lives in another process.
+"""The judge: runs unit tests against a program in another process.
 
-The tests see the program's functions as functions of their own and its results as plain values, so what decides is out
-of its reach: it cannot patch `assert`, answer with an object that equals everything, or end the tests early.
+The tests see the program's functions as local functions and its results as plain values, so the program cannot reach
+the tests: it cannot patch `assert`, answer with an object that equals everything, or end the tests early.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Unit(NamedTuple):
 
 
 class _NotReadyError(Exception):
-    """What the tests need before they can count is not there."""
+    """A prerequisite of the tests is missing."""
 
 
 class _UnreadableError(Exception):
@@ -46,7 +46,7 @@ class _UnreadableError(Exception):
 
 
 class _Seen:
-    """What tests have executed: how many checks, which ones, and what was raised in threads of theirs."""
+    """Executed checks of the tests (number and marks), and exceptions in their threads."""
 
     def __init__(self) -> None:
         self.count, self.marks, self.lost = 0, set[str](), ""
@@ -114,7 +114,7 @@ def _run_units(program: Remote, job: dict[str, Any], verdict: dict[str, Any]) ->
 
 
 def _failure(program: Remote, test: Callable[[], object]) -> tuple[str, str]:
-    """What a test raised, "" for nothing; and how it was skipped, "" where it was not."""
+    """A test's exception and its skip reason, each "" if none."""
     try:
         _finish(test())
     except (_UnreadableError, NotJudged):

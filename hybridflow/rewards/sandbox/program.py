@@ -1,7 +1,7 @@
-"""The program as the tests see it: functions that take and return plain values, and exceptions by their classes.
+"""The tests' proxy of the program: functions that take and return plain values, and exceptions by their classes.
 
-Values are written as JSON. Reading one runs nothing and makes nothing but numbers, texts, containers and the like, so a
-program cannot answer with an object that equals whatever it is compared with.
+Values travel as JSON. Decoding runs no code and creates only numbers, texts, containers and the like, so a program
+cannot answer with an object that equals everything.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Remote:
         self.asked, self.ended, self.error = 0, False, ""
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
-        """What the program has of these names. Errors: what was raised while it was loaded."""
+        """The program's values of these names. Errors: an exception of its loading."""
         found = {}
         for name, what in self._ask({"names": wanted})["names"].items():
             if name not in wanted:
@@ -284,7 +284,7 @@ def _opaque(value: Any) -> Any:
 
 
 def _running(value: Any, items: Callable[[Any], list[Any]]) -> Any:
-    """What an iterator or a coroutine comes to."""
+    """The items of an iterator, or the result of a coroutine."""
     kind = type(value)
     if hasattr(kind, "__await__"):
         return ["coroutine", *items([asyncio.run(_wait(value))])]

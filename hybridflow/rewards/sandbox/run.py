@@ -1,4 +1,4 @@
-"""Run: one contained program, seen from outside: what it may use, how it ended, what tests said of it."""
+"""Run: one contained program, with its limits, its result, and the judgement of its tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GRACE = 120.0  # beyond a limit, until a supervisor on a busy machine has repor
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one run of a contained program, which is one process with at most 32 threads.
+    """Limits of one run of a contained program: one process with at most 32 threads.
 
     `seconds`: wall-clock time, and `cpu_seconds` of processor time (default: `seconds` rounded up, plus 1).
     `memory_mb`: address space. `output_kb`: of standard output and of standard error, each. `file_mb`: of all files it
@@ -89,7 +89,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What unit tests say of a program: `passed` of `total` tests.
+    """Result of unit tests on a program: `passed` of `total` tests.
 
     `status` and `reason` as of `Result`: "ok" when all passed, "failed" with the first test that did not, or what
     stopped the program before the tests were through; "unreadable" where the tests cannot judge any program. After a
@@ -147,7 +147,7 @@ class Run:
             self._control.shutdown(socket.SHUT_WR)
 
     def wait(self) -> dict[str, Any]:
-        """What the supervisor has told: `end` ("exit", "timeout", "files", ...), `exit`, `cpu`, `seconds`.
+        """The supervisor's report: `end` ("exit", "timeout", "files", ...), `exit`, `cpu`, `seconds`.
 
         Errors: RewardError when the program could not be started, or was lost.
         """
@@ -168,7 +168,7 @@ class Run:
         return self._facts
 
     def printed(self) -> list[str]:
-        """What is on standard output and standard error, up to the limit."""
+        """Standard output and standard error, up to the limit."""
         most = self.limits.output_kb << 10
         return [os.pread(end, most, 0).decode("utf-8", "replace") for end in self._output]
 

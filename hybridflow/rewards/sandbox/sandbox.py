@@ -1,4 +1,4 @@
-"""Sandbox: runs untrusted programs, which can neither reach out, take too much, nor stay behind."""
+"""Sandbox: runs untrusted programs without network, with resource limits, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The source of unit tests: which of its assertions can run, and which names it tests.
+"""The source of unit tests: finds the assertions that can run and the names under test.
 
-Every assertion marks that it was executed. A test counts as passed only when one of its assertions was.
+Every assertion records its execution. A test passes only if one of its assertions was executed.
 """
 
 from __future__ import annotations
