@@ -20,6 +20,7 @@ from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, LayoutError, PlacementError
+from hybridflow.models.spec import Decoder, ModelSpec
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker, ranks_on
 
@@ -238,9 +239,8 @@ def _check_same_use(source: WorkerGroup, destination: WorkerGroup) -> None:
             )
 
 
-def _use(spec: Any) -> dict[str, Any]:
+def _use(spec: Decoder) -> dict[str, Any]:
     """The settings that decide how a model computes: for a TransformersSpec, its config without labels."""
-    config: dict[str, Any] | None = getattr(spec, "config", None)
-    if config is None:
+    if isinstance(spec, ModelSpec):
         return {name: getattr(spec, name) for name in _USE}
-    return {name: value for name, value in config.items() if not name.endswith(_LABELS)}
+    return {name: value for name, value in spec.config.items() if not name.endswith(_LABELS)}
