@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import hybridflow as hf
 from benchmarks.packing import loss, make_batch, one_rank, synchronise
-from hybridflow.engines.contract import UNSET
+from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.models.spec import ModelSpec
@@ -87,7 +87,7 @@ def make_engine(backend: str, context: RankContext, spec: ModelSpec, optimizer: 
     """An engine with random weights, initialized on its device."""
     kinds = {"fsdp": hf.FSDP, "megatron": hf.Megatron}
     strategy: Any = kinds[backend](**settings) if backend in kinds else hf.ZeRO(stage=int(backend[-1]), **settings)
-    engine = build_engine(context, strategy, spec, UNSET, optimizer)
+    engine = build_engine(context, strategy, spec, UNINITIALIZED, optimizer)
     with torch.no_grad():
         for tensor in engine.storage().values():
             tensor.fill_(1.0) if tensor.ndim == 1 else tensor.normal_(0.0, 0.02)

@@ -29,7 +29,7 @@ import hybridflow as hf
 from benchmarks.designs import WEAKER, WeakerTransition
 from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.contract import UNSET
+from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 
@@ -74,7 +74,7 @@ class Transitions:
         context, spec = self.context, ModelSpec.from_checkpoint(model)  # type: ignore[attr-defined]
         self.rank, self.grid, self.group = context.rank, context.grid, context.groups.everyone()
         strategy = hf.Megatron(tp=self.grid.t, pp=self.grid.p, dtype="bfloat16")
-        self.train = build_engine(context, strategy, spec, UNSET, optimizer)
+        self.train = build_engine(context, strategy, spec, UNINITIALIZED, optimizer)
         with torch.no_grad():
             for tensor in self.train.storage().values():
                 tensor.normal_(0, 0.02)

@@ -327,5 +327,5 @@ def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> La
     """
     worker_class: Any = ranks.worker_class
     layout = worker_class.weights_layout(ranks.settings, ranks.grid)
-    found = built and worker_class.finds_layout(ranks.settings)
-    return session.backend.ask(ranks, "found_layout")[0] if found else layout
+    found = built and worker_class.has_runtime_layout(ranks.settings)
+    return session.backend.ask(ranks, "runtime_layout")[0] if found else layout

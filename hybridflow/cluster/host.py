@@ -132,7 +132,7 @@ class Host:
             limit = self.spec.deadlines.collective
             groups = ProcessGroups(self._store, spec.name, spec.members, rank, self.device, limit)
             context = RankContext(
-                spec.role, rank, spec.grid, self.device, groups, unset=uninitialized, nodes=spec.nodes
+                spec.role, rank, spec.grid, self.device, groups, uninitialized=uninitialized, nodes=spec.nodes
             )
         member = self._members[spec.name] = Member(spec.role, rank, context)
         try:

@@ -1,13 +1,13 @@
 """Weight channels: transfer weights from the ranks of one group to those of another.
 
     driver: WeightChannels --TransferTask(channel, payload)--> every host of it, in the order of all calls
-    host:   WeightChannel: plan -> agree -> at_work, storages -> agree -> move -> weights_arrived -> agree
+    host:   WeightChannel: plan -> agree -> resident, storages -> agree -> move -> on_weights_loaded -> agree
 
 A channel joins the host processes of two groups, which may overlap and may belong to pools with different torch worlds.
 Only its members form its process groups, in the session's store. Plans and transfers are built on first use and kept.
 
-The first agreement comes before `at_work`, which may be a collective of a group: a rank that cannot take part would not
-join it. After the second, when all ranks have their storages, the transfer starts writing. The receiving group's
+The first agreement comes before `resident`, which may be a collective of a group: a rank that cannot take part would
+not join it. After the second, when all ranks have their storages, the transfer starts writing. The receiving group's
 weights then count as incomplete until the third agreement that everything has arrived, so no call computes with half of
 an update.
 """
@@ -127,9 +127,9 @@ class WeightChannel:
         failed: Callable[[Exception], Failure],
     ) -> dict[str, float] | Failure:
         """Collective over the channel: `bytes` over the wire and `seconds` of the slowest rank, or the Failure."""
-        with ExitStack() as at_work:
+        with ExitStack() as resident:
             try:
-                for prepare in (partial(self._plan, task.payload, setup), partial(_storages, task.payload, at_work)):
+                for prepare in (partial(self._plan, task.payload, setup), partial(_storages, task.payload, resident)):
                     try:
                         mine, storages = None, prepare(sender, receiver)
                     except Exception as error:  # the other ranks must learn of any error
@@ -184,7 +184,7 @@ class WeightChannel:
             transfer.release()
             received = transfer.received_bytes - before
             if receiver is not None and payload == WEIGHTS:
-                receiver.worker.weights_arrived()
+                receiver.worker.on_weights_loaded()
         except Exception as error:
             mine = failed(error)
         total = {}
@@ -212,12 +212,12 @@ class WeightChannel:
 
 
 def _storages(
-    payload: str, at_work: ExitStack, sender: Member | None, receiver: Member | None
+    payload: str, resident: ExitStack, sender: Member | None, receiver: Member | None
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """This process's storages of both sides, at work until the stack closes."""
     for side in (sender, receiver):
         if side is not None:
-            at_work.enter_context(side.worker.at_work())
+            resident.enter_context(side.worker.resident())
     source, destination = ({} if side is None else _storage(side.worker, payload) for side in (sender, receiver))
     return source, destination
 

@@ -18,11 +18,11 @@ TrainState = Literal["parameters", "optimizer", "gradients"]
 """State of a train engine that can move between device and host memory."""
 
 
-class Unset:
+class Uninitialized:
     """Replaces a checkpoint: weights stay undefined, because a transfer will write them."""
 
 
-UNSET = Unset()
+UNINITIALIZED = Uninitialized()
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ class RankContext:
     """Context of a worker: role, rank in the group's grid, device and process groups.
 
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
-    are close to each other. `method` is the operation that runs, for messages. With `unset` the weights will be written
-    from outside: engines neither read nor draw any.
+    are close to each other. `method` is the operation that runs, for messages. With `uninitialized` the weights will
+    be written from outside: engines neither read nor draw any.
     """
 
     role: str
@@ -109,7 +109,7 @@ class RankContext:
     groups: ProcessGroups
     stages: list[tuple[str, float, float]] = field(default_factory=list)
     method: str = ""
-    unset: bool = False
+    uninitialized: bool = False
     nodes: tuple[int, ...] = ()
 
     @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridflow.config import FSDP, Megatron, Optimizer, TrainStrategy, ZeRO
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.contract import Unset
+from hybridflow.engines.contract import Uninitialized
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import ConfigError
@@ -62,7 +62,7 @@ def build_engine(
     context: RankContext,
     strategy: TrainStrategy,
     spec: Decoder,
-    checkpoint: str | Path | Unset | None = None,
+    checkpoint: str | Path | Uninitialized | None = None,
     optimizer: Optimizer | None = None,
 ) -> TrainEngine:
     """The engine of one rank that the type of `strategy` asks for. Errors: ConfigError, those of the engine."""

@@ -26,7 +26,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Replicas
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.engines.contract import Output, TrainState, Unset
+from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, in_order
 from hybridflow.engines.process_groups import RankContext
@@ -50,8 +50,8 @@ class TrainEngine:
     effective weights from `storage()`, and `adapters.restore()` before computing.
 
     `build` makes the model of `strategy`, its weights undefined. `checkpoint` is a Hugging Face directory; without one,
-    weights are initialised from a fixed seed, independent of the sharding; with `UNSET` they stay undefined. A value
-    model whose checkpoint has no `score.weight` starts with zeros there. No rank ever holds more than its part.
+    weights are initialised from a fixed seed, independent of the sharding; with `UNINITIALIZED` they stay undefined. A
+    value model whose checkpoint has no `score.weight` starts with zeros there. No rank ever holds more than its part.
 
     Errors: ModelError when the model cannot be cut by the strategy's sizes, CheckpointError for a bad checkpoint,
     ConfigError (with several ranks a WorkerError of that cause, on all of them) for `offload` without host memory.
@@ -68,7 +68,7 @@ class TrainEngine:
         context: RankContext,
         strategy: config.TrainStrategy,
         spec: Decoder,
-        checkpoint: str | Path | Unset | None = None,
+        checkpoint: str | Path | Uninitialized | None = None,
         optimizer: config.Optimizer | None = None,
     ) -> None:
         self.context, self.strategy, self.spec, self.grid = context, strategy, spec, context.grid
@@ -81,12 +81,12 @@ class TrainEngine:
             self._layout, self._optimizer_layout = model.layout, model.optimizer_layout
             if optimizer:
                 self._optimizer = ShardOptimizer(optimizer, model.shards, model.no_decay, model.parts, model.fp16)
-            if not isinstance(checkpoint, Unset):
+            if not isinstance(checkpoint, Uninitialized):
                 for tensor in self.storage().values():
                     tensor.zero_()  # including vocabulary padding
             if checkpoint is None:
                 initialise(self._layout, context.rank, self.storage(), spec.zeros)
-            elif not isinstance(checkpoint, Unset):
+            elif not isinstance(checkpoint, Uninitialized):
                 Checkpoint(checkpoint).read_into(self._layout, context.rank, self.storage())
             if self.adapters is not None:
                 self.adapters.start()

@@ -143,7 +143,7 @@ class ActorWorker(ModelWorker):
         self._bucket_bytes = None if bucket_mb is None else int(bucket_mb * 1e6)
         self.strategy, self._overlap = generate, overlap
         self._offload: Collection[Offloaded] = () if isinstance(offload, bool) else offload
-        if not self.context.unset:
+        if not self.context.uninitialized:
             self.open_generation()
 
     def open_generation(self) -> None:
@@ -176,17 +176,17 @@ class ActorWorker(ModelWorker):
             self.generation = None
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         """Puts the weights into their training layout, where they stay until the next generation."""
         if self.hybrid is not None:
             with self.context.stage("transition") if self.hybrid.phase == "generation" else nullcontext():
                 self.hybrid.to_training()
         self._restore()  # undo the merge for generation
-        with super().at_work():
+        with super().resident():
             yield
 
-    def weights_arrived(self) -> None:
-        super().weights_arrived()
+    def on_weights_loaded(self) -> None:
+        super().on_weights_loaded()
         if self.hybrid is not None:
             self.hybrid.trained()
 
@@ -239,7 +239,7 @@ class ActorWorker(ModelWorker):
     @register(THREE_D_PROTO, reads=("prompt_ids", "response_ids", "response_mask?"), balance="num_tokens")
     def compute_loss(self, batch: Batch) -> dict[str, float]:
         """The pretraining loss (paper, table 4): mean negative log-likelihood of response tokens, in nats per token."""
-        with self.at_work():
+        with self.resident():
             _ = self._agreed(batch, ("log_probs",))  # without the sampling temperature
             out = self.engine.forward(batch, ("log_probs",))
         if out is None:
@@ -268,7 +268,7 @@ class ActorWorker(ModelWorker):
         `uneven=True`.
         """
         del uneven  # used by the driver only
-        with self.at_work():
+        with self.resident():
             if self.hybrid is not None:
                 self.hybrid.trained()  # first: a failed update may have changed the weights
             return self._update(batch, policy_loss(loss, **options), epochs)

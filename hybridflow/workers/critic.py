@@ -131,5 +131,5 @@ class CriticWorker(ModelWorker):
         function: see `value_loss`. Row counts of mini-batches may differ by one only with `uneven=True`.
         """
         del uneven  # used by the driver only
-        with self.at_work():
+        with self.resident():
             return self._update(batch, _UPDATES[self.of].find_loss(loss, **options), epochs)

@@ -26,7 +26,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
-from hybridflow.engines.contract import UNSET, Output, TrainState
+from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.train_backends import backend_of, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
@@ -246,7 +246,7 @@ class ModelWorker(Worker):
         if self.engine.adapters is not None:
             self.engine.adapters.restore()
 
-    def weights_arrived(self) -> None:
+    def on_weights_loaded(self) -> None:
         self.engine.weights_loaded()
 
     def optimizing_engine(self) -> TrainEngine | None:
@@ -261,7 +261,7 @@ class ModelWorker(Worker):
             read_beside(self.checkpoint) if self.context.rank == 0 else {}
         )  # the directory may be gone when `save` runs
         self.spec = read_spec(self.checkpoint, self.head, train)
-        weights = UNSET if self.context.unset else self.checkpoint
+        weights = UNINITIALIZED if self.context.uninitialized else self.checkpoint
         self.engine = build_engine(self.context, train, self.spec, weights, optim)
         if offload:
             self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")
@@ -273,7 +273,7 @@ class ModelWorker(Worker):
         return self.role
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         """Keeps the model's state for a call in device memory; offloads an idle model afterwards."""
         self.engine.reload(self._idle)
         try:
@@ -304,7 +304,7 @@ class ModelWorker(Worker):
         Logs a warning for a value that is not finite: updates that read it skip their steps. Errors: those of
         `_agreed`.
         """
-        with self.at_work():
+        with self.resident():
             out = self.engine.forward(batch, (output,), self._agreed(batch, (output,)))
         if out is None:
             return None
@@ -351,7 +351,7 @@ class ModelWorker(Worker):
         path. Errors: CheckpointError; ConfigError for a reward that is a function.
         """
         group, engine = self.context.groups.everyone(), self.engine
-        with self.at_work():
+        with self.resident():
             if engine.adapters is not None and not merged:
                 engine.adapters.save(path, self.checkpoint)
                 return str(path)

@@ -124,7 +124,7 @@ class ScoreWorker(ModelWorker):
                 rows = self._retokenizer(batch)
             self.engine.check(rows, ("values",))
 
-        with self.at_work():
+        with self.resident():
             _ = agree(self.context, prepare)
             found = self.engine.score(rows, tokens=self.level == "token")
         return None if found is None else Batch({f"{self.role}s": found})

@@ -192,10 +192,10 @@ class RolloutWorker(Worker):
         return unbuilt_layout(spec.tensors(), grid.generation())
 
     @classmethod
-    def finds_layout(cls, settings: Mapping[str, Any]) -> bool:
+    def has_runtime_layout(cls, settings: Mapping[str, Any]) -> bool:
         return not has_own_layout(cls.model_spec(settings))
 
-    def found_layout(self) -> Layout:
+    def runtime_layout(self) -> Layout:
         return self.engine.layout()
 
     def __init__(
@@ -210,13 +210,13 @@ class RolloutWorker(Worker):
         checkpoint, context = local_checkpoint(model), self.context
         self.engine = VLLMEngine(context, generate, context.grid.generation(), _spec(checkpoint), checkpoint)
         self.generation, self._rests = Generation(self.engine, generate, checkpoint), offload
-        if not context.unset:
+        if not context.uninitialized:
             Checkpoint(checkpoint).read_into(self.engine.layout(), context.rank, self.engine.storage())
             self.engine.weights_changed()
         self._rest()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         """Keeps the weights in device memory."""
         if self._rests:
             self.engine.memory().acquire()
@@ -236,7 +236,7 @@ class RolloutWorker(Worker):
 
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
-        with self.at_work():
+        with self.resident():
             self.engine.wake()
             with self.context.stage("generation"):
                 return self.generation.responses(batch, **sampling)
@@ -250,7 +250,7 @@ class RolloutWorker(Worker):
     def weights_storage(self) -> Mapping[str, Tensor]:
         return self.engine.storage()
 
-    def weights_arrived(self) -> None:
+    def on_weights_loaded(self) -> None:
         self.engine.weights_changed()
 
     def close(self) -> None:

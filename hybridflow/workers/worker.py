@@ -67,7 +67,7 @@ class Worker:
         """Check against the groups already in the same hosts. Errors: PlacementError."""
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         """Keeps the model's state for a call in device memory. May be collective over the group."""
         yield
 
@@ -91,11 +91,11 @@ class Worker:
         raise ConfigError(f"{cls.__name__} has no weights that could be moved.")
 
     @classmethod
-    def finds_layout(cls, settings: Mapping[str, Any]) -> bool:
-        """Whether `weights_layout` gives only the tensors, and built ranks give the boxes by `found_layout`."""
+    def has_runtime_layout(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether `weights_layout` gives only the tensors, and built ranks give the boxes by `runtime_layout`."""
         return False
 
-    def found_layout(self) -> Layout:
+    def runtime_layout(self) -> Layout:
         """The complete layout, as found on a built rank."""
         raise ConfigError(f"the settings of {type(self).__name__} say where its weights lie.")
 
@@ -106,19 +106,19 @@ class Worker:
     def weights_storage(self) -> Mapping[str, Tensor]:
         """This rank's weights by the names of `weights_layout`: the same tensors every time.
 
-        Called within `at_work`, on every rank of the group, before weights are read or written.
+        Called within `resident`, on every rank of the group, before weights are read or written.
         """
         raise ConfigError(f"{type(self).__name__} has no weights that could be moved.")
 
-    def weights_arrived(self) -> None:
+    def on_weights_loaded(self) -> None:
         """Called after a transfer has written all of `weights_storage`: state derived from the old weights is stale."""
 
     def optimizing_engine(self) -> TrainEngine | None:
-        """The engine that holds the weights' optimizer state, within `at_work`; None without training."""
+        """The engine that holds the weights' optimizer state, within `resident`; None without training."""
         return None
 
     def open_generation(self) -> None:
-        """Build the process's one generation engine. Collective; `__init__` does it unless `context.unset`."""
+        """Build the process's one generation engine. Collective; `__init__` does it unless `context.uninitialized`."""
 
     def close_generation(self) -> None:
         """Free the process's one generation engine, so that ranks of a new layout can build theirs."""
@@ -126,7 +126,7 @@ class Worker:
     def training_state(self) -> TrainingState | None:
         """The optimizer's state kinds and counters, equal on all ranks and returned by rank 0; None without an
         optimizer."""
-        with self.at_work():
+        with self.resident():
             engine = self.optimizing_engine()
             layout = None if engine is None else engine.optimizer_layout()
             if engine is None or layout is None or self.context.rank:
@@ -135,7 +135,7 @@ class Worker:
 
     def training_state_arrived(self, counters: dict[str, Any]) -> None:
         """Called after the state was written: restores counters and weights."""
-        with self.at_work():
+        with self.resident():
             if (engine := self.optimizing_engine()) is not None:
                 engine.optimizer_moved(counters)
 
@@ -143,7 +143,7 @@ class Worker:
         """Free the process's one generation engine; on a GPU, offload the training state."""
         self.close_generation()
         if self.context.device.type == "cuda":
-            with self.at_work():
+            with self.resident():
                 engine = self.optimizing_engine()
             if engine is not None:
                 engine.offload(get_args(TrainState))
@@ -152,7 +152,7 @@ class Worker:
         """Undo `step_aside`, even if it was interrupted."""
         self.close_generation()
         if self.context.device.type == "cuda":
-            with self.at_work():  # leaving it offloads an idle model
+            with self.resident():  # leaving it offloads an idle model
                 if (engine := self.optimizing_engine()) is not None:
                     engine.reload(get_args(TrainState))
         self.open_generation()

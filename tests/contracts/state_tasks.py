@@ -17,7 +17,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.plan.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.checkpoint.writer import save_checkpoint
-from hybridflow.engines.contract import UNSET
+from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import read_spec
 from tests.contracts.engine_tasks import boxes, broken_gradients, build, share
@@ -66,7 +66,7 @@ def moving(world: World, name: str, strategies: Sequence[Any], path: Path, optim
     engine = build(world, f"{name}-0", strategies[0], 4, path, "lm", optimizer)
     for seed, strategy in enumerate(strategies):
         if seed:
-            new = build(world, f"{name}-{seed}", strategy, 4, UNSET, "lm", optimizer, spec=engine.spec)
+            new = build(world, f"{name}-{seed}", strategy, 4, UNINITIALIZED, "lm", optimizer, spec=engine.spec)
             found["before"].append(state_boxes(engine))
             move(engine, new, engine.context.groups.everyone(), world.rank)
             found["after"].append(state_boxes(new))
@@ -142,7 +142,7 @@ def counters_follow(world: World, name: str, strategy: Any, path: Path, optimize
     for _ in range(2):
         first.forward_backward(make_batch(), broken, ("log_probs",))
         first.step()
-    second = build(world, f"{name}-second", strategy, 1, UNSET, "lm", optimizer, spec=first.spec)
+    second = build(world, f"{name}-second", strategy, 1, UNINITIALIZED, "lm", optimizer, spec=first.spec)
     move(first, second, None, 0)
     one = torch.ones(())
     assert second._optimizer.scale_loss(one).item() == first._optimizer.scale_loss(one).item()
@@ -225,7 +225,7 @@ def _refused(call: Any, says: str) -> bool:
 def filled_from_outside(world: World, name: str, strategy: Any, size: int, path: Path, optimizer: Any) -> None:
     """An engine built without weights goes on like one with them once they are written into its storage."""
     known = build(world, f"{name}-known", strategy, size, path, "lm", optimizer)
-    empty = build(world, f"{name}-empty", strategy, size, UNSET, "lm", optimizer, spec=known.spec)
+    empty = build(world, f"{name}-empty", strategy, size, UNINITIALIZED, "lm", optimizer, spec=known.spec)
     for region in known.layout().regions(known.context.rank):
         region.view(empty.storage()[region.storage]).copy_(region.view(known.storage()[region.storage]))
     empty.weights_loaded()

@@ -48,7 +48,7 @@ class Matrix(hf.Worker):
             raise RuntimeError("not ready")
         return {"part": self.part}
 
-    def weights_arrived(self) -> None:
+    def on_weights_loaded(self) -> None:
         if self.fails == ["after"]:
             self.fails.clear()
             raise RuntimeError("cannot take them")

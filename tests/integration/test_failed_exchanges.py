@@ -38,7 +38,7 @@ class Picky(Matrix):
         self.part, self.fails, self.works = torch.zeros(layout.regions(self.context.rank)[0].box.shape), [], 0
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         self.works += 1
         dist.barrier(self.context.groups.everyone())
         yield

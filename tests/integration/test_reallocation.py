@@ -47,7 +47,7 @@ class Watched(hf.ActorWorker):
         layout = engine.optimizer_layout()
         group = self.context.groups.everyone() if self.context.grid.size > 1 else None
         kinds = {}
-        with self.at_work():
+        with self.resident():
             for kind, storage in engine.optimizer_storage().items():
                 kinds[kind] = {name: torch.empty(shape) for name, shape in layout.tensors.items()} if rank == 0 else {}
                 execute(plan(layout, gathered(layout)), storage, kinds[kind], group, rank)
@@ -56,7 +56,7 @@ class Watched(hf.ActorWorker):
     @hf.register(hf.ONE_TO_ALL)
     def remember(self) -> int:
         """Remember the storages of all training state; their bytes."""
-        with self.at_work():
+        with self.resident():
             gradients = self.engine._shards.gradients.buffers  # `engine.gradients()` are copies
             kinds = [self.engine.storage(), gradients, *self.engine.optimizer_storage().values()]
             tensors = [tensor for kind in kinds for tensor in kind.values()]

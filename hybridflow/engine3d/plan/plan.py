@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engine3d.plan.chunks import IN_FLIGHT, Pace, cut, staged, travels_alone
 from hybridflow.engine3d.plan.intersection import Intersection, LayoutParts, pieces
-from hybridflow.engine3d.plan.routing import Fan, Routes
+from hybridflow.engine3d.plan.routing import FanOut, Routes
 from hybridflow.errors import LayoutError
 
 BUCKET_BYTES = 64 << 20
@@ -247,8 +247,8 @@ class _Draft:
     ) -> None:
         self.held, self.wanted = held, wanted
         self.routes: dict[tuple[int, ...], Routes] = {}  # by the source parts that hold a piece
-        self.pieces: list[tuple[Intersection, Routes, Fan | None, int]] = []
-        fans: dict[tuple[tuple[int, ...], tuple[int, ...]], Fan | None] = {}
+        self.pieces: list[tuple[Intersection, Routes, FanOut | None, int]] = []
+        fans: dict[tuple[tuple[int, ...], tuple[int, ...]], FanOut | None] = {}
         for tensor in tensors:
             for piece in pieces(tensor, held, wanted):
                 holders, asking = tuple(piece.have), tuple(piece.need)

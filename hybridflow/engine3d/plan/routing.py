@@ -57,7 +57,7 @@ class _Deal:
 
 
 @dataclass
-class Fan:
+class FanOut:
     """Route from a piece's holders to its receivers, and the sequence of all pieces on it.
 
     It has a deal within each node that has holders, and one for all other nodes. `length` counts elements.
@@ -92,10 +92,10 @@ class Routes:
         self._order = [(part, rank) for rank, part in enumerate(wanted)]
         self.holders = tuple(sorted(holders, key=self._order.__getitem__))
         self._nodes = nodes
-        self.fans: dict[frozenset[int], Fan] = {}
+        self.fans: dict[frozenset[int], FanOut] = {}
         self._load = (Counter[int](), Counter[int]())  # elements sent so far: within nodes, and between them
 
-    def fan(self, needers: frozenset[int]) -> Fan:
+    def fan(self, needers: frozenset[int]) -> FanOut:
         """The fan to these ranks, which need pieces and do not hold them."""
         if (fan := self.fans.get(needers)) is None:
             fan = self.fans[needers] = self._fan(needers)
@@ -105,7 +105,7 @@ class Routes:
         """Whether `rank` sends or receives any of the pieces."""
         return bool(self.fans) and (rank in self.holders or any(rank in needers for needers in self.fans))
 
-    def sends(self, fan: Fan, size: int, rank: int | None = None) -> list[Send]:
+    def sends(self, fan: FanOut, size: int, rank: int | None = None) -> list[Send]:
         """Sends of the next piece in which `rank` takes part (None: all), holders first."""
         out = []
         for deals, load in zip((fan.within, fan.between), self._load, strict=True):
@@ -113,7 +113,7 @@ class Routes:
                 out += [send for send in deal.sends(size, load) if rank is None or rank in send[:2]]
         return out
 
-    def _fan(self, needers: frozenset[int]) -> Fan:
+    def _fan(self, needers: frozenset[int]) -> FanOut:
         held, needed = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
         for rank in self.holders:
             held[self._nodes[rank]].append(rank)
@@ -123,4 +123,4 @@ class Routes:
             _Deal(tuple(held[node]), tuple((rank,) for rank in ranks)) for node, ranks in needed.items() if node in held
         ]
         away = tuple(tuple(ranks) for node, ranks in needed.items() if node not in held)
-        return Fan(within, [_Deal(self.holders, away)] if away else [])
+        return FanOut(within, [_Deal(self.holders, away)] if away else [])

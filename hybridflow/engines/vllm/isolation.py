@@ -47,7 +47,7 @@ def prepare(device_type: str) -> None:
     if partition := os.environ.get("VLLM_PP_LAYER_PARTITION"):
         raise ConfigError(
             f"VLLM_PP_LAYER_PARTITION={partition!r} is set, and weights are moved by vLLM's own division of layers "
-            "into stages. Unset it."
+            "into stages. Uninitialized it."
         )
     os.environ.update(_EVERYWHERE)
     for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device_type == "cpu" else {})).items():
