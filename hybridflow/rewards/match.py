@@ -42,6 +42,8 @@ class Comparison:
 
     def references(self, reference: Any) -> list[str] | RowFailure:
         """The references of one row as texts."""
+        if isinstance(reference, str) and reference and not reference.isspace():  # by far the most frequent
+            return [reference]
         given = reference.tolist() if hasattr(reference, "tolist") else reference  # an array or a tensor
         several = given if isinstance(given, list | tuple) else [given]
         texts = [one if isinstance(one, str) else str(one) if _finite(one) else "" for one in several]
