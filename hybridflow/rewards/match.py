@@ -44,7 +44,7 @@ class Comparison:
         """The references of one row as texts."""
         if isinstance(reference, str) and reference and not reference.isspace():  # by far the most frequent
             return [reference]
-        given = reference.tolist() if hasattr(reference, "tolist") else reference  # an array or a tensor
+        given = getattr(reference, "tolist", lambda: reference)()  # an array or a tensor
         several = given if isinstance(given, list | tuple) else [given]
         texts = [one if isinstance(one, str) else str(one) if _finite(one) else "" for one in several]
         if texts and all(text.strip() for text in texts):
