@@ -4,6 +4,7 @@ SEED ?= 1
 SEEDS ?= 1
 TESTS ?= tests
 ARGS ?=
+WORKERS ?= 2
 
 PY := .venv/bin/python
 RUN_ENV := .venv/.ready-run
@@ -21,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 help:
 	@echo "make quickstart [SEED=1]    PPO on a small model, start to finish, on this machine"
 	@echo "make recipes [SEEDS='1 2 3']  every recipe on that model, and a table of what each reached"
-	@echo "make test [TESTS=path] [ARGS=...]   the tests (pytest)"
+	@echo "make test [TESTS=path] [WORKERS=2] [ARGS=...]   the tests (pytest), on two processes"
 	@echo "make lint                   ruff and pyright"
 	@echo "make format                 let ruff rewrite what it can"
 	@echo "make bench                  the benchmark programs, one JSON line each"
@@ -40,7 +41,7 @@ recipes: $(RUN_ENV)
 	@$(PY) recipes/run_all.py $(SEEDS) $(ARGS)
 
 test: $(DEV_ENV)
-	$(PY) -m pytest $(TESTS) -q --durations=15 --timeout=300 $(ARGS)
+	$(PY) -m pytest $(TESTS) -q --durations=15 --timeout=300 --numprocesses=$(WORKERS) --dist=loadgroup $(ARGS)
 
 lint: $(DEV_ENV)
 	$(PY) -m ruff check $(CODE)

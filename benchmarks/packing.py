@@ -138,7 +138,7 @@ def measure(engine: Any, batch: hf.Batch, repeats: int, clock: Callable[[], floa
     tokens = len(prompts.values) + len(responses.values)
     out: dict[str, Any] = {}
     for way in WAYS:
-        micro_batches = ways[way].responses(prompts, responses)
+        micro_batches = ways[way].micro_batches(prompts, responses)
         out[way] = {f"{kind}_tokens_per_second": round(tokens / statistics.median(seconds[kind, way])) for kind in work}
         out[way] |= {
             "micro_batches": len(micro_batches),

@@ -17,10 +17,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.dataflows import ppo
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
-from hybridflow.planner.describe.graph import Graph, ppo
+from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
 from hybridflow.planner.search.call_search import mcmc
@@ -47,7 +48,7 @@ def llama(size: str, head: Any = "lm") -> ModelSpec:
 
 def problem_of(graph: Graph, cluster: str, rows: int) -> Problem:
     spec, work = ClusterSpec.of(cluster), Workload(rows=rows, prompt=1024, response=1024, minibatches=8)
-    return Problem(graph, spec, Simulator(spec, graph, work))
+    return Problem(Simulator(spec, graph, work))
 
 
 def mapping(devices: Sequence[int]) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def mapping(devices: Sequence[int]) -> dict[str, Any]:
         began = time.process_time()
         best = auto_map(problem_of(graph, f"a100:{count // 8}x8", 1024))
         took = time.process_time() - began
-        sets = {"+".join(own.groups): own.mesh.size for own in best.sets} if best else None
+        sets = {"+".join(groups): mesh.size for groups, mesh in best.sets.items()} if best else None
         figures = {"allocations": best.allocations, "tried": best.tried, "iteration_s": best.seconds} if best else {}
         found[count] = {"seconds": round(took, 2), "sets": sets, **figures}
     last = [(count, found[count]["seconds"]) for count in devices][-2:]

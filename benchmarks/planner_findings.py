@@ -21,11 +21,12 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from benchmarks.dataflows import ppo
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Constraint, Together
-from hybridflow.planner.describe.graph import Graph, ppo
+from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import AutoMapping, Mapped, auto_map, overlap_map
@@ -70,7 +71,7 @@ def program(actor: str, critic: str) -> Graph:
 
 def problem_of(case: Case, constraints: tuple[Constraint, ...] = ()) -> Problem:
     cluster, graph = ClusterSpec.of(f"a100:{case[2] // 8}x8@200Gbps"), program(*case[:2])
-    return Problem(graph, cluster, Simulator(cluster, graph, WORKLOAD), constraints)
+    return Problem(Simulator(cluster, graph, WORKLOAD), constraints)
 
 
 def placements(case: Case, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -93,7 +94,7 @@ def placements(case: Case, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def devices(mapped: Mapped) -> dict[str, int]:
-    return {"+".join(sorted(own.groups)): own.mesh.size for own in mapped.sets}
+    return {"+".join(sorted(groups)): mesh.size for groups, mesh in mapped.sets.items()}
 
 
 def finding(cases: Sequence[Case], wanted: str, among: Sequence[str], beside: Sequence[str] = ()) -> dict[str, Any]:

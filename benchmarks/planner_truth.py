@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import hybridflow as hf
+from benchmarks.dataflows import ppo
 from benchmarks.iteration import PROMPT, RESPONSE, make_models
 from hybridflow.models.spec import ModelSpec
 from hybridflow.placement import Placement
@@ -30,7 +31,7 @@ from hybridflow.planner.cost.hardware import DEFAULT
 from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
-from hybridflow.planner.describe.graph import Call, Graph, ppo
+from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import placement_of, plan
@@ -95,7 +96,7 @@ def call_plan(call: Call, where: Where, generate: tuple[int, int]) -> CallPlan:
 def placements(graph: Graph, measured: LayerProfile, count: int, budget_s: float) -> dict[str, Placement]:
     """The planner's choice first, then the others, each with its predictions."""
     cluster, k = measured.measured(ClusterSpec.this_machine(DEVICES)), measured.coefficients(DEFAULT)
-    problem = Problem(graph, cluster, Simulator(cluster, graph, WORKLOAD, k, measured))
+    problem = Problem(Simulator(cluster, graph, WORKLOAD, k, measured))
     chosen = plan(
         graph, ClusterSpec.this_machine(DEVICES), WORKLOAD, profile=measured, budget_s=budget_s, per_call=False
     )

@@ -24,7 +24,7 @@ import hybridflow as hf
 from benchmarks.designs import whole_layout
 from benchmarks.transition import CONFIG
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.models.spec import ModelSpec

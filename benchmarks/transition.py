@@ -27,7 +27,7 @@ from torch import Tensor
 
 import hybridflow as hf
 from benchmarks.designs import WEAKER, WeakerTransition
-from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
+from hybridflow.engine3d.hybrid_engine import HybridEngine
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.models.spec import ModelSpec

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from hybridflow.driver import reallocate as reallocate
     from hybridflow.driver import shutdown as shutdown
     from hybridflow.driver import sync_weights as sync_weights
-    from hybridflow.dynamic_sampler import dynamic_sampling as dynamic_sampling
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
+    from hybridflow.loader import dynamic_sampling as dynamic_sampling
     from hybridflow.placement import Placement as Placement
     from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
     from hybridflow.protocols import DP_PROTO as DP_PROTO
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from hybridflow.tracing.trace import trace_spec as trace_spec
     from hybridflow.tracker import Tracker as Tracker
     from hybridflow.workers.actor import ActorWorker as ActorWorker
+    from hybridflow.workers.actor import ReferenceWorker as ReferenceWorker
     from hybridflow.workers.critic import CriticWorker as CriticWorker
-    from hybridflow.workers.reference import ReferenceWorker as ReferenceWorker
     from hybridflow.workers.reward import CostWorker as CostWorker
     from hybridflow.workers.reward import RewardWorker as RewardWorker
     from hybridflow.workers.rollout import RolloutWorker as RolloutWorker
@@ -72,8 +72,7 @@ _WHERE = {
     "cluster.pool": ("ResourcePool",),
     "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Sampling", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
-    "dynamic_sampler": ("dynamic_sampling",),
-    "loader": ("PromptLoader", "TextLoader"),
+    "loader": ("PromptLoader", "TextLoader", "dynamic_sampling"),
     "placement": ("Placement",),
     "protocols": (
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
@@ -82,9 +81,8 @@ _WHERE = {
     "tracing.auto": ("auto",),
     "tracing.trace": ("trace", "trace_spec"),
     "tracker": ("Tracker",),
-    "workers.actor": ("ActorWorker",),
+    "workers.actor": ("ActorWorker", "ReferenceWorker"),
     "workers.critic": ("CriticWorker",),
-    "workers.reference": ("ReferenceWorker",),
     "workers.reward": ("CostWorker", "RewardWorker"),
     "workers.rollout": ("RolloutWorker",),
     "workers.worker": ("Worker", "place"),

@@ -9,21 +9,22 @@ from typing import Any
 from hybridflow.algorithms.advantages.estimator import Estimator
 from hybridflow.algorithms.kl import AdaptiveKL
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster import reallocation
-from hybridflow.cluster.backend import Deadlines
+from hybridflow.cluster.backend import Deadlines, RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.group import WorkerGroup, weights_layout
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
-from hybridflow.errors import BatchError, ConfigError, LayoutError, PlacementError
-from hybridflow.models.spec import Decoder, ModelSpec
+from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker, ranks_on
 
+_GONE_SECONDS = 60.0
 _USE = ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
 _LABELS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "_token_id")  # how names end
 
@@ -109,8 +110,8 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     destination.worker_class.check_written(destination.settings)
 
     def layouts() -> tuple[Layout, Layout]:
-        here, there = (reallocation.weights_layout(group.session, group.ranks) for group in (source, destination))
-        reallocation.check_same_model(here, there, source.name, destination.name)
+        here, there = (weights_layout(group.session, group.ranks) for group in (source, destination))
+        _check_same_model(here, there, source.name, destination.name)
         _check_same_use(source, destination)
         return here, there
 
@@ -179,9 +180,9 @@ def reallocate(
     for now_or_then in (group.settings, settings):
         group.worker_class.check_written(now_or_then)
     new = ranks_on(group.worker_class, where, settings, group.name, grid, instead_of=leaves)
-    here, there = (reallocation.weights_layout(session, ranks, built=False) for ranks in (group.ranks, new))
-    reallocation.check_same_model(here, there, group.name, f"{group.name} as it would be")
-    reallocation.reallocate(group, new)
+    here, there = (weights_layout(session, ranks, built=False) for ranks in (group.ranks, new))
+    _check_same_model(here, there, group.name, f"{group.name} as it would be")
+    _replace_ranks(group, new)
     return group
 
 
@@ -244,3 +245,76 @@ def _use(spec: Decoder) -> dict[str, Any]:
     if isinstance(spec, ModelSpec):
         return {name: getattr(spec, name) for name in _USE}
     return {name: value for name, value in spec.config.items() if not name.endswith(_LABELS)}
+
+
+def _replace_ranks(group: WorkerGroup, new: RankGroup) -> None:
+    """Move `group` to the ranks `new` (ReaL's parameter reallocation).
+
+    build the new ranks, without weights  ->  optimizer state (or weights) travels, kind by kind  ->
+    what exists once per process is closed there and opened here  ->  the old ranks are freed
+
+    The old ranks stay complete until the last step. Errors: those of the failed step, with the group unchanged.
+    """
+    old, backend = group.ranks, group.session.backend
+    try:
+        backend.build(new, uninitialized=True)
+        _move(group, old, new)
+        _hand_over(backend, old, new)
+    except BaseException as error:
+        backend.drop(new, wait=1.0)  # peers of the failed rank may still wait for it
+        _note(error, f"{group.name} was not moved: it is still at {old}, with its state.")
+        raise
+    group.ranks = new
+    backend.drop(old, wait=_GONE_SECONDS)
+
+
+def _move(group: WorkerGroup, old: RankGroup, new: RankGroup) -> None:
+    """Move the optimizer state (with the weights in it) to the new ranks; without an optimizer, the weights."""
+    backend = group.session.backend
+    state, there = (backend.ask(ranks, "training_state")[0] for ranks in (old, new))
+    if state is None:
+        layouts = tuple(weights_layout(group.session, ranks) for ranks in (old, new))
+        backend.channels.send(old, new, WEIGHTS, lambda: layouts, "reallocate").get()
+        return
+    _check_same_model(state.layout, there.layout, group.name, f"{group.name} (new layout)")
+    if set(state.kinds) != set(there.kinds):
+        raise LayoutError(f"{group.name} keeps {sorted(state.kinds)}; the new layout would keep {sorted(there.kinds)}.")
+    for kind in state.kinds:
+        backend.channels.send(old, new, kind, lambda: (state.layout, there.layout), "reallocate").get()
+    backend.ask(new, "training_state_arrived", state.counters)
+
+
+def _hand_over(backend: Any, old: RankGroup, new: RankGroup) -> None:
+    """Close the generation engines of the old ranks and open the new ranks'; on failure reopen the old ones."""
+    try:
+        backend.ask(old, "step_aside")
+        backend.ask(new, "open_generation")
+    except BaseException as error:
+        backend.drop(new, wait=_GONE_SECONDS)  # frees the process for the old ranks
+        try:
+            backend.ask(old, "step_back")
+        except HybridFlowError:
+            _note(error, f"{old.name} cannot generate any more: its engine could not be started again.")
+        raise
+
+
+def _note(error: BaseException, outcome: str) -> None:
+    """Add the group's state after the failure to an error of ours."""
+    if isinstance(error, HybridFlowError):
+        error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])
+
+
+def _check_same_model(source: Layout, destination: Layout, name: str, other: str) -> None:
+    """Errors: LayoutError naming the first tensor that differs."""
+    here, there = dict(source.tensors), dict(destination.tensors)
+    if here == there:
+        return
+    differing = [tensor for tensor in {**here, **there} if here.get(tensor) != there.get(tensor)]
+    found = [
+        f"{tuple(at[differing[0]])} in {who}" if differing[0] in at else f"none in {who}"
+        for at, who in ((here, name), (there, other))
+    ]
+    raise LayoutError(
+        f"{name} and {other} are different models: {len(differing)} of {len({**here, **there})} tensors differ, the "
+        f"first is {differing[0]}, {' and '.join(found)}. Weights move between groups of one model only."
+    )

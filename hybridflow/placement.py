@@ -11,28 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
 from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
-from hybridflow.errors import HybridFlowError, PlacementError, nearest
-from hybridflow.settings import read_yaml
+from hybridflow.errors import ConfigError, HybridFlowError, PlacementError, nearest
+from hybridflow.settings import Check, NonNegative, check_fields, read_yaml
 
 Strategy = Megatron | FSDP | ZeRO
 _STRATEGIES: Mapping[str, type[Strategy]] = {kind.__name__: kind for kind in (Megatron, FSDP, ZeRO)}
 GIB = float(1 << 30)
 _MOST = 1 << 20  # devices of a range: a typo must not fill the memory
-_MEANT = {"float": "finite number of at least 0", "str": "text", "bool": "true or false"}
+Text = Annotated[str, Check("a text", lambda value: isinstance(value, str))]
+Sizes = Annotated[tuple[int, int, int], Check("(p, t, d)", lambda value: len(value) == 3 and all(map(_is_size, value)))]
 
 
 @dataclass(frozen=True)
 class CallPlacement:
     """`method` runs on `devices` with the sizes (p, t, d) and weights from its group."""
 
-    method: str
+    method: Text
     devices: tuple[int, ...]
-    sizes: tuple[int, int, int]
+    sizes: Sizes
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -76,18 +77,18 @@ class CallLayout:
     of its `seconds`, `runner_up` the next best layout, `lost` the reason against that.
     """
 
-    group: str
-    kind: str
+    group: Text
+    kind: Text
     devices: tuple[int, ...]
-    sizes: tuple[int, int, int]
-    seconds: float
+    sizes: Sizes
+    seconds: NonNegative
     differs: bool = False
-    move_seconds: float = 0.0
-    limit: str = ""
-    memory: float = 0.0
-    capacity: float = 0.0
-    runner_up: str = ""
-    lost: str = ""
+    move_seconds: NonNegative = 0.0
+    limit: Text = ""
+    memory: NonNegative = 0.0
+    capacity: NonNegative = 0.0
+    runner_up: Text = ""
+    lost: Text = ""
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -102,11 +103,11 @@ class CallLayout:
 class Bar:
     """`call` runs on `devices` from `start` to `stop` [s]; `move`: its weights travel to them."""
 
-    call: str
-    group: str
+    call: Text
+    group: Text
     devices: tuple[int, ...]
-    start: float
-    stop: float
+    start: NonNegative
+    stop: NonNegative
     move: bool = False
 
     def __post_init__(self) -> None:
@@ -125,9 +126,9 @@ class Placement:
     nodes: tuple[int, ...]
     groups: Mapping[str, GroupPlacement] = field(default_factory=dict)
     calls: Mapping[str, CallLayout] = field(default_factory=dict)
-    seconds: float = 0.0
-    cluster: str = ""
-    found_by: str = ""
+    seconds: NonNegative = 0.0
+    cluster: Text = ""
+    found_by: Text = ""
     bars: tuple[Bar, ...] = ()
 
     def __post_init__(self) -> None:
@@ -265,18 +266,11 @@ def _check_devices(devices: Sequence[int], nodes: Sequence[int], least: int = 1)
 
 
 def _check_values(value: Any) -> None:
-    """Numbers are finite and not negative, texts are texts, sizes at least 1."""
-    for one in fields(value):
-        found, good = getattr(value, one.name), True
-        if one.type == "float":
-            good = type(found) in (int, float) and 0.0 <= found < float("inf")
-        elif one.type in ("str", "bool"):
-            good = type(found).__name__ == one.type
-        elif one.name == "sizes":
-            good = len(found) == 3 and all(map(_is_size, found))
-        if not good:
-            meant = _MEANT.get(str(one.type), "(p, t, d)")
-            raise PlacementError(f"{type(value).__name__}({one.name}={found!r}): that is not a {meant}.")
+    """Numbers are finite and not negative, texts are texts, sizes at least 1. Errors: PlacementError."""
+    try:
+        check_fields(value)
+    except ConfigError as error:
+        raise PlacementError(str(error)) from None
 
 
 def _fit(label: Any, width: float, height: float) -> None:

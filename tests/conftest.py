@@ -3,8 +3,11 @@
 import multiprocessing
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+TESTS = Path(__file__).parent
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -19,7 +22,13 @@ for name, value in {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device."""
+    """One process of pytest-xdist runs all tests that start processes, the others the files of tests/unit.
+
+    Tests marked `gpu` are skipped where there is no CUDA device.
+    """
+    for item in items:
+        folder, *rest = item.path.relative_to(TESTS).parts
+        item.add_marker(pytest.mark.xdist_group("/".join(rest) if folder == "unit" else "processes"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

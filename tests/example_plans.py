@@ -6,13 +6,14 @@ import math
 from dataclasses import replace
 from functools import cache
 
+from benchmarks.dataflows import grpo, ppo
 from hybridflow.errors import PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.call_cost import CallCost
 from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
-from hybridflow.planner.describe.graph import Graph, grpo, ppo
+from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.problem import Problem

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from hybridflow.rewards.outcome import RowFailure
+from hybridflow.rewards import RowFailure
 
 
 def correct(prompts, completions, answer):

@@ -38,6 +38,8 @@ IMPORTED_BY_EVERY_RUN = (
     "from transformers import AutoTokenizer, LlamaForCausalLM, Qwen3ForCausalLM\n"
     "from megatron.core.models.gpt import GPTModel\n"
     "from vllm import LLM\n"
+    "import vllm.model_executor.models.llama, vllm.v1.engine.core, vllm.v1.worker.gpu_worker\n"
+    "import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors\n"
 )
 
 

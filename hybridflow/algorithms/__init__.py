@@ -6,7 +6,7 @@ file and name it there. A user's function can replace each.
 
 from hybridflow.algorithms.advantages.safe_rlhf import Lagrange as Lagrange
 from hybridflow.algorithms.kl import AdaptiveKL as AdaptiveKL
-from hybridflow.algorithms.losses.aggregation import Totals as Totals
+from hybridflow.algorithms.losses.loss import Totals as Totals
 from hybridflow.algorithms.losses.policy import TokenLoss as TokenLoss
 from hybridflow.algorithms.losses.rollout_correction import RolloutCorrection as RolloutCorrection
 from hybridflow.algorithms.registry import CISPO as CISPO

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import columns as kinds
-from hybridflow.batch import formats as batch_formats
 from hybridflow.batch.columns import Column
 from hybridflow.batch.ragged import Ragged
 from hybridflow.batch.row_split import RowPlan
-from hybridflow.errors import BatchError, MissingColumnError, nearest
+from hybridflow.errors import BatchError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -110,12 +109,11 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; Python objects count as 0."""
-        return sum(kinds.size_of(column) for column in self._columns.values())
+        return sum(column.nbytes for column in self._columns.values() if not isinstance(column, list))
 
     def peek(self, name: str) -> Column:
         """The column without the private copy: for reading only, the memory may be shared."""
-        if name not in self._columns:
-            raise MissingColumnError(f"the batch has no column {name!r}.{nearest(name, self.columns)}")
+        kinds.check_known([name], self._columns)
         return self._columns[name]
 
     def select(self, *names: str | Iterable[str]) -> Batch:
@@ -129,12 +127,7 @@ class Batch:
 
     def rename(self, names: Mapping[str, str] | None = None, /, **more: str) -> Batch:
         """Other names for some columns: `rename(old="new")` or `rename({"old": "new"})`."""
-        old_to_new = dict(names or {}, **more)
-        for old in old_to_new:
-            self.peek(old)
-        new = {old: old_to_new.get(old, old) for old in self.columns}
-        if len(set(new.values())) < len(new):
-            raise BatchError(f"rename({old_to_new}) gives two columns one name; the columns are {list(new)}.")
+        new = kinds.renamed(self._columns, dict(names or {}, **more))
         made = {new[old]: column for old, column in self._columns.items()}
         return Batch._of(made, self._rows, {new[old] for old in self._shared}, self.chunk_rows)
 
@@ -241,7 +234,10 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """All tensors on `device` (offsets of ragged columns stay on the CPU)."""
         device = torch.device(device)
-        made = {name: kinds.to_device(column, device, non_blocking) for name, column in self._columns.items()}
+        made = {
+            name: column if isinstance(column, list) else column.to(device, non_blocking=non_blocking)
+            for name, column in self._columns.items()
+        }
         shared = {name for name in self._shared if _memory(made[name]) == _memory(self.peek(name))}
         return Batch._of(made, self._rows, shared, self.chunk_rows)
 
@@ -261,11 +257,11 @@ class Batch:
     @classmethod
     def from_dicts(cls, records: Sequence[Mapping[str, Any]]) -> Batch:
         """One row per dict: numbers dense (bool, int64, else float32), lists of numbers ragged, the rest objects."""
-        return cls._of(batch_formats.columns_from_dicts(records), len(records))
+        return cls._of(kinds.columns_from_dicts(records), len(records))
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """One dict of plain Python values per row."""
-        return batch_formats.dicts_from_columns(self._columns, self._rows)
+        return kinds.dicts_from_columns(self._columns, self._rows)
 
     # Python
 
@@ -315,10 +311,10 @@ class Batch:
         return _unpickle, (encoded, self._rows, self.chunk_rows)
 
     def __repr__(self) -> str:
-        return batch_formats.summary(self._columns, self._rows, self.chunk_rows)
+        return kinds.summary(self._columns, self._rows, self.chunk_rows)
 
     def _repr_html_(self) -> str:
-        return batch_formats.table(self._columns, self._rows)
+        return kinds.table(self._columns, self._rows)
 
     def _with(self, made: Mapping[str, Column], keep_chunks: bool = True) -> Batch:
         """The same rows with a part of the columns."""

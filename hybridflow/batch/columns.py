@@ -1,4 +1,4 @@
-"""Column: the three kinds of columns in a batch, and the operations on each. Pure.
+"""Column: the three kinds of columns in a batch, the operations on each, and their texts. Pure.
 
 A column of B rows is dense (`Tensor` [B, *F]), ragged (`Ragged`: rows of different length) or a list of B Python
 objects (texts, ground truths). Everything that depends on the kind is here, so `Batch` never has to ask.
@@ -6,8 +6,9 @@ objects (texts, ground truths). Everything that depends on the kind is here, so 
 
 from __future__ import annotations
 
+import html
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.ragged import Ragged
-from hybridflow.errors import BatchError
+from hybridflow.errors import BatchError, MissingColumnError, nearest
 
 Column = Tensor | Ragged | list[Any]
 
@@ -108,6 +109,22 @@ def names_of(given: Sequence[Any]) -> list[str]:
     if odd := [name for name in names if not isinstance(name, str)]:
         raise BatchError(f"columns are chosen by name, got {odd[0]!r}.")
     return names
+
+
+def check_known(names: Iterable[str], known: Collection[str]) -> None:
+    """Errors: MissingColumnError for a name that is not `known`, with the nearest one."""
+    for name in names:
+        if name not in known:
+            raise MissingColumnError(f"the batch has no column {name!r}.{nearest(str(name), known)}")
+
+
+def renamed(known: Collection[str], changes: Mapping[str, str]) -> dict[str, str]:
+    """The new name of every `known` column. Errors: MissingColumnError, BatchError for two columns of one name."""
+    check_known(changes, known)
+    new = {old: changes.get(old, old) for old in known}
+    if len(set(new.values())) < len(new):
+        raise BatchError(f"rename({dict(changes)}) gives two columns one name; the columns are {list(new)}.")
+    return new
 
 
 def checked(given: Mapping[str, Any], rows: int | None = None) -> tuple[dict[str, Column], set[str]]:
@@ -203,15 +220,6 @@ def copy(column: Column) -> Column:
     return list(column) if isinstance(column, list) else column.clone()
 
 
-def to_device(column: Column, device: torch.device, non_blocking: bool = False) -> Column:
-    return column if isinstance(column, list) else column.to(device, non_blocking=non_blocking)
-
-
-def size_of(column: Column) -> int:
-    """Bytes of the tensors; Python objects count as 0."""
-    return 0 if isinstance(column, list) else column.nbytes
-
-
 def encode(column: Column) -> tuple[Any, ...]:
     """Plain numpy arrays that travel out of band and hold no more than the column's own rows.
 
@@ -246,3 +254,80 @@ def _to_numpy(tensor: Tensor) -> tuple[str, np.ndarray]:
     own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     name = str(own.dtype).removeprefix("torch.")
     return name, (own if hasattr(np, name) else own.view(_BITS[own.itemsize])).numpy()
+
+
+_ROWS, _NUMBERS, _LETTERS = 6, 6, 48  # of a table; of a cell; of a text
+
+
+def columns_from_dicts(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """One column per key. Errors: BatchError when a record lacks a key or has one more than the first."""
+    names = list(records[0]) if records else []
+    for row, record in enumerate(records):
+        for name in names:
+            if name not in record:
+                raise BatchError(f"record {row} has no {name!r}, record 0 has.{nearest(name, record)}")
+        if len(record) > len(names):
+            extra = next(key for key in record if key not in names)
+            raise BatchError(f"record {row} has {extra!r}, which record 0 lacks. Every record needs the same keys.")
+    return {name: from_values([record[name] for record in records]) for name in names}
+
+
+def dicts_from_columns(columns: Mapping[str, Column], rows: int) -> list[dict[str, Any]]:
+    """One dict of plain Python values (numbers, lists, objects) per row."""
+    lists = {name: column if isinstance(column, list) else column.tolist() for name, column in columns.items()}
+    return [{name: values[row] for name, values in lists.items()} for row in range(rows)]
+
+
+def summary(columns: Mapping[str, Column], rows: int, chunk_rows: tuple[int, ...] | None) -> str:
+    """One line per column: name, type, lengths or range of the numbers, and the first row."""
+    chunks = f", chunks: {len(chunk_rows)}" if chunk_rows is not None else ""
+    title = f"Batch({rows} rows, {len(columns)} columns{chunks})"
+    cells = [(name, kind(column), extent(column), cell(column, 0) if rows else "") for name, column in columns.items()]
+    widths = [max((len(line[i]) for line in cells), default=0) for i in range(3)]
+    lines = ["  ".join([*(text.ljust(w) for text, w in zip(line, widths)), line[3]]).rstrip() for line in cells]
+    return "\n  ".join([title, *lines])
+
+
+def table(columns: Mapping[str, Column], rows: int) -> str:
+    """HTML of the first rows; every text is escaped."""
+    shown = min(rows, _ROWS)
+    head = "".join(
+        f"<th>{html.escape(name)}<br><small>{html.escape(kind(c))}</small></th>" for name, c in columns.items()
+    )
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell(column, row))}</td>" for column in columns.values()) + "</tr>"
+        for row in range(shown)
+    )
+    more = f"<p>{rows - shown} more rows</p>" if rows > shown else ""
+    return f"<p>Batch: {rows} rows</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def extent(column: Column) -> str:
+    """Lengths of ragged rows, or smallest and largest number of a dense column."""
+    if isinstance(column, Ragged):
+        lengths = column.lengths
+        return f"lengths {int(lengths.min())}..{int(lengths.max())}" if len(lengths) else "no rows"
+    if isinstance(column, Tensor) and column.numel() and column.dtype != torch.bool and not column.is_complex():
+        low, high = column.detach().aminmax()
+        return f"{_number(low.item())}..{_number(high.item())}"
+    return ""
+
+
+def cell(column: Column, row: int) -> str:
+    """One row, shortened."""
+    if isinstance(column, list):
+        return _shorten(column[row] if isinstance(column[row], str) else repr(column[row]))
+    value = column.row(row) if isinstance(column, Ragged) else column[row]
+    if value.ndim == 0:
+        return _number(value.item())
+    numbers = [_number(number) for number in value.flatten()[:_NUMBERS].tolist()]
+    return f"[{', '.join(numbers)}{', ...' if value.numel() > _NUMBERS else ''}]"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LETTERS else text[: _LETTERS - 3] + "..."

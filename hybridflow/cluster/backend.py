@@ -1,4 +1,4 @@
-"""SessionBackend: the interface through which a session runs calls.
+"""SessionBackend: the interface through which a session runs calls, and what the two exchange.
 
 Ray's processes implement it (`ray_backend.py`), and a trace, which only records calls (`tracing/trace_backend.py`).
 """
@@ -35,20 +35,11 @@ class HostProcess:
 
 
 @dataclass(frozen=True)
-class PoolHosts:
-    """The host processes of a pool by device. `reserved` is the backend's reservation for them."""
-
-    name: str
-    hosts: tuple[HostProcess, ...]
-    reserved: Any = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
 class RankGroup:
     """Placement of the group `name`: rank i runs in the process `hosts[i]`, rank `members[i]` of its pool.
 
     `settings` are all settings of the worker class; `own_grid`: the caller gave the grid. Hosts know these ranks by
-    `key`, which is never reused.
+    `key`, which is never reused. Sent to a host, it has no `hosts`.
     """
 
     name: str
@@ -83,24 +74,26 @@ class RankCall:
 
 
 class SessionBackend(Protocol):
-    """Starts host processes, builds ranks in them and issues calls. `traces`: calls are recorded, not run."""
+    """Starts host processes, builds ranks in them and issues calls.
+
+    `traces`: calls are recorded, not run; `iterations` are the calls in flight (`future.Iterations`), `channels` the
+    weight transfers between ranks (`weight_channels.WeightChannels`).
+    """
 
     name: str
     deadlines: Deadlines
     traces: bool
     has_cuda: bool
     iterations: Any
-    """Calls in flight: `iterations.Iterations`."""
     channels: Any
-    """Weight transfers between ranks: `weight_channels.WeightChannels`."""
 
-    def start_hosts(self, pool: str, per_node: Sequence[int]) -> PoolHosts:
-        """One process for each device of each node; without nodes one process without a device.
+    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], Any]:
+        """One process for each device of each node, and their reservation; without nodes one process without a device.
 
         Errors: PlacementError when the cluster lacks the devices."""
         ...
 
-    def stop_hosts(self, hosts: PoolHosts) -> None: ...
+    def stop_hosts(self, hosts: Sequence[HostProcess], reserved: Any) -> None: ...
 
     def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
         """The operations of a group with these settings, by name."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.columns import Column, names_of
+from hybridflow.batch.columns import Column, check_known, names_of, renamed
 from hybridflow.batch.row_split import even_bounds
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.row_refs import (
@@ -30,7 +30,7 @@ from hybridflow.cluster.row_refs import (
 )
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Manifest, Reader, write
-from hybridflow.errors import BatchError, MissingColumnError, WorkerError, nearest
+from hybridflow.errors import BatchError, WorkerError
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,9 +128,7 @@ class BatchRef:
     def select(self, *names: str | Sequence[str]) -> BatchRef:
         """Some columns: `select("a", "b")` or `select(["a", "b"])`. Errors: MissingColumnError, with the nearest."""
         wanted = names_of(names)
-        for name in wanted:
-            if name not in self.column_refs:
-                raise MissingColumnError(f"the batch has no column {name!r}.{nearest(name, self.columns)}")
+        check_known(wanted, self.column_refs)
         return replace(self, column_refs={name: self.column_refs[name] for name in wanted})
 
     def without(self, *names: str | Sequence[str]) -> BatchRef:
@@ -139,13 +137,8 @@ class BatchRef:
 
     def rename(self, names: Mapping[str, str] | None = None, **old_to_new: str) -> BatchRef:
         """`rename(old="new")` or `rename({"old": "new"})`. Errors: MissingColumnError, BatchError for a taken name."""
-        changes = {**(names or {}), **old_to_new}
-        self.select(*changes)
-        renamed = [changes.get(name, name) for name in self.columns]
-        if len(set(renamed)) < len(renamed):
-            twice = next(name for name in renamed if renamed.count(name) > 1)
-            raise BatchError(f"rename({changes}): there would be two columns {twice!r}. Drop one with without().")
-        return replace(self, column_refs=dict(zip(renamed, self.column_refs.values(), strict=True)))
+        new = renamed(self.column_refs, {**(names or {}), **old_to_new})
+        return replace(self, column_refs={new[old]: ref for old, ref in self.column_refs.items()})
 
     def split(
         self, parts: int, *, balance: str | None = None, groups: bool = False, chunks: int | None = None

@@ -1,4 +1,4 @@
-"""ControllerWorker: numerical work of the controller, in a process of its own that needs no device."""
+"""ControllerWorker: computes the controller's own numbers (advantages, metrics, filters) beside the driver."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from hybridflow.algorithms.advantages.prompt_groups import GroupFilter, filter_g
 from hybridflow.algorithms.kl import AdaptiveKL
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.batch.batch import Batch
-from hybridflow.protocols import ONE_TO_ONE, register
-from hybridflow.protocols.operation import Settings
+from hybridflow.protocols import ONE_TO_ONE, Settings, register
 
 
 def _advantage(call: Settings) -> AdvantageCall:
     return AdvantageCall.of(call["estimator"], call["options"], call["kl_coef"], call["kl"])
 
 
-CONTROLLER = "hybridflow"
-"""The name of its group."""
-
-
 class ControllerWorker:
-    """Computes functions of the whole batch that read few columns."""
+    """Computes functions of the whole batch that read few columns, in a process of its own that needs no device."""
 
     def __init__(self) -> None:
         self._states: dict[str, float] = {}  # of adaptive coefficients, by identity

@@ -1,13 +1,14 @@
 """Future: the result of a call, or its Failure with role, rank and method; and waiting for results, on the driver and
-on hosts."""
+on hosts. Iterations: tracks calls in flight, limits iterations in flight, and measures each call."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,3 +221,140 @@ def _lost(refs: Sequence[Any], outputs: Sequence[RankOutput], error: Exception) 
                 why = f"was lost: its host process died or its data cannot be reached ({type(own).__name__}: {reason})"
             return WorkerError(f"{origin} {why}", role=origin.role, rank=origin.rank, method=origin.method)
     return WorkerError(f"a result was lost: {type(error).__name__}: {error}")
+
+
+_KEPT = 64
+_LOOK_BACK = 256  # statuses held before the driver looks for finished calls
+_MOST = 16384  # ... and before it waits
+
+PerRank = dict[tuple[str, int], float]
+"""(role.method, rank) -> seconds."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """The seconds of each call of one iteration, as metrics for a tracker."""
+
+    iterations: Iterations
+    iteration: int
+
+    def get(self) -> dict[str, float]:
+        """`time/<role>.<method>` in seconds; waits for the iteration. Errors: WorkerError of a call that failed."""
+        return {f"time/{name}": seconds for name, seconds in self.iterations.seconds(self.iteration).items()}
+
+
+@dataclass
+class _Iteration:
+    waiting: list[RankOutput] = field(default_factory=list)  # statuses not yet examined
+    seconds: PerRank = field(default_factory=dict)  # of finished calls
+
+
+@dataclass
+class Iterations:
+    """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
+
+    `current` is the index of the driver's iteration. `reported` are the ids of errors that the driver has raised and
+    does not raise again.
+    """
+
+    timeout: float
+    reported: set[str] = field(default_factory=set)
+    current: int = 0
+    _all: dict[int, _Iteration] = field(default_factory=lambda: {0: _Iteration()})
+    _look_at: int = _LOOK_BACK
+    _has_loader: bool = False
+    _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def sequence(self) -> int:
+        """The next number of a call: hosts run calls in this order."""
+        return next(self._sequence)
+
+    def new_call(self) -> IssuedCall:
+        """A call whose statuses are still to be filled in."""
+        return IssuedCall([], self.reported, self.timeout)
+
+    def stage_seconds(self) -> StageSeconds:
+        """The metrics of the current iteration, once it is done. Without a loader the iteration ends here."""
+        found = StageSeconds(self, self.current)
+        if not self._has_loader:
+            self._next(in_flight=2)
+        return found
+
+    def issued(self, statuses: Sequence[RankOutput]) -> None:
+        """Track calls until their iteration is waited for; drops finished calls from time to time."""
+        now = self._all[self.current]
+        now.waiting.extend(statuses)
+        if len(now.waiting) < self._look_at:
+            return
+        self._look_at = len(now.waiting) + _LOOK_BACK
+        oldest = now.waiting[: len(now.waiting) // 2]
+        if len(now.waiting) < _MOST:
+            done = set(ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)[0])
+            oldest = [output for output in oldest if output.ref in done]
+        self._settle(now, oldest)
+        self._look_at = len(now.waiting) + _LOOK_BACK
+
+    def begin(self, in_flight: int = 2) -> None:
+        """Begin an iteration; wait until at most `in_flight`, including this one, are running.
+
+        Errors: WorkerError of a failed call in a finished iteration.
+        """
+        self._has_loader = True
+        self._next(in_flight)
+
+    def drain(self) -> None:
+        """Wait for all calls issued so far; the loader has ended. Errors: as `begin`."""
+        self._has_loader = False
+        self._next(in_flight=1)
+
+    def _next(self, in_flight: int) -> None:
+        self.current += 1
+        self._all[self.current], self._look_at = _Iteration(), _LOOK_BACK
+        over = self.current - in_flight
+        for number in [number for number in self._all if number <= over]:
+            self._settle(self._all[number])
+            if number <= over - _KEPT:
+                del self._all[number]
+
+    def _settle(self, one: _Iteration, outputs: Sequence[RankOutput] | None = None) -> None:
+        """Wait for these calls of an iteration (default: all) and drop them, even after an error."""
+        outputs = one.waiting if outputs is None else outputs
+        gone = set(map(id, outputs))
+        one.waiting = [output for output in one.waiting if id(output) not in gone]
+        for output, status in self.wait(outputs):
+            for name, spent in status.seconds:
+                key = (f"{output.origin.role}.{name}", output.origin.rank)
+                one.seconds[key] = one.seconds.get(key, 0.0) + spent
+
+    def seconds(self, iteration: int) -> dict[str, float]:
+        """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits for a running iteration."""
+        out: dict[str, float] = {}
+        if (one := self._all.get(iteration)) is not None:
+            self._settle(one)
+            for (name, _), spent in one.seconds.items():
+                out[name] = max(out.get(name, 0.0), spent)
+        return out
+
+    def wait(self, outputs: Sequence[RankOutput]) -> list[tuple[RankOutput, Status]]:
+        """The statuses of all calls. Errors: WorkerError of the first failed call, WaitTimeoutError."""
+        done: list[tuple[RankOutput, Status]] = []
+        for finished in as_done(outputs, self.timeout):
+            statuses: list[Status] = fetch([output.ref for output in finished], finished, 60.0, follow=False)
+            self._raise_new(zip(finished, statuses, strict=True))
+            done += zip(finished, statuses, strict=True)
+        if len(done) < len({output.ref for output in outputs}):
+            late = whom(unfinished(outputs) or outputs)
+            raise WaitTimeoutError(f"waited {self.timeout:g} s for {late} without a result.")
+        return done
+
+    def _raise_new(self, statuses: Iterable[tuple[RankOutput, Status]]) -> None:
+        """Raise the first failure that the driver has not raised yet."""
+        new = [
+            (output, status)
+            for output, status in statuses
+            if status.failure
+            and status.failure.error.id not in self.reported
+            and not (output.call and output.call.observed)
+        ]
+        if new:
+            raise_failure([status for _, status in new], [output.call for output, _ in new if output.call])

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.backend import Deadlines, RankCall
+from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.future import Failure, Status, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
@@ -32,34 +32,10 @@ from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, Trans
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError
-from hybridflow.topology import RankGrid
 
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a running store
 _CHATTY = ("megatron", "torch.distributed")  # they warn at import and on every collective about deliberate choices
-
-
-@dataclass(frozen=True)
-class HostSpec:
-    """One device of a pool: rank in the pool's torch world, the world's size (0: no torch world), and deadlines."""
-
-    pool: str
-    rank: int
-    size: int
-    use_cuda: bool
-    threads: int
-    deadlines: Deadlines
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """A model group: `members[i]` is the pool rank of group rank i, on the node `nodes[i]`."""
-
-    name: str
-    role: str
-    grid: RankGrid
-    members: tuple[int, ...]
-    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,9 +53,17 @@ class Event:
 
 @dataclass(repr=False)
 class Host:
-    """Runs in a Ray actor, see the module docstring. Only the session, the pool and groups call its methods."""
+    """Runs in a Ray actor, see the module docstring. Only the session, the pool and groups call its methods.
 
-    spec: HostSpec
+    `rank` is its rank in the torch world of the pool's `size` processes (0: no torch world).
+    """
+
+    pool: str
+    rank: int
+    size: int
+    use_cuda: bool
+    threads: int
+    deadlines: Deadlines
     _members: dict[str, Member] = field(default_factory=dict)
     _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
@@ -87,15 +71,15 @@ class Host:
     _joined: bool = False
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
-        return f"host {self.spec.rank}"
+        return f"host {self.rank}"
 
     def __post_init__(self) -> None:
         for package in _CHATTY:
             warnings.filterwarnings("ignore", module=package)
-        if not self.spec.use_cuda:
-            torch.set_num_threads(self.spec.threads)
-        self.device = torch.device("cuda", 0) if self.spec.use_cuda else torch.device("cpu")
-        self.reader, self._liveness = Reader(self.spec.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
+        if not self.use_cuda:
+            torch.set_num_threads(self.threads)
+        self.device = torch.device("cuda", 0) if self.use_cuda else torch.device("cpu")
+        self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
 
     def address(self) -> tuple[str, int]:
         """Host and port of this process's `LivenessServer`."""
@@ -105,47 +89,42 @@ class Host:
         """Join the pool's torch world through the session's rendezvous store at this host and port."""
         self._store = dist.TCPStore(*store, None, False, _CONNECT, wait_for_workers=False)
         self._store.set_timeout(self._peers)
-        backend = "cpu:gloo,cuda:nccl" if self.spec.use_cuda else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if self.use_cuda else "gloo"
         # without device_id: torch would make every later nccl group by splitting this one, with all of its processes
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(self.spec.pool, self._store),
-            rank=self.spec.rank,
-            world_size=self.spec.size,
+            store=dist.PrefixStore(self.pool, self._store),
+            rank=self.rank,
+            world_size=self.size,
             timeout=self._peers,
         )
         self._joined = True
 
     @property
     def _peers(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=self.spec.deadlines.peers)
+        return datetime.timedelta(seconds=self.deadlines.peers)
 
-    def create(
-        self, seq: int, spec: GroupSpec, worker_class: type, settings: dict[str, Any], uninitialized: bool = False
-    ) -> Failure | None:
-        """Build one rank of a group; `uninitialized`: its weights will be written from outside.
+    def create(self, seq: int, ranks: RankGroup, nodes: tuple[int, ...], uninitialized: bool) -> Failure | None:
+        """Build one rank of a group, of which rank i is on the node `nodes[i]`; `uninitialized`: its weights will be
+        written from outside.
 
         Later calls return the same failure.
         """
-        rank, context, start = spec.members.index(self.spec.rank), None, time.time()
-        if self.spec.size:
-            limit = self.spec.deadlines.collective
-            groups = ProcessGroups(self._store, spec.name, spec.members, rank, self.device, limit)
-            context = RankContext(
-                spec.role, rank, spec.grid, self.device, groups, uninitialized=uninitialized, nodes=spec.nodes
-            )
-        member = self._members[spec.name] = Member(spec.role, rank, context)
+        role, rank, start = ranks.name, ranks.members.index(self.rank), time.time()
+        groups = ProcessGroups(self._store, ranks.key, ranks.members, rank, self.device, self.deadlines.collective)
+        context = RankContext(role, rank, ranks.grid, self.device, groups, uninitialized=uninitialized, nodes=nodes)
+        member = self._members[ranks.key] = Member(role, rank, context)
         try:
-            if self.spec.size and not self._joined:
+            if self.size and not self._joined:
                 raise PlacementError("this host could not join the others of its pool; its log says why.")
-            worker = member.worker = object.__new__(worker_class)  # known at once: `drop` closes half-built ones too
-            if context is not None:
-                worker.context = context
-            with self._liveness.during(f"{spec.role}.__init__"):
-                worker.__init__(**settings)
+            # known at once: `drop` closes half-built ones too
+            worker = member.worker = object.__new__(ranks.worker_class)
+            worker.context = context
+            with self._liveness.during(f"{role}.__init__"):
+                worker.__init__(**ranks.settings)
         except Exception as error:
             member.failure = self._failure(member, "__init__", None, error)
-        self._events.append(Event(seq, spec.role, "__init__", rank, start, start, time.time()))
+        self._events.append(Event(seq, role, "__init__", rank, start, start, time.time()))
         return member.failure
 
     @ray.method(num_returns=2)
@@ -165,7 +144,7 @@ class Host:
 
     def _record(self, member: Member, call: RankCall, start: float, ready: float) -> tuple[tuple[str, float], ...]:
         role, rank = member.role, member.rank
-        stages = [] if member.context is None else member.context.stages
+        stages = member.context.stages
         events = [Event(call.seq, role, f"{call.method}/{name}", rank, a, a, b) for name, a, b in stages]
         events.append(Event(call.seq, role, call.method, rank, start, ready, time.time()))
         self._events.extend(events)
@@ -179,17 +158,16 @@ class Host:
             outcome = {n: self.reader.read(v) if isinstance(v, RankRows) else v for n, v in call.settings.items()}
         except Exception as error:
             outcome = self._failure(member, call.method, call, error, upstream=True)
-        if not call.agree or member.context is None:
+        if not call.agree:
             return outcome
         try:
-            control = member.context.groups.new("control", call.agree, "gloo", self.spec.deadlines.peers)
+            control = member.context.groups.new("control", call.agree, "gloo", self.deadlines.peers)
             return agree_on(control, outcome if isinstance(outcome, Failure) else None)[0] or outcome
         except Exception as error:
             return self._failure(member, call.method, call, error)
 
     def _run(self, member: Member, call: RankCall, settings: dict[str, Any]) -> Any:
-        if member.context is not None:
-            member.context.method = call.method
+        member.context.method = call.method
         try:
             result = getattr(member.worker, call.method)(**settings)
             return self._written(result, call) if call.writes else result
@@ -243,7 +221,7 @@ class Host:
 
     def open_channel(self, spec: ChannelSpec, origin: CallOrigin) -> Failure | None:
         """Open this host's end of a channel; a failure names `origin`."""
-        process, deadlines = (self.spec.pool, self.spec.rank), self.spec.deadlines
+        process, deadlines = (self.pool, self.rank), self.deadlines
         try:
             channel = WeightChannel(spec, process, self._store, self.device, deadlines.collective, deadlines.peers)
         except Exception as error:
@@ -259,7 +237,7 @@ class Host:
         if setup is not None and setup.opened:
             refs = [output.ref for output in setup.opened]
             try:
-                failure = first_failure(fetch(refs, setup.opened, self.spec.deadlines.peers, follow=False))
+                failure = first_failure(fetch(refs, setup.opened, self.deadlines.peers, follow=False))
             except HybridFlowError as error:  # a host that is gone
                 failure = failed(error)
             if failure is not None:
@@ -294,8 +272,7 @@ class Host:
                 if (close := getattr(member.worker, "close", None)) is not None:
                     close()
             finally:
-                if member.context is not None:
-                    member.context.groups.close()
+                member.context.groups.close()
         except Exception as error:
             logger.warning("%s could not be freed", name, exc_info=True)
             return self._failure(member, "close", None, error)

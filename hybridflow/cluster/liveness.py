@@ -37,7 +37,7 @@ ANSWER_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 1.0
 _AT_ONCE = 64  # processes that are asked at a time
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_COLLECTIVE = ("/torch/distributed/", "/engine3d/messages.py", "/pipeline_parallel/p2p_communication.py")
+_COLLECTIVE = ("/torch/distributed/", "/engine3d/transfer/", "/pipeline_parallel/p2p_communication.py")
 SILENT = "no answer from its process, which is stopped, hangs, or cannot be reached"
 STARTING = "its process has not started yet"
 

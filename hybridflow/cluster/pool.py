@@ -9,21 +9,23 @@ from typing import Any
 
 import ray
 
-from hybridflow.cluster.backend import PoolHosts, RankGroup
-from hybridflow.cluster.controller_worker import CONTROLLER, ControllerWorker
+from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.host import Event
-from hybridflow.cluster.session import Session
+from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
 
 
 @dataclass
 class _Reserved:
-    """State shared by all slices of a pool."""
+    """State shared by all slices of a pool: the host processes by device, and the backend's reservation for them."""
 
-    hosts: PoolHosts
     session: Session
+    name: str
+    hosts: tuple[HostProcess, ...]
+    reservation: Any
     shared: bool = False
     closed: bool = False
 
@@ -59,8 +61,9 @@ class ResourcePool:
     @classmethod
     def _open(cls, per_node: list[int], shared: bool = False) -> ResourcePool:
         session = Session.current()
-        hosts = session.backend.start_hosts(f"{session.name}-{uuid.uuid4().hex[:6]}", per_node)
-        pool = _part(_Reserved(hosts, session, shared), range(sum(per_node)))
+        name = f"{session.name}-{uuid.uuid4().hex[:6]}"
+        hosts, reservation = session.backend.start_hosts(name, per_node)
+        pool = _part(_Reserved(session, name, hosts, reservation, shared), range(sum(per_node)))
         session.pools.append(pool)
         if CONTROLLER not in session.groups:
             try:
@@ -76,7 +79,7 @@ class ResourcePool:
 
     @property
     def name(self) -> str:
-        return self._reserved.hosts.name
+        return self._reserved.name
 
     @property
     def session(self) -> Session:
@@ -85,7 +88,7 @@ class ResourcePool:
     @property
     def nodes(self) -> list[int]:
         """Index of the node of each device."""
-        return [self._reserved.hosts.hosts[i].node for i in self.members]
+        return [self._reserved.hosts[i].node for i in self.members]
 
     @property
     def devices_of_nodes(self) -> tuple[int, ...]:
@@ -97,7 +100,7 @@ class ResourcePool:
 
     def ranks(self, name: str, worker_class: type, settings: Any, grid: RankGrid, own_grid: bool = False) -> RankGroup:
         """One rank of a group on every device of this pool or slice, not built yet."""
-        hosts = tuple(self._reserved.hosts.hosts[i] for i in self.members)
+        hosts = tuple(self._reserved.hosts[i] for i in self.members)
         key = f"{self.name}/{name}/{self.session.iterations.sequence()}"
         return RankGroup(name, worker_class, settings, grid, self.name, self.members, hosts, key, own_grid)
 
@@ -120,7 +123,7 @@ class ResourcePool:
     def events(self) -> list[Event]:
         """Calls that this pool's hosts ran, by start time; waits for running calls."""
         self.check_open()
-        asked = [self._reserved.hosts.hosts[i].handle.events.remote() for i in self.members]
+        asked = [self._reserved.hosts[i].handle.events.remote() for i in self.members]
         found = ray.get(asked, timeout=self.session.backend.deadlines.peers)
         return sorted({event for host in found for event in host}, key=lambda e: (e.start, e.rank))
 
@@ -132,7 +135,7 @@ class ResourcePool:
         self._reserved.closed = True
         for group in [g for g in session.groups.values() if g.pool_name == self.name]:
             group.forget_hosts()
-        session.backend.stop_hosts(self._reserved.hosts)
+        session.backend.stop_hosts(self._reserved.hosts, self._reserved.reservation)
         session.pools = [pool for pool in session.pools if pool.name != self.name]
 
     def __repr__(self) -> str:
@@ -153,8 +156,8 @@ def _part(reserved: _Reserved, members: Sequence[int]) -> ResourcePool:
 
 def _start_controller(session: Session) -> None:
     """Start a process without a device; it outlives pools, so a notebook can close one and open the next."""
-    hosts = session.backend.start_hosts(f"{session.name}-controller", ())
-    session.controller_pool = pool = _part(_Reserved(hosts, session), (0,))
+    name = f"{session.name}-controller"
+    session.controller_pool = pool = _part(_Reserved(session, name, *session.backend.start_hosts(name, ())), (0,))
     try:
         WorkerGroup(session, pool.ranks(CONTROLLER, ControllerWorker, {}, RankGrid()))
     except BaseException:

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,11 +23,10 @@ from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.cluster.backend import Deadlines, HostProcess, PoolHosts, RankCall, RankGroup
+from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup
 from hybridflow.cluster.connection import Termination, connect
-from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
-from hybridflow.cluster.host import GroupSpec, Host, HostSpec
-from hybridflow.cluster.iterations import Iterations
+from hybridflow.cluster.future import Failure, Iterations, as_done, fetch, first_failure
+from hybridflow.cluster.host import Host
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
@@ -83,30 +83,29 @@ class RayBackend:
         )
         return address, port
 
-    def start_hosts(self, pool: str, per_node: Sequence[int]) -> PoolHosts:
+    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], PlacementGroup | None]:
         if not per_node:
-            spec = HostSpec(pool, 0, 0, False, 1, self.deadlines)
-            host = self._start(spec, {"num_cpus": 0})
-            return PoolHosts(pool, (HostProcess(host, host.address.remote()),))
+            host = self._start({"num_cpus": 0}, pool, 0, 0, False, 1)
+            return (HostProcess(host, host.address.remote()),), None
         reserved = self._reserve(per_node)
         nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
         threads = 1 if self.started_ray else max(1, (os.cpu_count() or 1) // len(nodes))
         device = {"num_cpus": 0, "num_gpus": 1} if self.has_cuda else {"num_cpus": 1, "num_gpus": 0}
         hosts = []
         for rank, node in enumerate(nodes):
-            spec = HostSpec(pool, rank, len(nodes), self.has_cuda, threads, self.deadlines)
             where = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
-            hosts.append(self._start(spec, {**device, "scheduling_strategy": where}))
+            options = {**device, "scheduling_strategy": where}
+            hosts.append(self._start(options, pool, rank, len(nodes), self.has_cuda, threads))
         addresses = [host.address.remote() for host in hosts]
         for host in hosts:
             host.join.remote(self._store_address)
         machines = placement_group_table(reserved)["bundles_to_node_id"]
         processes = [HostProcess(*each, machines[each[-1]]) for each in zip(hosts, addresses, nodes, strict=True)]
-        return PoolHosts(pool, tuple(processes), reserved)
+        return tuple(processes), reserved
 
-    def _start(self, spec: HostSpec, options: dict[str, Any]) -> Any:
-        environment = {"env_vars": self._environment(spec.threads)}
-        return RemoteHost.options(runtime_env=environment, **options).remote(spec)
+    def _start(self, options: dict[str, Any], pool: str, rank: int, size: int, use_cuda: bool, threads: int) -> Any:
+        host = RemoteHost.options(runtime_env={"env_vars": self._environment(threads)}, **options)
+        return host.remote(pool, rank, size, use_cuda, threads, self.deadlines)
 
     def _environment(self, threads: int) -> dict[str, str]:
         names = {
@@ -126,17 +125,17 @@ class RayBackend:
             names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         return names
 
-    def stop_hosts(self, hosts: PoolHosts) -> None:
+    def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
         if not ray.is_initialized():
             return
         with contextlib.suppress(ray.exceptions.RayError):
-            closing = [host.handle.close.remote() for host in hosts.hosts]
+            closing = [host.handle.close.remote() for host in hosts]
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
         with contextlib.suppress(ray.exceptions.RayError):
-            for host in hosts.hosts:
+            for host in hosts:
                 ray.kill(host.handle)
-            if hosts.reserved is not None:
-                remove_placement_group(hosts.reserved)
+            if reserved is not None:
+                remove_placement_group(reserved)
 
     def _reserve(self, per_node: Sequence[int]) -> PlacementGroup:
         """A placement group with one bundle per node, after checking that it can be placed."""
@@ -170,12 +169,10 @@ class RayBackend:
         return operations(worker_class)
 
     def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
-        machines = node_numbers([host.machine for host in ranks.hosts])
-        spec = GroupSpec(ranks.key, ranks.name, ranks.grid, ranks.members, machines)
-        seq, settings = self.iterations.sequence(), dict(ranks.settings)
+        nodes, settings = node_numbers([host.machine for host in ranks.hosts]), dict(ranks.settings)
+        sent, seq = replace(ranks, settings=settings, hosts=()), self.iterations.sequence()
         with _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
-            arguments = (seq, spec, ranks.worker_class, settings, uninitialized)
-            built = [host.handle.create.remote(*arguments) for host in ranks.hosts]
+            built = [host.handle.create.remote(seq, sent, nodes, uninitialized) for host in ranks.hosts]
         self._results(ranks, "__init__", built)
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from hybridflow.cluster.backend import Deadlines, SessionBackend
-from hybridflow.cluster.controller_worker import CONTROLLER
 from hybridflow.cluster.ray_backend import RayBackend
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
 
 logger = logging.getLogger(__name__)
+CONTROLLER = "hybridflow"
+"""The name of the controller worker's group."""
 
 
 class Session:
@@ -78,6 +79,7 @@ class Session:
 
     @property
     def iterations(self) -> Any:
+        """Calls in flight: `future.Iterations`."""
         return self.backend.iterations
 
     @property
@@ -86,17 +88,6 @@ class Session:
         if CONTROLLER not in self.groups:
             raise PlacementError("the session has no pool yet: make a ResourcePool first.")
         return self.groups[CONTROLLER]
-
-    def next_iteration(self, in_flight: int = 2) -> None:
-        """Begin an iteration; wait until at most `in_flight` iterations, including this one, are running.
-
-        Errors: WorkerError of a failed call in a finished iteration.
-        """
-        self.iterations.begin(in_flight)
-
-    def drain(self) -> None:
-        """Wait for all calls issued so far. Errors: as `next_iteration`."""
-        self.iterations.drain()
 
     def unique(self, role: str) -> str:
         """A name for a group: the role, numbered when it is taken."""

@@ -29,11 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.cluster.backend import HostProcess, RankGroup
-from hybridflow.cluster.future import Failure, Future, Status
-from hybridflow.cluster.iterations import Iterations
+from hybridflow.cluster.future import Failure, Future, Iterations, Status
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.plan.plan import WeightPlan, plan
+from hybridflow.engine3d.plan import WeightPlan, plan
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
@@ -92,7 +91,7 @@ class Member:
 
     role: str
     rank: int
-    context: RankContext | None
+    context: RankContext
     worker: Any = None
     failure: Failure | None = None
     incomplete: Failure | None = None

@@ -11,10 +11,9 @@ import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.messages import check_prompt, check_text
 from hybridflow.data.records import open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
-from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer
+from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer, check_prompt, check_text
 from hybridflow.errors import ConfigError, PromptError
 
 logger = logging.getLogger(__name__)

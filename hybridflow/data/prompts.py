@@ -13,10 +13,17 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.messages import characters, check_prompt
 from hybridflow.data.records import Record, open_records
 from hybridflow.data.resumable_sampler import Draw, ResumableSampler, check_sizes
-from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer, TokenizerLike, as_tokenizer, too_long
+from hybridflow.data.tokenizer import (
+    MOST_CHARACTERS,
+    Tokenizer,
+    TokenizerLike,
+    as_tokenizer,
+    characters,
+    check_prompt,
+    too_long,
+)
 from hybridflow.errors import ConfigError, PromptError, nearest
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ConfigError, PromptError, nearest
 
@@ -29,103 +30,35 @@ _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".pq", ".txt", ".csv", ".gz", "
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes, of several splits and of one
 
 
-class Records(Protocol):
-    """Rows in the order of their source. `where` names it, `place(i)` names row i of it.
+class Records:
+    """Rows in the order of their source, which `where` names; `place(i)` names row i of it.
 
+    `read(start, stop, columns)` gives `size` rows as Python objects, of a table only these columns (None: all).
     `columns` are those of a table, whose rows all have them; None for records that may differ.
     """
 
-    where: str
-    columns: tuple[str, ...] | None
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-    def place(self, index: int) -> str: ...
-
-    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Any]]:
-        """All rows in their order, some at a time; of a table only these columns are read."""
-        ...
-
-
-class ListedRecords:
-    """Python objects, each with the number that `name` writes into its place."""
-
-    def __init__(self, where: str, records: Sequence[Any], name: Callable[[int], str]) -> None:
-        self.where, self._records, self._name = where, records, name
-        self.columns: tuple[str, ...] | None = None
+    def __init__(
+        self,
+        where: str,
+        size: int,
+        read: Callable[[int, int, tuple[str, ...] | None], list[Any]],
+        place: Callable[[int], str],
+        columns: Iterable[str] | None = None,
+    ) -> None:
+        self.where, self._size, self._read, self.place = where, size, read, place
+        self.columns = None if columns is None else tuple(columns)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._size
 
     def __getitem__(self, index: int) -> Any:
-        return self._records[index]
+        return self._read(index, index + 1, None)[0]
 
-    def place(self, index: int) -> str:
-        return self._name(index)
-
-    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Any]]:
-        for start in range(0, len(self), CHUNK):
-            yield list(self._records[start : start + CHUNK])
-
-
-class ParquetRecords:
-    """Rows of Parquet files with the same columns: Arrow columns in memory, Python objects where one is asked for."""
-
-    def __init__(self, where: str, files: Sequence[Path]) -> None:
-        import pyarrow
-
-        self.where, self._files, tables = where, files, [_read_parquet(file) for file in files]
-        for file, table in zip(files, tables, strict=True):
-            _check_columns(file, table.column_names, files[0], tables[0].column_names)
-        try:
-            joined = pyarrow.concat_tables(tables, promote_options="permissive")
-        except pyarrow.ArrowException as error:
-            raise PromptError(f"{where}: the files have columns of different types: {error}.") from None
-        self._table = joined.combine_chunks()  # else each lookup searches all row groups
-        self._ends = list(itertools.accumulate(len(table) for table in tables))
-        self.columns: tuple[str, ...] | None = tuple(joined.column_names)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Record:
-        return self._table.slice(index, 1).to_pylist()[0]
-
-    def place(self, index: int) -> str:
-        file = bisect_right(self._ends, index)
-        return f"{self._files[file]}, row {index - (self._ends[file - 1] if file else 0)}"
-
-    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Record]]:
-        table = self._table if columns is None else self._table.select(list(columns))
-        for start in range(0, len(table), CHUNK):
-            yield table.slice(start, CHUNK).to_pylist()
-
-
-class DatasetRecords:
-    """Rows of a `datasets.Dataset`, as plain Python objects whatever its format."""
-
-    def __init__(self, where: str, dataset: datasets.Dataset) -> None:
-        if dataset.format["type"] == "custom":
-            raise PromptError(f"{where} has a transform (set_transform): give the dataset without it, and map=.")
-        self.where, self._dataset = where, dataset.with_format(None)
-        self.columns: tuple[str, ...] | None = tuple(dataset.column_names)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Record:
-        return self._dataset[index]
-
-    def place(self, index: int) -> str:
-        return f"{self.where}, row {index}"
-
-    def scan(self, columns: Sequence[str] | None) -> Iterator[list[Record]]:
-        dataset = self._dataset if columns is None else self._dataset.select_columns(list(columns))
-        for start in range(0, len(dataset), CHUNK):
-            found = dataset[start : start + CHUNK]
-            yield [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+    def scan(self, columns: Iterable[str] | None) -> Iterator[list[Any]]:
+        """All rows in their order, some at a time."""
+        chosen = None if columns is None else tuple(columns)
+        for start in range(0, self._size, CHUNK):
+            yield self._read(start, min(start + CHUNK, self._size), chosen)
 
 
 def open_records(source: Any, *, split: str | None = None, name: str | None = None, what: str = "prompts") -> Records:
@@ -147,7 +80,12 @@ def open_records(source: Any, *, split: str | None = None, name: str | None = No
         if given and all(isinstance(one, str | os.PathLike) for one in given):
             records = read_files(f"the files of {what}", [_existing(Path(one), what) for one in given])
         else:
-            records = listed(source, what)
+            if isinstance(source, Mapping | str | bytes) or not isinstance(source, Iterable):
+                raise PromptError(
+                    f"{what} are a {type(source).__name__}: give a JSONL or Parquet file, a dataset, or a list of "
+                    f"mappings."
+                )
+            records = _listed(f"the list of {what}", list(source), lambda row: f"record {row}")
     if len(records) == 0:
         raise PromptError(f"{records.where} has no {what}: give at least one record.")
     return records
@@ -235,10 +173,24 @@ def _of_dataset(loaded: Any, split: str | None, where: str) -> Records:
         chosen = splits[0] if split is None else split
         if chosen not in loaded:
             raise PromptError(f"{where} has no split {split!r}.{nearest(chosen, splits)}")
-        return DatasetRecords(f"{where} ({chosen})", loaded[chosen])
+        return _dataset_records(f"{where} ({chosen})", loaded[chosen])
     if split is not None and loaded.split is not None and str(loaded.split) != split:
         raise PromptError(f"{where} is the split {loaded.split}, asked for was split={split!r}.")
-    return DatasetRecords(where if split is None else f"{where} ({split})", loaded)
+    return _dataset_records(where if split is None else f"{where} ({split})", loaded)
+
+
+def _dataset_records(where: str, dataset: datasets.Dataset) -> Records:
+    """Its rows as plain Python objects whatever its format."""
+    if dataset.format["type"] == "custom":
+        raise PromptError(f"{where} has a transform (set_transform): give the dataset without it, and map=.")
+    plain = dataset.with_format(None)
+    chosen = cache(lambda columns: plain.select_columns(list(columns)))
+
+    def read(start: int, stop: int, columns: tuple[str, ...] | None) -> list[Record]:
+        found = (plain if columns is None else chosen(columns))[start:stop]
+        return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+
+    return Records(where, len(plain), read, lambda row: f"{where}, row {row}", plain.column_names)
 
 
 def _no_split(split: str | None, name: str | None, source: str) -> None:
@@ -256,24 +208,41 @@ def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0] or type(error).__name__
 
 
-def listed(records: Iterable[Any], what: str) -> Records:
-    """Records of Python objects. Errors: PromptError for an object that is not iterable."""
-    if isinstance(records, Mapping | str | bytes) or not isinstance(records, Iterable):
-        raise PromptError(
-            f"{what} are a {type(records).__name__}: give a JSONL or Parquet file, a dataset, or a list of mappings."
-        )
-    return ListedRecords(f"the list of {what}", list(records), lambda index: f"record {index}")
+def _listed(where: str, records: list[Any], place: Callable[[int], str]) -> Records:
+    return Records(where, len(records), lambda start, stop, columns: records[start:stop], place)
 
 
 def read_files(where: str, files: Sequence[Path]) -> Records:
     """The rows of all files, which are JSONL or Parquet. Errors: PromptError naming file and line."""
     if all(is_parquet(file) for file in files):
-        return ParquetRecords(where, files)
+        return _parquet_records(where, files)
     lines = [(line, file) for file in files for line in _read_lines(file)]
     places = [(file, number) for (number, _), file in lines]
-    return ListedRecords(
-        where, [record for (_, record), _ in lines], lambda index: "{}, line {}".format(*places[index])
-    )
+    return _listed(where, [record for (_, record), _ in lines], lambda row: "{}, line {}".format(*places[row]))
+
+
+def _parquet_records(where: str, files: Sequence[Path]) -> Records:
+    """Files with the same columns: Arrow columns in memory, Python objects where rows are read."""
+    import pyarrow
+
+    tables = [_read_parquet(file) for file in files]
+    for file, table in zip(files, tables, strict=True):
+        _check_columns(file, table.column_names, files[0], tables[0].column_names)
+    try:
+        joined = pyarrow.concat_tables(tables, promote_options="permissive")
+    except pyarrow.ArrowException as error:
+        raise PromptError(f"{where}: the files have columns of different types: {error}.") from None
+    whole = joined.combine_chunks()  # else each lookup searches all row groups
+    ends = list(itertools.accumulate(len(table) for table in tables))
+
+    def read(start: int, stop: int, columns: tuple[str, ...] | None) -> list[Record]:
+        return (whole if columns is None else whole.select(columns)).slice(start, stop - start).to_pylist()
+
+    def place(row: int) -> str:
+        file = bisect_right(ends, row)
+        return f"{files[file]}, row {row - (ends[file - 1] if file else 0)}"
+
+    return Records(where, len(whole), read, place, whole.column_names)
 
 
 def is_parquet(file: Path) -> bool:

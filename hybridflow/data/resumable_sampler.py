@@ -121,15 +121,21 @@ class ResumableSampler:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls what torch gave up
             loader: Any = StatefulDataLoader(
-                _TorchDataset(self._dataset),  # type: ignore[arg-type]  a dataset by what it can do
+                _Draws(),  # type: ignore[arg-type]  a dataset by what it can do
                 batch_sampler=self._draws(first),  # type: ignore[arg-type]  iterated once
-                collate_fn=_unchanged,
+                collate_fn=self._read,
                 num_workers=self.workers,
                 generator=torch.Generator(),  # else it would draw from the caller's
                 **several,
             )
         with _environment(_FORK_ENVIRONMENT) if self.workers else contextlib.nullcontext():
             return iter(loader)
+
+    def _read(self, draws: list[Draw]) -> Any:
+        try:
+            return self._dataset.read(draws)
+        except PromptError as error:
+            return PromptError(*error.args)  # as a value: raised in a worker it would come with another message
 
     def _draws(self, batch: int) -> Iterator[list[Draw]]:
         """The draws of each batch from number `batch` on."""
@@ -157,24 +163,11 @@ class ResumableSampler:
         )
 
 
-class _TorchDataset:
-    """The map-style data set that torch's loader asks for."""
+class _Draws:
+    """The map-style data set that torch's loader asks for: draws, which `collate_fn` reads."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, draws: list[Draw]) -> Any:
-        try:
-            return self._dataset.read(draws)
-        except PromptError as error:
-            return PromptError(*error.args)  # as a value: raised in a worker it would come with another message
-
-
-def _unchanged(found: Any) -> Any:
-    return found
+    def __getitem__(self, draw: Draw) -> Draw:
+        return draw
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Boxes of canonical tensors, and layouts: which rank holds which boxes. Pure.
+"""Boxes of canonical tensors, layouts: which rank holds which boxes, and the pieces of two layouts. Pure.
 
 A *canonical* tensor has its Hugging Face name and shape. A `Box` is an index range of one; a `Region` says where a
 box lives in a rank's own storage; a `Layout` lists the regions of every rank. Megatron, FSDP, vLLM and a directory of
@@ -8,8 +8,10 @@ safetensors each have one adapter that yields a layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import sub
 from typing import TYPE_CHECKING, TypeVar
 
@@ -54,34 +56,38 @@ class Box:
         stop = tuple(map(min, self.stop, other.stop))
         return Box(self.tensor, start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    def slab(self, axis: int, start: int, stop: int) -> Box:
+        """The box with `start:stop` as its range of dimension `axis`."""
+        first, last = list(self.start), list(self.stop)
+        first[axis], last[axis] = start, stop
+        return Box(self.tensor, tuple(first), tuple(last))
+
     def subtract(self, other: Box) -> list[Box]:
         """Disjoint boxes that cover `self` minus `other`."""
         common = self.intersect(other)
         if common is None:
             return [self]
-        rest, start, stop = [], list(self.start), list(self.stop)
-        for i in range(len(start)):
-            if start[i] < common.start[i]:
-                rest.append(Box(self.tensor, tuple(start), (*stop[:i], common.start[i], *stop[i + 1 :])))
-            if common.stop[i] < stop[i]:
-                rest.append(Box(self.tensor, (*start[:i], common.stop[i], *start[i + 1 :]), tuple(stop)))
-            start[i], stop[i] = common.start[i], common.stop[i]
+        rest, left = [], self
+        for axis, (low, high) in enumerate(zip(common.start, common.stop, strict=True)):
+            sides = ((left.start[axis], low), (high, left.stop[axis]))
+            rest += [left.slab(axis, start, stop) for start, stop in sides if start < stop]
+            left = left.slab(axis, low, high)
         return rest
+
+    @property
+    def first_axis(self) -> int:
+        """The first dimension of more than one index. Errors: StopIteration for a box of one element."""
+        return next(axis for axis, size in enumerate(self.shape) if size > 1)
 
     def split(self, max_numel: int) -> list[Box]:
         """Disjoint boxes of at most `max_numel` (at least one) elements that cover this one, in index order."""
         if self.numel <= max_numel or self.numel <= 1:
             return [self]
-        axis = next(i for i, size in enumerate(self.shape) if size > 1)
-        length, inner = self.shape[axis], self.numel // self.shape[axis]
-        step = max(1, max_numel // inner)
-        parts = []
-        for at in range(self.start[axis], self.start[axis] + length, step):
-            end = min(at + step, self.stop[axis])
-            start = (*self.start[:axis], at, *self.start[axis + 1 :])
-            stop = (*self.stop[:axis], end, *self.stop[axis + 1 :])
-            parts += Box(self.tensor, start, stop).split(max_numel)
-        return parts
+        axis = self.first_axis
+        start, stop = self.start[axis], self.stop[axis]
+        step = max(1, max_numel * (stop - start) // self.numel)
+        slabs = [self.slab(axis, at, min(at + step, stop)) for at in range(start, stop, step)]
+        return [part for slab in slabs for part in slab.split(max_numel)]
 
     def __str__(self) -> str:
         return f"{self.tensor}[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
@@ -228,3 +234,114 @@ def equal_storages(source: Layout, destination: Layout, rank: int) -> list[tuple
 
 def _places(regions: Sequence[Region]) -> frozenset[object]:
     return frozenset((region.box, region.offset, region.strides) for region in regions)
+
+
+Owners = Mapping[int, tuple[Region, ...]]  # part of a layout -> its regions that contain a box
+
+
+@dataclass(frozen=True, slots=True)
+class Intersection:
+    """`box` with the parts of the source that hold it and the parts of the destination that need it."""
+
+    box: Box
+    have: Owners
+    need: Owners
+
+
+@dataclass(frozen=True)
+class LayoutParts:
+    """The distinct parts of a layout, with the ranks and boxes of each.
+
+    `members[part]` are ranks, ascending; `part[rank]` is -1 for a rank that holds nothing. `atoms` are disjoint
+    boxes of each tensor, sorted by start, with the parts that hold them.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    part: tuple[int, ...]
+    atoms: Mapping[str, list[tuple[Box, Owners]]]
+
+    @classmethod
+    def of(cls, layout: Layout, ranks: int) -> LayoutParts:
+        """Parts of `layout` in a group of `ranks` ranks. Errors: LayoutError for a box outside its tensor."""
+        alike: dict[Hashable, tuple[Sequence[Region], list[int]]] = {}
+        for rank in range(layout.ranks):
+            regions = None if layout.part else tuple(layout.regions(rank))
+            label = layout.part(rank) if layout.part else regions
+            if label not in alike:
+                alike[label] = (layout.regions(rank) if regions is None else regions, [])
+            alike[label][1].append(rank)
+        kept: list[tuple[int, ...]] = []
+        boxes: dict[str, list[tuple[Box, tuple[int, Region]]]] = {}
+        for found, members in alike.values():
+            for region in found:
+                _check(region, members[0], layout)
+                boxes.setdefault(region.box.tensor, []).append((region.box, (len(kept), region)))
+            if found:
+                kept.append(tuple(members))
+        part = [-1] * ranks
+        for i, members in enumerate(kept):
+            for rank in members:
+                part[rank] = i
+        return cls(tuple(kept), tuple(part), {tensor: _atoms(labelled) for tensor, labelled in boxes.items()})
+
+    def ranks(self, owners: Owners) -> Iterator[int]:
+        for part in owners:
+            yield from self.members[part]
+
+
+def pieces(tensor: str, source: LayoutParts, destination: LayoutParts) -> Iterator[Intersection]:
+    """All pieces of `tensor` that the destination needs, in order of start: the largest boxes that no rank of the two
+    layouts holds or needs partially.
+
+    Errors: LayoutError when no rank holds some of the elements.
+    """
+    atoms = source.atoms.get(tensor, [])
+    starts = [box.rows[0] for box, _ in atoms]
+    reach = list(accumulate((box.rows[1] for box, _ in atoms), max))  # non-decreasing, so it can be bisected
+    for box, need in destination.atoms.get(tensor, ()):
+        first, last = bisect_right(reach, box.rows[0]), bisect_left(starts, box.rows[1])
+        if last - first == 1 and atoms[first][0] == box:
+            yield Intersection(box, atoms[first][1], need)
+            continue
+        near = ((box.intersect(atom), have) for atom, have in atoms[first:last])
+        found = [Intersection(common, have, need) for common, have in near if common is not None]
+        if sum(piece.box.numel for piece in found) != box.numel:
+            held = f"only {', '.join(str(piece.box) for piece in found)}" if found else "nothing"
+            raise LayoutError(
+                f"rank {min(destination.ranks(need))} of the destination needs {box}, but the source ranks hold {held} "
+                "of it. Every element needs a source."
+            )
+        yield from found
+
+
+def _atoms(boxes: Sequence[tuple[Box, tuple[int, Region]]]) -> list[tuple[Box, Owners]]:
+    out: list[tuple[Box, Owners]] = []
+    for box, labels in partition(boxes):
+        owners: dict[int, tuple[Region, ...]] = {}
+        for part, region in sorted(labels, key=lambda label: label[0]):
+            owners[part] = (*owners.get(part, ()), region)
+        out.append((box, owners))
+    return out
+
+
+def _check(region: Region, rank: int, layout: Layout) -> None:
+    box, shape = region.box, layout.tensors.get(region.box.tensor)
+    if (
+        shape is None
+        or not len(shape) == len(box.start) == len(box.stop)
+        or any(a < 0 or b > n for a, b, n in zip(box.start, box.stop, shape, strict=True))
+    ):
+        raise LayoutError(
+            f"rank {rank} stores {box} in {region.storage!r}, but the layout's tensor is {shape}. "
+            "The adapter that made this layout is wrong."
+        )
+    if region.strides is None:
+        fits, wanted = len(region.offset) == len(shape), "one number per dimension"
+    else:
+        fits = len(region.offset) == 1 and len(region.strides) == len(shape)
+        wanted = "one number, and a stride for each dimension"
+    if not fits:
+        raise LayoutError(
+            f"rank {rank} stores {box} in {region.storage!r} at offset {region.offset} with strides {region.strides}. "
+            f"The offset has to be {wanted}: the adapter that made this layout is wrong."
+        )

@@ -1,21 +1,22 @@
 """Agreement: the ranks of a group continue together or all raise, so no rank waits in a collective for a failed one;
-and sums over data parallel ranks."""
+all make an optimizer step or all skip it; and sums over data parallel ranks."""
 
 from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithms.losses.aggregation import Totals
-from hybridflow.algorithms.masked import response_mask
+from hybridflow.algorithms.losses.loss import LossFunction, Totals
+from hybridflow.algorithms.masked import not_finite, response_mask
 from hybridflow.batch.batch import Batch
-from hybridflow.engines.process_groups import RankContext
+from hybridflow.batch.ragged import Ragged
+from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.errors import BatchError, HybridFlowError, WorkerError
 
 F = TypeVar("F")
@@ -29,9 +30,7 @@ def agree_on(group: dist.ProcessGroup, failure: F | None, number: float | None =
     dist.all_reduce(state, dist.ReduceOp.MAX, group=group)
     failed, largest, smallest = state.tolist()
     if failed:
-        everyone: list[F | None] = [None] * group.size()
-        dist.all_gather_object(everyone, failure, group=group)
-        failure = next(found for found in everyone if found is not None)
+        failure = next(found for found in gather(failure, group) if found is not None)
     return failure, -smallest, largest
 
 
@@ -63,10 +62,7 @@ def agree(context: RankContext, check: Callable[[], float | None], what: str = "
 
 def of_every_rank(context: RankContext, mine: Any) -> list[Any]:
     """The values of all ranks, in rank order. Collective, on the CPU."""
-    everyone = [mine] * context.grid.size
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, mine, group=_group(context))
-    return everyone
+    return [mine] if context.grid.size == 1 else gather(mine, _group(context))
 
 
 def _group(context: RankContext) -> dist.ProcessGroup:
@@ -121,7 +117,99 @@ class Replicas:
             sums = dict(zip(names, torch.stack([value.sum() for value in values]).tolist(), strict=True))
         if self.size == 1:
             return sums
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, sums, group=self.group)
+        everyone = gather(sums, self.group)
         keys = dict.fromkeys(name for other in everyone for name in other)
         return {name: sum(other.get(name, 0.0) for other in everyone) for name in keys}
+
+
+_NAMED = 3  # findings in the text of a refusal
+
+
+class StepCheck:
+    """Checks the mini-batches between two steps: all ranks skip the next step when a number that it depends on is not
+    finite on any rank.
+
+    Checking the gradients is not enough: `maximum`, `clamp` and `where` can drop a nan or an infinity between the
+    inputs of a loss and its gradients, which are then finite and wrong.
+
+    Call `begin` for each mini-batch, `share` for each micro-batch, then `agree`. `agree` uses the all-reduce in which
+    ranks report errors, so the check needs no further communication until a rank finds something.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._columns, self._refusal, self._taken = "", "", ""
+        self._errors: list[Exception] = []
+        self._finite: dict[str, list[Tensor]] = {}
+
+    def begin(self, batch: Batch, loss: LossFunction) -> None:
+        """Check the columns that `loss` reads (its attribute `reads`; without it, all columns)."""
+        self._errors, self._finite, self._columns = [], {}, ""
+        try:
+            self._columns = not_finite(batch, getattr(loss, "reads", None))
+        except Exception as error:  # told by `agree`: peers need this rank in the pass
+            self._errors.append(error)
+
+    def share(
+        self, loss: LossFunction, outputs: Mapping[str, Ragged], rows: Batch, totals: Totals
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """The result of `loss` for a micro-batch; None when it raises, because peers need this rank in the pass."""
+        try:
+            scalar, metrics = loss(outputs, rows, totals)
+            valid = response_mask(rows).values
+            for name, output in outputs.items():
+                kept = torch.where(valid, output.values.detach(), 0.0)
+                self._finite.setdefault(f"the model's {name}", []).append(kept.isfinite().all())
+            self._finite.setdefault("the loss", []).append(scalar.detach().isfinite().all())
+            return scalar, {name: value.detach() for name, value in metrics.items()}
+        except Exception as error:
+            self._errors.append(error)
+            return None
+
+    def agree(self) -> None:
+        """Share the findings of all ranks. Errors: as `agreement.agree`, when the loss raised on a rank."""
+        mine = ""
+
+        def check() -> float | None:
+            nonlocal mine
+            if self._errors:
+                raise self._errors[0]
+            mine = self._columns or self._computed()
+            return 1.0 if mine else None
+
+        try:
+            refused = agree(self._context, check) is not None
+        except Exception:
+            self._refusal = ""  # the engine drops the gradients
+            raise
+        if refused:
+            self._refusal = self._refusal or _joined(of_every_rank(self._context, mine))
+
+    def _computed(self) -> str:
+        """Names the model outputs and the loss of this rank that are not finite; "" when all are finite."""
+        if not self._finite:
+            return ""
+        finite = torch.stack([torch.stack(found).all() for found in self._finite.values()]).tolist()
+        bad = [name for name, good in zip(self._finite, finite, strict=True) if not good]
+        return f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite" if bad else ""
+
+    def take(self) -> bool:
+        """Whether to skip the step that follows, the same on all ranks; resets the check for the next step."""
+        self._taken, self._refusal = self._refusal, ""
+        return bool(self._taken)
+
+    def reason(self, result: Mapping[str, float]) -> str:
+        """Why the step that returned `result` was skipped; "" when it was not."""
+        if not result["skipped"]:
+            return ""
+        return self._taken or f"the norm of the gradients is {result['grad_norm']}"
+
+
+def _joined(findings: list[str]) -> str:
+    """The findings of all ranks in one line; ranks with equal findings are grouped."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(findings):
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    said = [f"{text} on rank {', '.join(map(str, where))}" for text, where in list(ranks.items())[:_NAMED]]
+    return "; ".join(said) + (f"; and more on {len(ranks) - _NAMED} other ranks" if len(ranks) > _NAMED else "")

@@ -84,11 +84,7 @@ class FlatGradients:
         return self._views(self._kept if self._whole else ())
 
     def _views(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {
-            name: buffer[a:b].view(unit.parameters[name])
-            for unit, buffer in zip(self._units, buffers)
-            for name, (a, b) in unit.places.items()
-        }
+        return {name: view for unit, buffer in zip(self._units, buffers) for name, view in unit.views(buffer).items()}
 
     def before_backward(self) -> None:
         """A backward pass follows; the one before it, if any, is over."""

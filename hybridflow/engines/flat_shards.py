@@ -27,7 +27,6 @@ from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.flat_gradients import FlatGradients
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.units import Unit
-from hybridflow.errors import ConfigError, ModelError
 
 # activation checkpointing, torch.compile; a layer with adapters, peft's name of an adapter without one
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.", "default.")
@@ -42,8 +41,6 @@ class FlatShards:
     With `overlap` (default: on CUDA) a unit's gradients travel while the next one's are computed.
 
     Storage of `main` is flat, of what this rank owns. `memory` of a unit goes with the last of its names.
-
-    Errors: ConfigError for another stage, ModelError when the parameters are not those of `units` or partly frozen.
     """
 
     def __init__(
@@ -57,9 +54,9 @@ class FlatShards:
         offload: bool = False,
         overlap: bool | None = None,
     ) -> None:
-        if stage not in (1, 2):
-            raise ConfigError(f"stage={stage!r} does not keep parameters whole: use 1 or 2 here, FSDP for stage 3.")
-        _check(model, units)
+        names = [canonical_name(name) for name, _ in model.named_parameters()]
+        assert {*names} == {name for unit in units for name in unit.modules}, "units of another model"
+        assert len({parameter.requires_grad for parameter in model.parameters()}) == 1, "partly frozen: use FSDP"
         self.model: Any = model
         self._units, self._group, device = units, group, context.device
         self._everyone, on_cuda = context.groups.everyone(), device.type == "cuda"
@@ -67,9 +64,9 @@ class FlatShards:
         ranks, dtype = group.size(), next(model.parameters()).dtype
         self._buffers = [torch.zeros(unit.share(ranks) * ranks, dtype=dtype, device=device) for unit in units]
         self.storage: Mapping[str, Tensor] = {
-            name: buffer[a:b].view(unit.parameters[name])
+            name: tensor
             for unit, buffer in zip(units, self._buffers, strict=True)
-            for name, (a, b) in unit.places.items()
+            for name, tensor in unit.views(buffer).items()
         }
         places = {n: buffer[a:b] for unit, buffer in zip(units, self._buffers) for n, (a, b) in unit.modules.items()}
         named = _install(model, places)
@@ -94,19 +91,16 @@ class FlatShards:
             self.parameters_changed()
 
     def before_backward(self, last: bool = True) -> None:
-        """The next micro-batch is computed with gradients. With stage 2 ranks run equally many of them."""
         self.gradients.before_backward()
 
     def after_pass(self) -> None:
-        """The micro-batches of a pass are done. Collective after those with gradients."""
         self.gradients.after_backward()
 
     def reduce(self) -> None:
-        """Complete the gradients: this rank's are the sums over all ranks. Collective."""
         self.gradients.reduce()
 
     def main_gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients by the names of `main`, float32, where `main` is; views where they are there already."""
+        """On the device of `main`; views where they are there already."""
         return {name: piece.to(self._host) for name, piece in self.gradients.own.items()}
 
     def counts(self, name: str) -> bool:
@@ -114,7 +108,7 @@ class FlatShards:
         return True
 
     def square_sum(self) -> Tensor:
-        """float64, the same on all ranks: of all reduced gradients, matrices first. Collective."""
+        """Adds up matrices first."""
         total = torch.zeros((), dtype=torch.float64, device=self.memory.device)
         pieces = sorted(self.gradients.own.items(), key=lambda item: self.storage[item[0]].ndim == 1)
         if counted := [piece for name, piece in pieces if self.counts(name)]:
@@ -124,7 +118,6 @@ class FlatShards:
 
     @torch.no_grad()
     def updated(self, names: Collection[str]) -> None:
-        """`main` of these tensors was updated on the ranks that have it: parameters follow. Collective."""
         if self.separate and (mine := [name for name in names if name in self.main]):
             torch._foreach_copy_([self._own[name] for name in mine], [self.main[name] for name in mine])
         if (ranks := self._group.size()) == 1:
@@ -140,12 +133,10 @@ class FlatShards:
 
     @torch.no_grad()
     def parameters_changed(self) -> None:
-        """Parameters were written from outside: `main` follows them."""
         if self.separate and self.main:
             torch._foreach_copy_(list(self.main.values()), list(self._own.values()))
 
     def close(self) -> None:
-        """Free all memory, also where others still refer to it."""
         self.gradients.close()
         self.memory.release()
         if self.separate:
@@ -158,26 +149,6 @@ def canonical_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _check(model: nn.Module, units: Sequence[Unit]) -> None:
-    expected: dict[str, tuple[int, ...]] = {}
-    for unit in units:
-        shapes = {name: part.shape for name, part in unit.parts.items()}
-        expected |= {name: shapes.get(name) or unit.parameters[name] for name in unit.modules}
-    found = {canonical_name(name): tuple(p.shape) for name, p in model.named_parameters()}
-    if found != expected:
-        name = next(n for n in {**expected, **found} if expected.get(n) != found.get(n))
-        raise ModelError(
-            f"this model should have {name} {expected.get(name, 'not at all')}, the module has "
-            f"{found.get(name, 'no such parameter')}. Tie embeddings that are tied before they are partitioned."
-        )
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if 0 < len(frozen) < len(found):
-        raise ModelError(
-            f"ZeRO stages 1 and 2 train all parameters of a model; {len(frozen)} of {len(found)} are frozen, among "
-            f"them {frozen[0]}. Use FSDP, or ZeRO(stage=3), to train a part of a model."
-        )
 
 
 def _install(model: nn.Module, flat: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
 from hybridflow.models.spec import Cost
+
+Positions = Literal["before", "own", "last"]
+"""Positions read in a row: before each response token (which predict it), at each of them, or only the last token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,40 +153,28 @@ class Split:
     def _padded(self, length: int) -> int:
         return max(1, -(-length // self.multiple)) * self.multiple
 
-    def responses(self, prompts: Ragged, responses: Ragged, own: bool = False) -> list[MicroBatch]:
-        """Micro-batches that read the positions which predict the response tokens, or with `own` their own positions.
-
-        Errors: BatchError of `check`.
-        """
+    def micro_batches(self, prompts: Ragged, responses: Ragged, at: Positions = "before") -> list[MicroBatch]:
+        """The rows as micro-batches that say which positions are read. Errors: BatchError of `check`."""
         self.check(prompts, responses)
-        return [self._response_batch(rows, prompts, responses, own) for rows in self._split(prompts, responses)]
-
-    def last_tokens(self, prompts: Ragged, responses: Ragged) -> list[MicroBatch]:
-        """Micro-batches that read the last position of every row. Errors: BatchError of `check`."""
-        self.check(prompts, responses)
-        out = []
-        for rows in self._split(prompts, responses):
-            prompt, response = prompts.index(rows), responses.index(rows)
-            ids, starts, sequences = self._laid_out(prompt, response)
-            index = starts + prompt.lengths + response.lengths - 1
-            read = (_some(index), torch.zeros_like(index), torch.ones_like(index))
-            out.append(MicroBatch(rows, ids, *read, sequences))
-        return out
+        split = self.rows(prompts.lengths + responses.lengths) or [torch.arange(0)]
+        return [self._micro_batch(rows, prompts, responses, at) for rows in split]
 
     def empty(self) -> MicroBatch:
         """A micro-batch without rows, for a rank that takes part in the collectives of others' micro-batches."""
         nothing = Ragged.from_rows([], torch.int64)
-        return self._response_batch(torch.arange(0), nothing, nothing, False)
+        return self._micro_batch(torch.arange(0), nothing, nothing, "before")
 
-    def _split(self, prompts: Ragged, responses: Ragged) -> Sequence[Tensor]:
-        return self.rows(prompts.lengths + responses.lengths) or [torch.arange(0)]
-
-    def _response_batch(self, rows: Tensor, prompts: Ragged, responses: Ragged, own: bool) -> MicroBatch:
+    def _micro_batch(self, rows: Tensor, prompts: Ragged, responses: Ragged, at: Positions) -> MicroBatch:
         prompt, response = prompts.index(rows), responses.index(rows)
         ids, starts, sequences = self._laid_out(prompt, response)
-        row = response.row_index()
-        index = (starts + prompt.lengths - (0 if own else 1))[row] + _positions(response, row)
-        return MicroBatch(rows, ids, _some(index), response.values.to(torch.int64), response.lengths, sequences)
+        if at == "last":
+            index = starts + prompt.lengths + response.lengths - 1
+            targets, lengths = torch.zeros_like(index), torch.ones_like(index)
+        else:
+            row = response.row_index()
+            index = (starts + prompt.lengths - int(at == "before"))[row] + _positions(response, row)
+            targets, lengths = response.values.to(torch.int64), response.lengths
+        return MicroBatch(rows, ids, _some(index), targets, lengths, sequences)
 
     def _laid_out(self, prompt: Ragged, response: Ragged) -> tuple[Tensor, Tensor, Sequences | None]:
         """ids [b, S] int64 (zero where padded), where each row begins in the flattened ids [R], and the sequences."""
@@ -257,8 +249,7 @@ def pack(tokens: Tensor, budget: int, count: int = 1, costs: Tensor | None = Non
 
     A bin has at most `budget` tokens, or one longer row. There are as few bins as first-fit decreasing finds (at most
     11/9 of the fewest that exist, and two thirds of one; Dósa, 2007), but at least `count` where there are as many
-    rows. Within that number bins are made as alike in cost as the largest-first rule can (`costs` [rows], by default
-    the tokens): stages of a pipeline and data parallel ranks wait for the costliest.
+    rows; they are as alike in `costs` [rows] (default: the tokens) as the largest-first rule makes them.
 
     Errors: BatchError for a budget or a count below one.
     """

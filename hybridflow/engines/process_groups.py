@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hybridflow.topology import Coords, RankGrid
 
+T = TypeVar("T")
 _BACKENDS = re.compile(r"\bgloo/|\bNCCL\b")  # gloo's errors are plain RuntimeErrors that begin with a source file
 
 
@@ -30,6 +32,13 @@ def is_communication_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def gather(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """The values of all ranks of the group, in their order. Collective."""
+    everyone = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 @dataclass

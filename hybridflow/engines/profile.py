@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ Points = list[tuple[float, float]]
 """(tokens, rows, or elements on this rank; seconds)."""
 BIG = 1 << 22  # bytes of the message that bandwidth is read from
 _SMALLEST_VOCABULARY = 2
-_LOSSES: Mapping[Head, Callable[[], Any]] = MappingProxyType({"lm": policy_loss, "value": value_loss})
-_OUTPUTS: Mapping[Head, tuple[Output, ...]] = MappingProxyType({"lm": ("log_probs",), "value": ("values",)})
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,8 @@ class EngineProbe:
             for layers, head in models:
                 engine = build_engine(self.context, strategy, self._spec(layers, head), None, Adam(lr=1e-6))
                 undo.callback(engine.close)
-                engines.append((engine, _LOSSES[head](), _OUTPUTS[head]))
+                lm = head == "lm"
+                engines.append((engine, (policy_loss if lm else value_loss)(), ("log_probs",) if lm else ("values",)))
             for count in tokens:
                 rows = self._rows(engines[0][0].spec, count)
                 turns = [self._turn(engine, loss, outputs, rows) for engine, loss, outputs in engines]

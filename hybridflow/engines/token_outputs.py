@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,9 @@ from torch import Tensor
 from hybridflow.algorithms.masked import response_mask, token_column
 from hybridflow.batch.batch import Batch
 from hybridflow.engines.contract import Output
-from hybridflow.engines.micro_batches import MicroBatch, Split
+from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
 from hybridflow.errors import BatchError, ModelError
-from hybridflow.models.spec import Decoder
-
-Positions = Literal["before", "own", "last"]
-"""Positions read in a row: before each response token (which predict it), at each of them, or only the last token."""
+from hybridflow.models.hf_spec import Decoder
 
 
 class TokenOutputs:
@@ -63,10 +59,7 @@ class TokenOutputs:
 
     def micro_batches(self, batch: Batch, at: Positions = "before") -> list[MicroBatch]:
         """The batch as micro-batches that say which positions are read."""
-        prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
-        if at == "last":
-            return self.split.last_tokens(prompts, responses)
-        return self.split.responses(prompts, responses, own=at == "own")
+        return self.split.micro_batches(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"), at)
 
     def read(self, micro: MicroBatch, rows: Tensor, names: Sequence[Output], temperature: float) -> dict[str, Tensor]:
         """Each asked output [N] float32 of a micro-batch from the output layer's [N or more, V or more]."""

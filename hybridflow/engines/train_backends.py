@@ -9,53 +9,26 @@ optimizer)` returns a `ShardedModel`. A process imports only the frameworks that
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.config import FSDP, Megatron, Optimizer, TrainStrategy, ZeRO
-from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import Uninitialized
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import ConfigError
-from hybridflow.models.spec import Decoder
-from hybridflow.topology import RankGrid
+from hybridflow.models.hf_spec import Decoder
+
+_FOLDERS: dict[type, str] = {Megatron: "megatron", FSDP: "fsdp", ZeRO: "fsdp"}
 
 
-@dataclass(frozen=True)
-class TrainBackend:
-    """One strategy and its folder."""
-
-    strategy: Any
-    folder: str
-
-    def check(self, spec: Decoder, grid: RankGrid, role: str = "the model") -> None:
-        """Errors: ModelError, PlacementError when the strategy cannot cut `spec` over `grid`."""
-        self.module("layout").check(self.strategy, spec, grid, role)
-
-    def layout(self, spec: Decoder, grid: RankGrid) -> Layout:
-        """Which rank of `grid` holds which boxes of `spec`. Errors: those of `check`."""
-        return self.module("layout").weights_layout(self.strategy, spec, grid)
-
-    def state_layout(self, spec: Decoder, grid: RankGrid) -> Layout:
-        """The same for one kind of optimizer state. Errors: those of `check`."""
-        return self.module("layout").state_layout(self.strategy, spec, grid)
-
-    def module(self, name: str) -> Any:
-        return importlib.import_module(f"hybridflow.engines.{self.folder}.{name}")
-
-
-_FOLDERS: dict[type, str] = {Megatron: "megatron", FSDP: "fsdp", ZeRO: "zero"}
-
-
-def backend_of(strategy: TrainStrategy) -> TrainBackend:
-    """The backend of a strategy. Errors: ConfigError for a strategy without one."""
+def backend(strategy: TrainStrategy, module: Literal["layout", "engine"]) -> Any:
+    """A module of the strategy's backend. Errors: ConfigError for a strategy without one."""
     if type(strategy) not in _FOLDERS:
         raise ConfigError(
             f"train={strategy!r} is not a training strategy. Use hf.Megatron(...), hf.FSDP(...) or hf.ZeRO(...)."
         )
-    return TrainBackend(strategy, _FOLDERS[type(strategy)])
+    return importlib.import_module(f"hybridflow.engines.{_FOLDERS[type(strategy)]}.{module}")
 
 
 def build_engine(
@@ -66,5 +39,4 @@ def build_engine(
     optimizer: Optimizer | None = None,
 ) -> TrainEngine:
     """The engine of one rank that the type of `strategy` asks for. Errors: ConfigError, those of the engine."""
-    build = backend_of(strategy).module("engine").build_model
-    return TrainEngine(build, context, strategy, spec, checkpoint, optimizer)
+    return TrainEngine(backend(strategy, "engine").build_model, context, strategy, spec, checkpoint, optimizer)

@@ -19,23 +19,21 @@ import torch
 from torch import Tensor
 
 from hybridflow import config
-from hybridflow.algorithms.losses.aggregation import LossFunction
+from hybridflow.algorithms.losses.loss import LossFunction
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
-from hybridflow.engines.agreement import Replicas
+from hybridflow.engines.agreement import Replicas, StepCheck
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.lora.adapters import Adapters
-from hybridflow.engines.micro_batches import MicroBatch, in_order
+from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.engines.sharded_model import ShardedModel
-from hybridflow.engines.step_check import StepCheck
-from hybridflow.engines.token_outputs import Positions
-from hybridflow.errors import ConfigError, nearest
-from hybridflow.models.spec import Decoder
+from hybridflow.errors import ConfigError
+from hybridflow.models.hf_spec import Decoder
 
 STANDARD_DEVIATION = 0.02  # of initial weights
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
@@ -150,10 +148,10 @@ class TrainEngine:
         Several calls before a `step` add up. Gradients are reduced over ranks in `step` (or `gradients`). Metrics are
         returned on the last pipeline stage (equal on its ranks), {} on the others.
 
-        A loss that raises does so after the last micro-batch, whose collectives need every rank: then all ranks raise
-        and drop their gradients. An error in its backward pass is raised on one rank alone; its peers wait for their
-        timeout. When a column that `loss` reads (its attribute `reads`; without one, any), an output or its value is
-        not finite where it counts, on any rank, the step that follows is skipped on all ranks.
+        When `loss` raises, all ranks raise after the last micro-batch and drop their gradients. An error in its
+        backward pass is raised on one rank alone; its peers wait for their timeout. When a column that `loss` reads
+        (its attribute `reads`; without one, any), an output or its value is not finite where it counts, on any rank,
+        the step that follows is skipped on all ranks.
 
         Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
         """
@@ -310,8 +308,7 @@ class TrainEngine:
         return self._shards.memory
 
     def offload(self, what: Collection[TrainState]) -> None:
-        """Move these to host memory; the engine does not compute until they are back. Errors: ConfigError."""
-        self._known(what)
+        """Move these to host memory; the engine does not compute until they are back."""
         if "parameters" in what:
             self._shards.memory.offload()
         if "optimizer" in what and self._optimizer:
@@ -320,19 +317,13 @@ class TrainEngine:
             self._shards.gradients.offload(self._gradients == "zero")
 
     def reload(self, what: Collection[TrainState]) -> None:
-        """Bring offloaded state back; other state is left alone. Errors: ConfigError."""
-        self._known(what)
+        """Bring offloaded state back; other state is left alone."""
         if "parameters" in what:
             self._shards.memory.acquire()
         if "optimizer" in what and self._optimizer:
             self._optimizer.reload()
         if "gradients" in what and self._optimizer:
             self._shards.gradients.reload(self._gradients == "zero")
-
-    def _known(self, what: Collection[str]) -> None:
-        names = get_args(TrainState)
-        if wrong := [name for name in what if name not in names]:
-            raise ConfigError(f"{self.context.role} holds no {wrong[0]!r}.{nearest(wrong[0], names)}")
 
     def _require(self, *what: TrainState) -> None:
         """Errors: ConfigError when one of these is not in device memory."""

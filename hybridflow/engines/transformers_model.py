@@ -21,8 +21,7 @@ from hybridflow.engines.attention import register_packed_attention
 from hybridflow.engines.lora.adapters import inject
 from hybridflow.engines.micro_batches import Sequences
 from hybridflow.models.families import is_packable
-from hybridflow.models.hf_spec import make_model
-from hybridflow.models.spec import Decoder
+from hybridflow.models.hf_spec import Decoder, make_model
 
 
 class TransformersModel(nn.Module):
@@ -116,7 +115,12 @@ class TransformersModel(nn.Module):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules that this thread makes within get their parameters on the meta device, and everything else for real."""
+    """Modules that this thread makes within get their parameters on the meta device, and everything else for real.
+
+    transformers does not initialize them, which would take most of the time.
+    """
+    from transformers import PreTrainedModel
+
     here = threading.get_ident()
 
     def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -125,7 +129,10 @@ def _parameters_on_meta() -> Iterator[None]:
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
+    initialize = PreTrainedModel.initialize_weights
+    PreTrainedModel.initialize_weights = lambda self: None
     try:
         yield
     finally:
+        PreTrainedModel.initialize_weights = initialize
         hook.remove()

@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
+from typing import TYPE_CHECKING
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.models.spec import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Tensors = Mapping[str, tuple[int, ...]]
 Range = tuple[int, int]
@@ -57,6 +61,10 @@ class Unit:
             end = start + math.prod(shape)
             placed[name] = (start, end)
         return placed
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors in `buffer`, in their shapes."""
+        return {name: buffer[a:b].view(self.parameters[name]) for name, (a, b) in self.places.items()}
 
     def share(self, ranks: int) -> int:
         """Elements that each of `ranks` ranks owns; with padding, `ranks` of them are the buffer."""
@@ -153,3 +161,29 @@ def step_groups(tensors: Tensors, stages: Sequence[Sequence[int]] | None = None)
         {name for stage in split if k < len(stage) for name in layers[stage[k]]} for k in range(max(map(len, split)))
     ]
     return [frozenset(group) for group in (*ends, *deepest) if group]
+
+
+# Whole parameters on every rank (ZeRO stages 1 and 2)
+
+
+def whole_units(tensors: Tensors, parts: Mapping[str, Part] | None = None) -> list[Unit]:
+    """The units of a model whose parameters are `tensors` (canonical names, in model order), in forward order: those
+    before the decoder layers, of each layer, and after the layers."""
+    before, layers, behind = ends_and_layers(tensors)
+    return [
+        Unit(named, {name: part for name, part in (parts or {}).items() if part.tensors[0] in named})
+        for named in (before, *layers, behind)
+        if named
+    ]
+
+
+def parameter_layout(tensors: Tensors, ranks: int) -> Layout:
+    """Every rank holds every tensor whole, in storage of its name."""
+    regions = [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in tensors.items()]
+    return Layout(tensors, ranks, lambda rank: regions, lambda rank: 0)
+
+
+def optimizer_layout(tensors: Tensors, ranks: int, parts: Mapping[str, Part] | None = None) -> Layout:
+    """Layout of one kind of optimizer state; all kinds have the same."""
+    cut = whole_units(tensors, parts)
+    return owned_layout(parameter_layout(tensors, ranks), lambda rank: (cut, ranks, rank))

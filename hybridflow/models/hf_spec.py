@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridflow.config import FSDP, TrainStrategy, ZeRO
 from hybridflow.errors import ModelError
 from hybridflow.models.families import FUSED_LINEAR, check_causal
-from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Decoder, Head, ModelSpec, Part, read_config
+from hybridflow.models.spec import FAMILIES, NEEDED, Cost, Head, ModelSpec, Part, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +34,10 @@ _CONTEXT = 2048  # of models that put no limit on it
 class TransformersSpec:
     """Sizes and tensors of a decoder, `config` being its `config.json`; made by `TransformersSpec.of`.
 
-    `parts` as in `Decoder`. `decoder` is the name of the model without its head, `layer_list` that of its layers
-    (`model.layers`). `linear` are the weights of layers that can have adapters, `zeros` what begins as zero although
-    no bias.
+    `parts`: by name the parameters of transformers' model that are no canonical tensor of the same name. `decoder` is
+    the name of the model without its head, `layer_list` that of its layers (`model.layers`). `linear` are the weights
+    of layers that can have adapters, `zeros` the vectors, besides biases, that begin as zero. With `learned_positions`
+    no row may be longer than `context`.
     """
 
     config: Mapping[str, Any]
@@ -82,15 +83,9 @@ class TransformersSpec:
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    def check_parallel(
-        self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
-    ) -> None:
-        """Errors: ModelError for p above one: pipeline stages are made of ModelSpec's families only."""
-        if p != 1:
-            raise ModelError(
-                f"{role} is a {self.family} model, which cannot be cut by pp, got p={p}. Use FSDP() or ZeRO(), whose "
-                f"ranks share any model."
-            )
+
+Decoder: TypeAlias = ModelSpec | TransformersSpec
+"""What is known of a decoder with a head before it exists."""
 
 
 @lru_cache(maxsize=16)
@@ -345,8 +340,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@contextmanager
-def _views_only() -> Iterator[None]:
+def _views_only() -> AbstractContextManager:
     """Within, a copy of a tensor is the tensor itself."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -355,5 +349,4 @@ def _views_only() -> Iterator[None]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
-    with Views():
-        yield
+    return Views()

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hybridflow.errors import CheckpointError, ModelError, nearest
 
@@ -62,63 +61,6 @@ class Part:
     tensors: tuple[str, ...]
 
 
-_NO_PARTS: Mapping[str, Part] = MappingProxyType({})  # every parameter is a canonical tensor
-
-
-class Decoder(Protocol):
-    """What is known of a decoder with a head before it exists: a ModelSpec, or a TransformersSpec of other families.
-
-    `config` is its `config.json`. `parts`: by name the parameters of transformers' model that are no canonical tensor
-    of the same name. `decoder` is the name of the model without its head, `layer_list` that of its layers;
-    `layer_tensors` with two dimensions belong to linear layers; `zeros` are the vectors, besides biases, that begin as
-    zero. With `learned_positions` no row may be longer than `context`.
-    """
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def head(self) -> Head: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def learned_positions(self) -> bool: ...
-    @property
-    def tied(self) -> bool: ...
-    @property
-    def cost(self) -> Cost: ...
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def parts(self) -> Mapping[str, Part]: ...
-    @property
-    def decoder(self) -> str: ...
-    @property
-    def layer_list(self) -> str: ...
-    @property
-    def zeros(self) -> frozenset[str]: ...
-
-    def tensors(self) -> dict[str, tuple[int, ...]]: ...
-
-    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]: ...
-
-    def check_parallel(
-        self, p: int, t: int, role: str = "the model", stage_layers: Sequence[int] | None = None
-    ) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Sizes of a Llama-style decoder. `head="value"` has a `score.weight` [1, hidden] instead of an output embedding.
@@ -146,7 +88,8 @@ class ModelSpec:
 
     # no fields: the same in all families
     decoder, layer_list, learned_positions = "model", "model.layers", False
-    parts, zeros = _NO_PARTS, frozenset[str]()
+    parts: ClassVar[Mapping[str, Part]] = {}
+    zeros: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def from_hf_config(cls, config: Any, head: Head = "lm") -> ModelSpec:
@@ -311,12 +254,6 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors().values())
-
-    @property
-    def num_parameters_without_output(self) -> int:
-        """Those of embedding, layers and last norm: without an output embedding of its own, or a value head."""
-        own = ("lm_head.weight", "score.weight")
-        return sum(math.prod(shape) for name, shape in self.tensors().items() if name not in own)
 
     @property
     def cost(self) -> Cost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -88,18 +88,14 @@ class Need(NamedTuple):
         return self.bytes - self.usable
 
 
-def infeasibility_report(
-    problem: Problem, on: Callable[[ClusterSpec], Problem], *, per_call: bool = False
-) -> PlacementError:
-    """The error for a problem that has no placement. `on` states the same problem for another cluster; `per_call`:
-    calls of a group may have layouts of their own.
-    """
+def infeasibility_report(problem: Problem, *, per_call: bool = False) -> PlacementError:
+    """The error for a problem that has no placement; `per_call`: calls of a group may have layouts of their own."""
     free = replace(problem, constraints=())
     if _limiting(problem) and fits(free, per_call):
         return PlacementError(_at_fault(problem, per_call))
     limits = " and ".join(map(str, _limiting(problem)))
     more = f"No number of nodes is enough{limits and f' while {limits} must hold'}."
-    if smallest := smallest_cluster(problem, on, per_call):
+    if smallest := smallest_cluster(problem, per_call):
         more = f"The smallest cluster of such nodes that fits is {smallest}."
     return PlacementError(
         f"the cluster is too small: {_missing(free)}. {more} Or use smaller models, batches or lengths."
@@ -163,29 +159,28 @@ def fits(problem: Problem, per_call: bool = False) -> bool:
     return per_call and size <= MOST_SAMPLED and mcmc(problem, budget_s=SECONDS, evaluations=SAMPLES) is not None
 
 
-def smallest_cluster(
-    problem: Problem, on: Callable[[ClusterSpec], Problem], per_call: bool = False
-) -> ClusterSpec | None:
+def smallest_cluster(problem: Problem, per_call: bool = False) -> ClusterSpec | None:
     """The cluster with the fewest further nodes, like its last, on which everything fits."""
-    cluster = problem.cluster
-    low, high = len(cluster.nodes), len(cluster.nodes)
-    most = MOST_SEARCHED if _limiting(problem) else MOST_DEVICES
-    while grown(cluster, high * 2).size <= max(most, 2 * cluster.size):
+    low = high = len(problem.cluster.nodes)
+    most = max(MOST_SEARCHED if _limiting(problem) else MOST_DEVICES, 2 * problem.cluster.size)
+    while (larger := grown(problem, high * 2)).cluster.size <= most:
         high = high * 2
-        if fits(on(grown(cluster, high)), per_call):
+        if fits(larger, per_call):
             break
         low = high
     else:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(on(grown(cluster, middle)), per_call) else (middle, high)
-    return grown(cluster, high)
+        low, high = (low, middle) if fits(grown(problem, middle), per_call) else (middle, high)
+    return grown(problem, high).cluster
 
 
-def grown(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
-    """The cluster with `nodes` nodes; further nodes are like its last."""
-    return replace(cluster, nodes=cluster.nodes + cluster.nodes[-1:] * (nodes - len(cluster.nodes)))
+def grown(problem: Problem, nodes: int) -> Problem:
+    """The problem on `nodes` nodes; further nodes are like the last of its cluster."""
+    own = problem.cluster.nodes
+    larger = replace(problem.cluster, nodes=own + own[-1:] * (nodes - len(own)))
+    return replace(problem, costs=problem.costs.on(larger))
 
 
 def _need(problem: Problem, group: str) -> Need | None:

@@ -9,27 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridflow.rewards.calling import Outcome as Outcome
+    from hybridflow.rewards.calling import RowFailure as RowFailure
     from hybridflow.rewards.code import Code as Code
     from hybridflow.rewards.function import from_compute_score as from_compute_score
     from hybridflow.rewards.function import per_row as per_row
     from hybridflow.rewards.functions import Functions as Functions
+    from hybridflow.rewards.functions import Scores as Scores
     from hybridflow.rewards.match import Exact as Exact
     from hybridflow.rewards.match import Numeric as Numeric
     from hybridflow.rewards.match import Overlong as Overlong
     from hybridflow.rewards.match import Regex as Regex
     from hybridflow.rewards.math import Math as Math
-    from hybridflow.rewards.outcome import Outcome as Outcome
-    from hybridflow.rewards.outcome import RowFailure as RowFailure
-    from hybridflow.rewards.outcome import Scores as Scores
     from hybridflow.rewards.process_pool import ProcessPool as ProcessPool
 
 _WHERE = {
+    "calling": ("Outcome", "RowFailure"),
     "code": ("Code",),
     "function": ("from_compute_score", "per_row"),
-    "functions": ("Functions",),
+    "functions": ("Functions", "Scores"),
     "match": ("Exact", "Numeric", "Overlong", "Regex"),
     "math": ("Math",),
-    "outcome": ("Outcome", "RowFailure", "Scores"),
     "process_pool": ("ProcessPool",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}

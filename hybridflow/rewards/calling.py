@@ -1,4 +1,4 @@
-"""Calls of a user's function, sync or async, whose exceptions become failures of its rows; and its name in messages.
+"""Calls of a user's function, sync or async, and their outcomes: exceptions become failures of rows.
 
 Imports little, since worker processes load it.
 """
@@ -9,16 +9,17 @@ import asyncio
 import functools
 import inspect
 import math
+import numbers
 import os
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self
-
-from hybridflow.rewards.outcome import Breakdown
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and named arguments."""
@@ -30,6 +31,91 @@ GRACE = 5.0
 """Seconds (in a worker at most a limit's length) in which an event loop has to cancel its own late calls."""
 
 _LONGEST_REASON = 1000
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """Answered by a reward function in place of a number: this row could not be judged, for `reason`.
+
+    It is no score: a wrong answer scores 0, a row whose tests cannot be read was not judged. The setting `on_failure`
+    says what becomes of the row. `error` is the exception behind it, where it was met in this process.
+    """
+
+    reason: str
+    error: BaseException | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self):  # an exception of the user's need not survive pickling
+        return type(self), (self.reason,)
+
+
+class Breakdown(RowFailure):
+    """A RowFailure that the function did not answer itself: it raised, was late, or died."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one call in a worker process: its `value`, or the `failure` that it ended with.
+
+    A failure is a reason in words that follow the name of the function: "took longer than 5 s", "died with SIGSEGV",
+    "raised ValueError: ...".
+    """
+
+    value: Any = None
+    failure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True)
+class RowAnswer:
+    """What one function says about one row: a value (None: it does not apply), or the reason for a failure.
+
+    `value` is a list of numbers, one per response token, at level "token". `parts` are further named numbers.
+    """
+
+    value: float | list[float] | None = None
+    failure: RowFailure | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # the repr of a type of the user's; or an integer of more than 4,300 digits
+        text = f"what has no repr: {error}"
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def listed(value: Any) -> Any:
+    """Python values of torch and numpy arrays and scalars, and of ragged rows."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def plain(value: Any) -> Any:
+    """The answer as plain data: arrays as lists, numbers of any type as Python's.
+
+    Errors: TypeError for anything but a number, a text, None, RowFailure or a list, tuple, set or dict of them.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, RowFailure):
+        return (Breakdown if isinstance(value, Breakdown) else RowFailure)(str(value.reason))
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(map(plain, value))
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(
+        f"a {type(value).__name__} is neither a number, a text, None, RowFailure nor a list or dict of them"
+    )
 
 
 def reason_of(error: BaseException) -> str:
@@ -65,29 +151,28 @@ class LateCallError(BaseException):
 
 
 class CallLimit:
-    """Interrupts calls in this process that take longer than `seconds`, by a signal, and again every second.
+    """Interrupts late calls in this process, by a signal, and again every second.
 
     Without effect off the main thread, the only one that Python interrupts, and while a C function runs.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._due, self._over = seconds, math.inf, threading.Event()
+    def __init__(self) -> None:
+        self._due, self._over = math.inf, threading.Event()
         self._watching = threading.Thread(target=self._watch, name="reward-limit", daemon=True)
         self._main = threading.current_thread() is threading.main_thread()
 
-    def run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
-        """The call's return value, or a Breakdown if it took over `seconds` (None: the limit's own)."""
-        limit = self.seconds if seconds is None else seconds
+    def run(self, call: Callable[[], Any], seconds: float) -> Any:
+        """The call's return value, or a Breakdown if it took over `seconds`."""
         try:
             try:
-                self._due = time.monotonic() + limit
+                self._due = time.monotonic() + seconds
                 return call()
             finally:
                 self._due = math.inf
         except LateCallError as error:
             if error.limit is not self:
                 raise
-            return Breakdown(f"took longer than {limit:g} s (timeout= sets another limit)", error)
+            return Breakdown(f"took longer than {seconds:g} s (timeout= sets another limit)", error)
 
     def __enter__(self) -> Self:
         if self._main:
@@ -134,7 +219,8 @@ def attempt_together(function: Callable[..., Any], calls: Sequence[Call], second
         limit = None if seconds is None else asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(limit) as clock:
-                return await function(*call[0], **call[1])
+                value = function(*call[0], **call[1])
+                return await value if inspect.isawaitable(value) else value
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # as in `attempt`
             late = isinstance(error, TimeoutError) and clock.expired()
             return Breakdown(f"took longer than {seconds:g} s" if late else reason_of(error), error)
@@ -155,20 +241,16 @@ def _run(coroutine: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    done: dict[str, Any] = {}
+    done: Future[Any] = Future()
 
     def run() -> None:
         try:
-            done["value"] = asyncio.run(coroutine)
+            done.set_result(asyncio.run(coroutine))
         except BaseException as error:  # handed to the thread that waits
-            done["error"] = error
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="reward-event-loop", daemon=True)
-    thread.start()
-    thread.join()
-    if "error" in done:
-        raise done["error"]
-    return done["value"]
+    threading.Thread(target=run, name="reward-event-loop", daemon=True).start()
+    return done.result()
 
 
 class Caller:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.outcome import RowFailure
+from hybridflow.rewards.calling import RowFailure
+from hybridflow.rewards.match import completion_text
 from hybridflow.rewards.sandbox import test_source
-from hybridflow.rewards.sandbox.run import Judgement, Limits, Status
+from hybridflow.rewards.sandbox.run import CodeResult, Limits
 from hybridflow.rewards.sandbox.sandbox import Mechanism, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
@@ -25,17 +26,6 @@ _FORMS = (
 )
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _CLOSE = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeResult(Judgement):
-    """Result of one response: the judgement of its program, and its `score`.
-
-    "failed": the program is wrong; if a limit stopped it, the status names the limit (see `Result`). "unreadable": the
-    tests cannot judge any program, or ended by themselves; the row is a RowFailure.
-    """
-
-    score: float
 
 
 class Code:
@@ -128,7 +118,7 @@ class Code:
         given = [tests, *(column if column is not None else [None] * rows for column in (entry_points, setups))]
         if any(len(column) != rows for column in given):
             raise RewardError(f"Code got {rows} completions and {len(tests)} rows of tests; give one per completion.")
-        programs = [extract_program(_completion(completion)) for completion in completions]
+        programs = [extract_program(completion_text(completion)) for completion in completions]
         if not rows:
             return []
         workers = min(rows, self.workers or len(os.sched_getaffinity(0)))
@@ -151,40 +141,39 @@ class Code:
         except RewardError as error:  # the sandbox did not start, or was lost
             return error
 
-    def _judge(self, sandbox: Sandbox, program: str, tests: UnitTests, entry_point: str) -> CodeResult:
+    def _judge(self, sandbox: Sandbox, program: str, tests: Mapping[str, Any], entry_point: str) -> CodeResult:
         if not program.strip():
-            return self._scored(0, 0, "failed", "there is no program in the response")
-        if tests.calls is None:
-            return self._run_pairs(sandbox, program, tests.pairs)
-        found = sandbox.judge(
-            program,
-            tests.calls,
-            limits=self.limits,
-            entry_point=entry_point,
-            stop=self.all_or_nothing,
-            same_process=self.same_process,
-        )
-        return self._scored(found.passed, found.total, found.status, found.reason)
+            return CodeResult(status="failed", reason="there is no program in the response")
+        if "pairs" in tests:
+            found = self._run_pairs(sandbox, program, tests["pairs"])
+        else:
+            found = sandbox.judge(
+                program,
+                tests,
+                limits=self.limits,
+                entry_point=entry_point,
+                stop=self.all_or_nothing,
+                same_process=self.same_process,
+            )
+        if found.status == "ok":
+            return replace(found, score=1.0)
+        share = found.passed / found.total if found.total and found.status == "failed" else 0.0
+        return replace(found, score=0.0 if self.all_or_nothing else share)
 
     def _run_pairs(self, sandbox: Sandbox, program: str, pairs: Sequence[tuple[str, str]]) -> CodeResult:
         passed, reason = 0, ""
         for number, (given, wanted) in enumerate(pairs, 1):
             result = sandbox.run(program, stdin=given, limits=self.limits)
             if result.contained:
-                return self._scored(passed, len(pairs), result.status, result.reason)
+                return CodeResult(passed=passed, total=len(pairs), status=result.status, reason=result.reason)
             right = result.status == "ok" and same_output(result.stdout, wanted)
             passed += right
             if not right:
-                what = result.reason or f"printed {_show(result.stdout)}, expected {_show(wanted)}"
+                what = result.reason or f"printed {result.stdout!r:.80}, expected {wanted!r:.80}"
                 reason = reason or f"input {number} of {len(pairs)}: {what}"
                 if self.all_or_nothing:
                     break
-        return self._scored(passed, len(pairs), "failed" if reason else "ok", reason)
-
-    def _scored(self, passed: int, total: int, status: Status, reason: str) -> CodeResult:
-        share = 1.0 if status == "ok" else passed / total if total and status == "failed" else 0.0
-        score = share if not self.all_or_nothing or status == "ok" else 0.0
-        return CodeResult(score=score, passed=passed, total=total, status=status, reason=reason)
+        return CodeResult(passed=passed, total=len(pairs), status="failed" if reason else "ok", reason=reason)
 
 
 def extract_program(response: str) -> str:
@@ -198,16 +187,8 @@ def extract_program(response: str) -> str:
     return next((text for language, text in reversed(blocks) if language in _PYTHON), "")
 
 
-@dataclass(frozen=True)
-class UnitTests:
-    """Tests of one program: `calls` are run against its functions, `pairs` are (input, output) of whole runs."""
-
-    calls: Mapping[str, Any] | None = None
-    pairs: tuple[tuple[str, str], ...] = ()
-
-
-def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False) -> UnitTests:
-    """Read one row's tests.
+def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: bool = False) -> dict[str, Any]:
+    """Read one row's tests: {"pairs": (input, output) of whole runs}, or calls of functions as `judge.run` takes them.
 
     - a list of sources ("assert f(2) == 4", as in MBPP): each is one test; `setup` runs before them;
     - {"inputs", "outputs"} (APPS): what the program reads and must print; with "fn_name", lists of arguments and what
@@ -229,19 +210,19 @@ def read_tests(tests: Any, *, entry_point: str = "", setup: str = "", objects: b
         with suppress(ValueError):  # then it is the source of a module
             tests = json.loads(tests)
     if isinstance(tests, str) and tests.strip():
-        return UnitTests({"source": tests, "setup": _parsed([setup, tests], **known)})
+        return {"source": tests, "setup": _parsed([setup, tests], **known)}
     if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
         return _paired(tests["inputs"], tests["outputs"], tests.get("fn_name") or "")
     if isinstance(tests, Sequence) and not isinstance(tests, str | bytes) and len(tests):
         if all(isinstance(test, str) for test in tests):
-            return UnitTests({"asserts": list(tests), "setup": _parsed([setup, *tests], **known)})
+            return {"asserts": list(tests), "setup": _parsed([setup, *tests], **known)}
         if all(isinstance(test, Mapping) and "input" in test and "output" in test for test in tests):
             functional = any(test.get("testtype") == "functional" for test in tests)
             if functional and not entry_point:
                 raise RewardError("functional tests need the name of the function, in the column of entry points.")
             inputs, outputs = [test["input"] for test in tests], [test["output"] for test in tests]
             return _paired(inputs, outputs, entry_point if functional else "", encoded=True)
-    raise RewardError(f"tests are {_show(tests)}; give {_FORMS}.")
+    raise RewardError(f"tests are {tests!r:.80}; give {_FORMS}.")
 
 
 def _parsed(sources: list[str], **known: Any) -> str:
@@ -250,31 +231,28 @@ def _parsed(sources: list[str], **known: Any) -> str:
         try:
             compile(source, "tests", "exec")
         except (SyntaxError, ValueError) as error:
-            raise RewardError(f"a test is not valid Python: {error}: {_show(source)}.") from error
+            raise RewardError(f"a test is not valid Python: {error}: {source!r:.80}.") from error
     if reason := test_source.problem(sources, **known):
-        raise RewardError(f"{reason}: {_show(sources[1])}.")
+        raise RewardError(f"{reason}: {sources[1]!r:.80}.")
     return sources[0]
 
 
-def _paired(inputs: Any, outputs: Any, function: str, *, encoded: bool = False) -> UnitTests:
+def _paired(inputs: Any, outputs: Any, function: str, *, encoded: bool = False) -> dict[str, Any]:
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or not len(inputs) == len(outputs) > 0:
-        raise RewardError(f"tests have inputs {_show(inputs)} and outputs {_show(outputs)}; give as many of both.")
+        raise RewardError(f"tests have inputs {inputs!r:.80} and outputs {outputs!r:.80}; give as many of both.")
     if not function:
-        return UnitTests(None, tuple((_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs)))
+        return {"pairs": [(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs)]}
     if wrong := [given for given in inputs if not isinstance(given, str | list | tuple)]:
-        raise RewardError(f"tests of {function} have an input {_show(wrong[0])}; give a list of its arguments.")
+        raise RewardError(f"tests of {function} have an input {wrong[0]!r:.80}; give a list of its arguments.")
     encoded = encoded or all(isinstance(given, str) for given in inputs)
     expected = [_value(wanted) if encoded and isinstance(wanted, str) else wanted for wanted in outputs]
-    return UnitTests(
-        {
-            "function": function,
-            "arguments": [_values(given) if isinstance(given, str) else list(given) for given in inputs],
-            "expected": expected,
-            # APPS writes most results in a list of their own, and says nowhere which.
-            "wrapped": not encoded
-            and all(isinstance(wanted, list | tuple) and len(wanted) == 1 for wanted in expected),
-        }
-    )
+    return {
+        "function": function,
+        "arguments": [_values(given) if isinstance(given, str) else list(given) for given in inputs],
+        "expected": expected,
+        # APPS writes most results in a list of their own, and says nowhere which.
+        "wrapped": not encoded and all(isinstance(wanted, list | tuple) and len(wanted) == 1 for wanted in expected),
+    }
 
 
 def _text(lines: Any) -> str:
@@ -329,19 +307,3 @@ def _answer(result: CodeResult | RewardError) -> float | RowFailure:
     if isinstance(result, RewardError):
         return RowFailure(str(result), result)
     return RowFailure(f"could not judge: {result.reason}") if result.status == "unreadable" else result.score
-
-
-def _completion(completion: Any) -> str:
-    """The text of a completion: itself, or what the last of its chat messages says."""
-    if isinstance(completion, str):
-        return completion
-    try:
-        content = completion[-1]["content"]
-    except (TypeError, KeyError, IndexError):
-        raise RewardError(f"Code got a completion {_show(completion)}; give a text or chat messages.") from None
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

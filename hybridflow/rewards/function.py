@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.batch.columns import Column
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.prompts import RESERVED, RESERVED_PREFIXES
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.calling import Call, is_async, name_of, place_of
-from hybridflow.rewards.outcome import AnswerCheck, Level, RowAnswer, RowFailure
+from hybridflow.rewards.calling import (
+    Breakdown,
+    Call,
+    RowAnswer,
+    RowFailure,
+    is_async,
+    listed,
+    name_of,
+    place_of,
+    shown,
+)
 
+Level = Literal["sample", "token"]
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 Columns = Mapping[str, Column | Sequence[Any]]
 
 _TEXTS = ("prompts", "completions", "completion_ids")
@@ -45,7 +58,7 @@ class Table:
     responses: list[Any]
     columns: dict[str, list[Any]]
     rows: list[int]
-    lengths: list[int] | None
+    lengths: list[int]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -78,8 +91,8 @@ class FunctionReward:
         components = getattr(function, "components", None)
         self.components: tuple[str, ...] = () if components is None else tuple(components)
         place = place_of(function)
-        where = f"[column {column!r}" + (f", {self.name} at {place}]" if place else "]")
-        self.check = AnswerCheck(self.name, where, level, None if components is None else self.components)
+        self.where = f"[column {column!r}" + (f", {self.name} at {place}]" if place else "]")
+        self._answers_dicts = components is not None
 
     @property
     def reads(self) -> tuple[str, ...] | None:
@@ -89,8 +102,7 @@ class FunctionReward:
             return None
         ids = ["response_ids"] if asked.needs_ids or self.level == "token" else []
         ids = ids or (["response_ids?"] if "completion_ids" in asked.texts else [])
-        entries = sorted(dict.fromkeys([*asked.columns, *ids]), key=lambda entry: entry.endswith("?"))
-        return tuple(entry for entry in entries if entry.removesuffix("?") == entry or entry[:-1] not in entries)
+        return tuple(sorted(dict.fromkeys([*asked.columns, *ids]), key=lambda entry: entry.endswith("?")))
 
     def table(
         self, prompts: Sequence[Any], responses: Sequence[str], columns: Columns, row_ids: Sequence[int] | None = None
@@ -101,21 +113,19 @@ class FunctionReward:
         if missing := [name for name in asked.columns if not name.endswith("?") and name not in columns]:
             raise RewardError(
                 f"reward function {self.name} needs the column {missing[0]!r}; there are {sorted(columns)}. Add it to "
-                f"the prompts, or give the parameter a default. {self.check.where}"
+                f"the prompts, or give the parameter a default. {self.where}"
             )
         names = [name for name in (entry.removesuffix("?") for entry in asked.columns) if name in columns]
         if asked.everything:
             excluded = {"prompt", "response", _TRAINER, *_TEXTS, *asked.logs}
             names += [n for n, column in columns.items() if n not in excluded and not _is_of_tokens(n, column)]
-        plain = {name: _as_list(columns[name]) for name in dict.fromkeys(names)}
-        lengths = None
-        if self.level == "token" or asked.needs_ids:
-            if "response_ids" not in columns:
-                raise RewardError(f"reward function {self.name} needs the column 'response_ids'. {self.check.where}")
-            lengths = [len(ids) for ids in _as_list(columns["response_ids"])]
+        plain = {name: list(listed(columns[name])) for name in dict.fromkeys(names)}
         given: dict[str, Any] = {"prompts": list(prompts), "completions": list(map(_completion, prompts, responses))}
         if "response_ids" in columns:
-            given["completion_ids"] = _as_list(columns["response_ids"])
+            given["completion_ids"] = list(listed(columns["response_ids"]))
+        elif self.level == "token" or asked.needs_ids:
+            raise RewardError(f"reward function {self.name} needs the column 'response_ids'. {self.where}")
+        lengths = list(map(len, given["completion_ids"])) if "completion_ids" in given else [0] * len(rows)
         plain |= {name: given[name] for name in asked.texts if name in given}
         return Table(list(prompts), list(responses), plain, rows, lengths)
 
@@ -131,10 +141,77 @@ class FunctionReward:
 
     def accepted(self, values: Sequence[Any], table: Table, start: int, stop: int) -> list[RowAnswer]:
         """The checked answers of the rows start:stop to their calls. Errors: RewardError for a wrong one."""
-        rows, lengths = table.rows[start:stop], table.lengths[start:stop] if table.lengths else None
-        if not self.per_row:
-            return self.check.batch(values[0], rows, lengths)
-        return [self.check.one(v, row, lengths[i] if lengths else 0) for i, (v, row) in enumerate(zip(values, rows))]
+        rows, lengths = table.rows[start:stop], table.lengths[start:stop]
+        answers = values if self.per_row else self._one_per_row(values[0], rows)
+        return [self._answer(answer, row, length) for answer, row, length in zip(answers, rows, lengths)]
+
+    def _one_per_row(self, answer: Any, rows: Sequence[int]) -> Sequence[Any]:
+        values = listed(answer)
+        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+            raise self.error(
+                f"returned {shown(answer)} for {len(rows)} rows; it must return a list of {len(rows)} numbers. To be "
+                f"called once per row instead, wrap it in rewards.per_row."
+            )
+        if len(values) != len(rows):
+            raise self.error(
+                f"returned {len(values)} rewards for {len(rows)} rows ({rows[0]}..{rows[-1]}); it must return one per "
+                f"row, in their order."
+            )
+        return values
+
+    def _answer(self, answer: Any, row: int, length: int) -> RowAnswer:
+        """The answer for row `row`, whose response has `length` tokens."""
+        value = listed(answer)
+        if isinstance(value, RowFailure):
+            return RowAnswer(failure=value)
+        if value is None:
+            return RowAnswer()
+        if isinstance(value, Mapping) and self._answers_dicts:
+            if "score" not in value:
+                raise self.error(f"returned {shown(answer)} at row {row}; a dict must have the entry 'score'.")
+            given = [key for key in self.components if value.get(key) is not None]
+            parts = {key: self._number(value[key], f"as {key!r} at row {row}") for key in given}
+            return RowAnswer(self._number(value["score"], f"at row {row}"), parts=parts)
+        if self.level == "token":
+            return RowAnswer(self._per_token(value, row, length))
+        return RowAnswer(self._number(value, f"at row {row}"))
+
+    def error(self, says: str) -> RewardError:
+        return RewardError(f"reward function {self.name} {says} {self.where}")
+
+    def failed(self, failure: RowFailure, rows: str) -> RewardError:
+        """The error for rows that could not be judged, where that is not allowed."""
+        go_on = "set on_failure='zero' or 'mask' to go on without such rows."
+        if not isinstance(failure, Breakdown):
+            return self.error(f"{rows}: {failure.reason}. Mend the row, or {go_on}")
+        head, _, detail = failure.reason.partition(": ")
+        detail = f": {detail}" if detail else ""
+        return self.error(f"{head} {rows}{detail}. Fix the function, or {go_on}")
+
+    def _per_token(self, value: Any, row: int, length: int) -> list[float]:
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+            raise self.error(
+                f"returned {shown(value)} at row {row}; at level='token' it must return a list of {length} numbers, "
+                f"one per response token. For one number per response use level='sample'."
+            )
+        if len(value) != length:
+            raise self.error(
+                f"returned {len(value)} rewards at row {row}, whose response has {length} tokens; at level='token' it "
+                f"must return one per response token."
+            )
+        return [self._number(one, f"at row {row}, token {i}") for i, one in enumerate(value)]
+
+    def _number(self, answer: Any, place: str) -> float:
+        value = listed(answer)
+        if not isinstance(value, numbers.Real):
+            several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+            hint = ", or with level='token' a list of one number per response token" if several else ""
+            raise self.error(f"returned {shown(answer)} {place}; it must be a number{hint}.")
+        if value != value or abs(value) == math.inf:
+            raise self.error(f"returned {value} {place}; it must be finite.")
+        if abs(value) > FLOAT32_MAX:
+            raise self.error(f"returned {shown(answer)} {place}; it does not fit float32.")
+        return float(value)
 
 
 def read_signature(function: Callable[..., Any], name: str) -> Signature:
@@ -204,10 +281,6 @@ def _is_of_tokens(name: str, column: Any) -> bool:
     return isinstance(column, Ragged) and (name in RESERVED or name.startswith(RESERVED_PREFIXES))
 
 
-def _as_list(column: Any) -> list[Any]:
-    return column if isinstance(column, list) else column.tolist() if hasattr(column, "tolist") else list(column)
-
-
 class RowFunction:
     """A reward function that is called with (prompt, response, **columns), row by row; `inner` is the user's function.
 
@@ -267,39 +340,33 @@ def from_compute_score(
             f"(data_source, solution_str, ground_truth, extra_info=None)."
         )
     needs_info = "extra_info" in taken and taken["extra_info"].default is inspect.Parameter.empty
-    extra = extra_info if everything or "extra_info" in taken else None
-    return ComputeScore(function, data_source, ground_truth, extra, needs_info, tuple(components))
+    names = {"data_source": data_source, "ground_truth": ground_truth}
+    if extra_info is not None and (everything or "extra_info" in taken):
+        names["extra_info"] = extra_info
+    return ComputeScore(function, names, needs_info, tuple(components))
 
 
 class ComputeScore(RowFunction):
+    """`names`: the column, or the entry in one, that an argument is; the column of `extra_info` may be missing."""
+
     def __init__(
-        self,
-        function: Callable[..., Any],
-        data_source: str | None,
-        ground_truth: str,
-        extra_info: str | None,
-        needs_info: bool,
-        components: tuple[str, ...],
+        self, function: Callable[..., Any], names: dict[str, str | None], needs_info: bool, components: tuple[str, ...]
     ) -> None:
-        self._arguments = {"data_source": data_source, "ground_truth": ground_truth}
-        self._extra_info, self._needs_info, self.components = extra_info, needs_info, components
-        needed = [name.partition(".")[0] for name in (data_source, ground_truth) if name is not None]
-        extra = [] if extra_info is None else [extra_info.partition(".")[0]]
-        super().__init__(function, (*dict.fromkeys(needed), *(f"{name}?" for name in extra if name not in needed)))
+        self._names, self._needs_info, self.components = names, needs_info, components
+        columns = {key: name.partition(".")[0] for key, name in names.items() if name is not None}
+        self._extra = columns.pop("extra_info", None)
+        needed = tuple(dict.fromkeys(columns.values()))
+        extra = () if self._extra is None or self._extra in needed else (f"{self._extra}?",)
+        super().__init__(function, (*needed, *extra))
 
     def __call__(self, prompt: Any, response: str, **columns: Any) -> Any:
-        arguments = dict(self._arguments)
-        if self._extra_info is not None and self._extra_info.partition(".")[0] in columns:
-            arguments["extra_info"] = self._extra_info
-        found = {key: None if name is None else _entry(columns, name) for key, name in arguments.items()}
+        given = {key: name for key, name in self._names.items() if key != "extra_info" or self._extra in columns}
+        found = {key: None if name is None else _entry(columns, name) for key, name in given.items()}
         if failed := [value for value in found.values() if isinstance(value, RowFailure)]:
-            return self._refused(failed[0]) if self.is_async else failed[0]
+            return failed[0]
         if self._needs_info:
             found.setdefault("extra_info", {})
         return self.inner(solution_str=response, **found)
-
-    async def _refused(self, failure: RowFailure) -> RowFailure:
-        return failure
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[inspect.Signature, list[inspect.Parameter], bool]:

@@ -7,10 +7,10 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import cloudpickle
 import torch
 
 from hybridflow.batch.ragged import Ragged
@@ -18,17 +18,20 @@ from hybridflow.errors import ConfigError, RewardError, nearest
 from hybridflow.rewards.calling import (
     GRACE,
     PATIENCE,
+    Breakdown,
     Call,
     Caller,
     CallLimit,
     LateCallError,
+    Outcome,
+    RowAnswer,
+    RowFailure,
     innermost,
     layers,
     name_of,
 )
-from hybridflow.rewards.function import Columns, FunctionReward, Table
-from hybridflow.rewards.outcome import FLOAT32_MAX, Breakdown, Level, Outcome, RowAnswer, RowFailure, Scores
-from hybridflow.rewards.process_pool import ProcessPool
+from hybridflow.rewards.function import FLOAT32_MAX, Columns, FunctionReward, Level, Table
+from hybridflow.rewards.process_pool import ProcessPool, pickled
 from hybridflow.rewards.template_process import UNSENT
 from hybridflow.settings import is_number
 
@@ -36,6 +39,20 @@ Function = Callable[..., Any]
 OnFailure = Literal["raise", "zero", "mask"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What `Functions` answer for B rows.
+
+    `rewards`: [B] float32, or ragged [B, R] float32 at level "token"; 0 for rows that failed. `components`: full
+    column name ("rewards/format") -> [B] float32, NaN where the function did not apply to the row or failed.
+    `failures`: for every row None, or function and reason.
+    """
+
+    rewards: torch.Tensor | Ragged
+    components: dict[str, torch.Tensor] = field(default_factory=dict)
+    failures: list[str | None] = field(default_factory=list)
 
 
 class Functions:
@@ -112,13 +129,7 @@ class Functions:
         if self._pool is None or self._checked:
             return
         for reward in self.rewards:
-            try:
-                _ = cloudpickle.dumps(reward.function)
-            except Exception as error:  # pickling runs the user's classes: any error means the same
-                raise ConfigError(
-                    f"reward function {reward.name} cannot be sent to a worker process ({type(error).__name__}: "
-                    f"{error}). Let it make what it needs when it is called, or set workers=0 without a timeout."
-                ) from error
+            _ = pickled(reward.function, ", or set workers=0 without a timeout")
         self._checked = True
 
     def __call__(
@@ -137,7 +148,7 @@ class Functions:
         if self._pool is not None:
             answers = judged(self.rewards, tables, self._run_in_workers, parts=self.workers, raising=raising)
         else:
-            with CallLimit(self._seconds) as limit:
+            with CallLimit() as limit:
                 answers = judged(self.rewards, tables, partial(self._run_here, limit), parts=1, raising=raising)
         return self._scores(answers, tables[0])
 
@@ -192,10 +203,10 @@ class Functions:
 
     def _sum(self, row: Sequence[RowAnswer], table: Table, number: int) -> float | list[float]:
         total = weighted_sum([answer.value for answer in row], self.weights)
-        name, where = table.rows[number], self.rewards[0].check.where
+        name, where = table.rows[number], self.rewards[0].where
         if total is None:
             if len(self.rewards) == 1:
-                raise self.rewards[0].check.error(f"returned None (NoneType) at row {name}; it must be a number.")
+                raise self.rewards[0].error(f"returned None (NoneType) at row {name}; it must be a number.")
             raise RewardError(
                 f"all reward functions ({', '.join(self.names)}) returned None at row {name}; at least one must apply "
                 f"to every row. {where}"
@@ -207,11 +218,10 @@ class Functions:
     def _column(self, sums: Sequence[float | list[float] | None], table: Table) -> torch.Tensor | Ragged:
         if self.level == "sample":
             return torch.tensor([0.0 if value is None else value for value in sums], dtype=torch.float32)
-        lengths = table.lengths or []
-        values = [[0.0] * length if v is None else v for v, length in zip(sums, lengths, strict=True)]
+        values = [[0.0] * length if v is None else v for v, length in zip(sums, table.lengths, strict=True)]
         return Ragged.from_lengths(
             torch.tensor([number for row in values for number in row], dtype=torch.float32),  # type: ignore[union-attr]
-            lengths,
+            table.lengths,
         )
 
     def _components(self, answers: Sequence[Sequence[RowAnswer]]) -> dict[str, torch.Tensor]:
@@ -247,7 +257,7 @@ class _Chunk(NamedTuple):
 
     def failed(self, failure: RowFailure) -> RewardError:
         first, last = self.table.rows[self.start], self.table.rows[self.stop - 1]
-        return self.reward.check.failed(failure, f"at row {first}" if first == last else f"for rows {first}..{last}")
+        return self.reward.failed(failure, f"at row {first}" if first == last else f"for rows {first}..{last}")
 
 
 RunChunks = Callable[[Sequence[_Chunk]], Iterable[Outcome]]
@@ -284,7 +294,7 @@ def judged(
                 again += [_Chunk(reward, table, row, row + 1) for row in range(start, stop)]
                 continue
             elif (outcome.failure or "").startswith(UNSENT):
-                raise reward.check.error(f"{outcome.failure} at row {table.rows[start]}.")
+                raise reward.error(f"{outcome.failure} at row {table.rows[start]}.")
             elif raising:
                 raise chunk.failed(values) from values.error
             else:

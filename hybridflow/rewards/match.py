@@ -12,8 +12,8 @@ from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
+from hybridflow.rewards.calling import RowFailure
 from hybridflow.rewards.number import Number, parse_number, same_number
-from hybridflow.rewards.outcome import RowFailure
 from hybridflow.settings import is_whole
 
 
@@ -175,12 +175,16 @@ class Overlong:
 
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The completion, or the content of the last message that has one. Errors: RewardError for anything else."""
+    """The completion, or the content (a text, or parts with texts) of the last message that has one.
+
+    Errors: RewardError for anything else.
+    """
     if isinstance(completion, str):
         return completion
     if isinstance(completion, Sequence) and all(isinstance(message, Mapping) for message in completion):
-        contents = [message["content"] for message in completion if isinstance(message.get("content"), str)]
-        return contents[-1] if contents else ""
+        contents = [message["content"] for message in completion if isinstance(message.get("content"), str | list)]
+        content = contents[-1] if contents else ""
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     raise RewardError(f"a completion is {type(completion).__name__}; it must be a text or a list of chat messages.")
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
+from hybridflow.rewards.calling import RowFailure
 from hybridflow.rewards.match import Comparison
 from hybridflow.rewards.number import parse_number, same_number
-from hybridflow.rewards.outcome import RowFailure
-from hybridflow.rewards.process_pool import ProcessPool
-from hybridflow.rewards.template_process import NOT_BEGUN
+from hybridflow.rewards.process_pool import NOT_BEGUN, ProcessPool
 from hybridflow.settings import is_number
 
 _log = logging.getLogger(__name__)

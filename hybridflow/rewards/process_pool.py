@@ -6,35 +6,47 @@ share one pipe and its locks), and multiprocessing's "spawn" and "forkserver" ru
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import connection
 from typing import Any, Self
 
 import cloudpickle
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.calling import Call, name_of
-from hybridflow.rewards.outcome import Outcome
-from hybridflow.rewards.template_process import LARGEST_MESSAGE, LOADING, ending, receive, send
+from hybridflow.rewards.calling import Call, Outcome, name_of, reason_of
+from hybridflow.rewards.template_process import LARGEST_MESSAGE, receive, send
 from hybridflow.settings import is_number
+
+NOT_BEGUN = "was not begun: too many others failed"
 
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from hybridflow.rewards import template_process
-template_process.serve(int(sys.argv[1]))"""
+template_process.serve(int(sys.argv[1]), preload=len(sys.argv) == 3)"""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1 for workers unless set by the user: threads that start at import prevent forking."""
 
-_PATIENCE = 60.0  # seconds for the template process to answer, beyond the limits of the calls
+_LOADING = 120.0  # seconds in which a process has to import what the function needs
+_PATIENCE = 60.0  # seconds in which the template process has to fork or end a worker
+_TRANSFER = 30.0  # seconds for one message between this process and a worker
 _RESTARTS = 3
+_KEPT_OUTPUT, _SHOWN_OUTPUT = 2000, 300
 _LOST = "ended when something killed the template process of the workers"
 
 
@@ -64,12 +76,9 @@ class ProcessPool:
         self.function, self.workers, self.seconds, self.memory_mb = function, workers, seconds, memory_mb
         self._reset()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("function", "workers", "seconds", "memory_mb")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+    def __reduce__(self) -> tuple[Callable[[], ProcessPool], tuple[()]]:
+        settings = {"seconds": self.seconds, "memory_mb": self.memory_mb}
+        return partial(type(self), self.function, self.workers, **settings), ()
 
     def map(
         self, calls: Sequence[Call], *, seconds: float | Sequence[float] | None = None, failures: int | None = None
@@ -110,7 +119,7 @@ class ProcessPool:
     def _reset(self) -> None:
         self._process_id = os.getpid()
         self._lock = threading.Lock()
-        self._template: _TemplateHandle | None = None
+        self._template: _Template | None = None
         self._finalizer: weakref.finalize | None = None
 
     def _check_process(self) -> None:
@@ -119,7 +128,7 @@ class ProcessPool:
             if self._finalizer is not None:
                 self._finalizer.detach()
             if self._template is not None:
-                self._template.forget()
+                self._template.close()
             self._reset()
 
     def _stop(self) -> None:
@@ -140,62 +149,79 @@ class ProcessPool:
                 found[index] = Outcome(None, f"was given {size >> 20} MiB, more than a call may have")
                 del messages[index]
         for left in reversed(range(_RESTARTS + 1)):
-            waiting = [index for index in messages if index not in found]
-            allowed = None if failures is None else max(0, failures - sum(not one.ok for one in found.values()))
+            template = self._running()
             try:
-                batch = [(messages[index], limits[index]) for index in waiting]
-                for position, outcome in self._running().run(batch, allowed):
-                    found[waiting[position]] = outcome
+                template.run(messages, limits, failures, found)
                 break
-            except OSError:  # calls run in order, so the ones that were running are the first without an outcome
+            except OSError:
+                found |= {one.call: Outcome(None, _LOST) for one in template.workers if one.call is not None}
                 self._stop()
-                lost = [index for index in waiting if index not in found][: self.workers]
-                found |= {index: Outcome(None, _LOST) for index in lost}
                 if not left:
                     raise RewardError(
                         f"the template process of the workers is gone. It was started anew {_RESTARTS} times before."
                     ) from None
         return [found[index] for index in range(len(calls))]
 
-    def _running(self) -> _TemplateHandle:
+    def _running(self) -> _Template:
         if self._template is not None and self._template.alive:
             return self._template
         self._stop()
-        try:
-            pickled = cloudpickle.dumps(self.function)
-        except Exception as error:  # pickling runs the user's classes
-            raise ConfigError(
-                f"{name_of(self.function)} cannot be sent to a worker process ({type(error).__name__}: {error}). Let "
-                f"it make what it needs when it is called."
-            ) from error
-        setup = {
-            "function": pickled,
-            "workers": self.workers,
-            "memory_mb": self.memory_mb,
-            "owner": os.getpid(),
-            "preload": True,
-        }
-        template = _TemplateHandle(setup)
-        if not template.forks:
-            template.close()
-            template = _TemplateHandle(setup | {"preload": False})
-        self._template, self._finalizer = template, weakref.finalize(self, template.close)
-        return template
+        self._template = _Template(pickled(self.function), self.workers, self.memory_mb)
+        self._finalizer = weakref.finalize(self, self._template.close)
+        return self._template
 
 
-class _TemplateHandle:
-    """The owner's end of a template process, started here. Errors: RewardError when it cannot load the function.
+@dataclass(eq=False)
+class _Worker:
+    """One worker process: `call` is the index of the call that it runs, which may take `limit` seconds until `due`."""
 
-    `forks` is False where loading started threads: then only a template that does not load the function can fork.
-    """
+    pid: int
+    socket: socket.socket
+    ended: int  # a pidfd
+    output: io.FileIO  # what it prints
+    limit: float
+    due: float
+    ready: bool = False
+    call: int | None = None
+    said: bytearray = field(default_factory=bytearray)
 
-    def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._owner = os.getpid()
-        self._socket, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as output:
+    @property
+    def busy(self) -> bool:
+        return self.call is not None or not self.ready
+
+    @property
+    def ends(self) -> list[Any]:
+        """What can be waited for: its end first, so that an answer from before its end is seen with it."""
+        return [self.ended, self.socket, *([] if self.output.closed else [self.output])]
+
+    def listen(self) -> bool:
+        """Read some of its output; False when nothing is available."""
+        piece = None if self.output.closed else self.output.read(1 << 16)
+        if piece == b"":
+            self.output.close()
+        self.said += piece or b""
+        del self.said[:-_KEPT_OUTPUT]
+        return bool(piece)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.output.close()
+        os.close(self.ended)
+
+
+class _Template:
+    """The template process, started here, and its workers. Errors: RewardError when it cannot load the function."""
+
+    def __init__(self, function: bytes, most: int, memory_mb: float | None) -> None:
+        self.workers: list[_Worker] = []
+        self._most, self._owner = most, os.getpid()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as setup:
+            pickle.dump({"function": function, "memory_mb": memory_mb, "owner": self._owner}, setup)
+            setup.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
-                stdin=subprocess.DEVNULL,
+                stdin=setup,
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
@@ -203,64 +229,159 @@ class _TemplateHandle:
                 start_new_session=True,  # an interrupt from the terminal is for this process only
             )
             theirs.close()
-            self._socket.settimeout(LOADING)
             try:
-                send(self._socket, pickle.dumps(setup))
-                kind, why = pickle.loads(receive(self._socket))
+                self._socket.settimeout(_LOADING)
+                broken = self._answer()
             except OSError as error:
                 self._process.kill()
                 code = self._process.wait()
                 output.seek(0)
-                said = output.read().decode(errors="replace")
                 late = isinstance(error, TimeoutError)
-                kind, why = "broken", f"took longer than {LOADING:g} s" if late else ending(_status(code), said)
+                broken = f"took longer than {_LOADING:g} s" if late else _ending(code, output.read())
             except BaseException:
                 self.close()
                 raise
-        self.forks = kind != "threads"
-        if kind == "broken":
+        self._socket.settimeout(_PATIENCE)
+        if broken:
             self.close()
-            raise _not_loaded(f"{why}. What it imports must be installed and on sys.path where it runs")
+            raise _not_loaded(f"{broken}. What it imports must be installed and on sys.path where it runs")
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def run(self, batch: Sequence[tuple[bytes, float]], failures: int | None) -> Iterator[tuple[int, Outcome]]:
-        """The outcomes of the (call, limit)s, each with its index, as they arrive. Errors: OSError: it has ended."""
-        self._socket.settimeout(max((limit for _, limit in batch), default=0.0) + LOADING + _PATIENCE)
-        send(self._socket, pickle.dumps((len(batch), [limit for _, limit in batch], failures)))
-        for call, _ in batch:
-            send(self._socket, call)
-        for _ in batch:
-            index, outcome = pickle.loads(receive(self._socket))
-            if index == "broken":
-                raise _not_loaded(outcome)
-            yield index, outcome
+    def run(
+        self, calls: Mapping[int, bytes], limits: Sequence[float], failures: int | None, found: dict[int, Outcome]
+    ) -> None:
+        """Run the calls without an outcome, oldest first, and put their outcomes into `found`.
+
+        See `ProcessPool.map` for `failures`. Errors: OSError when the template process has ended.
+        """
+        waiting = deque(index for index in calls if index not in found)
+        self._step(0.0, found)  # workers that died since the last batch
+        while waiting or any(worker.call is not None for worker in self.workers):
+            if failures is not None and sum(not one.ok for one in found.values()) >= failures:
+                found |= {index: Outcome(None, NOT_BEGUN) for index in waiting}
+                waiting.clear()
+            for worker in [worker for worker in self.workers if not worker.busy][: len(waiting)]:
+                worker.call = waiting.popleft()
+                worker.limit = limits[worker.call]
+                worker.due = time.monotonic() + worker.limit
+                with contextlib.suppress(OSError):  # it has ended, as is noticed next
+                    send(worker.socket, calls[worker.call])
+            starting = sum(not worker.ready for worker in self.workers)
+            for _ in range(min(self._most - len(self.workers), len(waiting) - starting)):
+                self._fork()
+            due = min((worker.due for worker in self.workers if worker.busy), default=0.0)
+            self._step(max(0.0, due - time.monotonic()), found)
+        self._ask("sweep")
 
     def close(self) -> None:
-        """End the process and its workers (in a process that was forked from the owner: nothing)."""
-        if os.getpid() != self._owner:
-            return
+        """End the process and its workers (in a process that was forked from the owner: forget them)."""
         self._socket.close()
+        while self.workers:
+            self.workers.pop().close()
+        if os.getpid() != self._owner:
+            self._process.returncode = 0  # not a child of this process, which has nothing to wait for
+            return
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def forget(self) -> None:
-        self._socket.close()
-        self._process.returncode = 0  # not a child of this process, which has nothing to wait for
+    def _ask(self, what: str, pid: int = 0, ends: Sequence[int] = ()) -> None:
+        socket.send_fds(self._socket, [json.dumps([what, pid]).encode()], ends)
+
+    def _answer(self) -> Any:
+        if not (answer := self._socket.recv(1 << 16)):
+            raise ConnectionError("the template process has ended")
+        return json.loads(answer)
+
+    def _fork(self) -> None:
+        ours, theirs = socket.socketpair()
+        read, printed = os.pipe()
+        output = io.FileIO(read)
+        try:
+            self._ask("fork", ends=[theirs.fileno(), printed])
+        finally:
+            theirs.close()
+            os.close(printed)
+        pid = self._answer()
+        os.set_blocking(read, False)
+        ours.settimeout(_TRANSFER)
+        self.workers.append(_Worker(pid, ours, os.pidfd_open(pid), output, _LOADING, time.monotonic() + _LOADING))
+
+    def _step(self, seconds: float, found: dict[int, Outcome]) -> None:
+        """Wait for output, answers and ends of workers, and take them; end workers that are late."""
+        ready = connection.wait([end for worker in self.workers for end in worker.ends], seconds)
+        for worker in list(self.workers):
+            if worker.output in ready:
+                _ = worker.listen()
+            if worker.socket in ready:
+                self._read(worker, found)
+            elif worker.ended in ready:
+                self._end(worker, found)
+            elif worker.busy and worker.due <= time.monotonic():
+                self._end(worker, found, f"took longer than {worker.limit:g} s")
+
+    def _read(self, worker: _Worker, found: dict[int, Outcome]) -> None:
+        """Take a message of the worker; end one that has ended, or sent something else than its own loop would."""
+        try:
+            message = receive(worker.socket)
+        except OSError:
+            return self._end(worker, found)
+        try:
+            kind, value = pickle.loads(message)
+        except Exception as error:  # written by the function: reading it may raise anything
+            return self._end(worker, found, f"answered with what cannot be read: {reason_of(error)}")
+        if kind == "broken":
+            raise _not_loaded(value)
+        if kind == "ready":
+            worker.ready = True
+        elif worker.call is None:
+            self._end(worker, found)
+        else:
+            found[worker.call] = Outcome(value) if kind == "value" else Outcome(None, value)
+            worker.call = None
+        return None
+
+    def _end(self, worker: _Worker, found: dict[int, Outcome], why: str | None = None) -> None:
+        """Kill the worker and what it started; its call, if it had one, has failed."""
+        self._ask("end", worker.pid)
+        status = self._answer()
+        self.workers.remove(worker)
+        while worker.listen():
+            pass
+        worker.close()
+        why = why or _ending(os.waitstatus_to_exitcode(status), bytes(worker.said))
+        if not worker.ready:
+            raise _not_loaded(why)
+        if worker.call is not None:
+            found[worker.call] = Outcome(None, why)
+
+
+def _ending(code: int, output: bytes) -> str:
+    """`died with SIGSEGV`, `exited with code 3`: an exit code in words, and the last of what was printed."""
+    hint = " (killed; perhaps the machine had no memory left)" if -code == signal.SIGKILL else ""
+    how = f"exited with code {code}" if code >= 0 else f"died with {signal.Signals(-code).name}{hint}"
+    said = output.decode(errors="replace").strip()[-_SHOWN_OUTPUT:]
+    return how + (f"; it printed last: {said}" if said else "")
+
+
+def pickled(function: Callable[..., Any], otherwise: str = "") -> bytes:
+    """The function as a worker loads it. Errors: ConfigError, with `otherwise` as what else could be done."""
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:  # pickling runs the user's classes: any error means the same
+        raise ConfigError(
+            f"{name_of(function)} cannot be sent to a worker process ({type(error).__name__}: {error}). Let it make "
+            f"what it needs when it is called{otherwise}."
+        ) from error
 
 
 def _not_loaded(why: str) -> RewardError:
     return RewardError(f"the reward function cannot be loaded in a worker process: it {why}.")
-
-
-def _status(code: int) -> int:
-    """A wait status, from Popen's exit code."""
-    return -code if code < 0 else code << 8
 
 
 def _positive(value: Any) -> bool:

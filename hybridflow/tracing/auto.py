@@ -1,4 +1,4 @@
-"""hf.auto: traces a driver, plans its placement, and runs it there."""
+"""`hf.auto`: traces a driver, plans its placement, and runs it there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybridflow.planner.describe.constraints import Apart, Constraint, OneLayout
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.planner.search.planning import Search, plan
 from hybridflow.tracing.trace import ModelSource, Trace, trace_driver
-from hybridflow.workers.call_placement import PRICED, can_replicate, chosen
+from hybridflow.workers.worker import PRICED, can_replicate, chosen
 
 logger = logging.getLogger(__name__)
 _PROMPT, _RESPONSE = 512, 512  # tokens, where the driver says nothing

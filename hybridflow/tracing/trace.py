@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +23,10 @@ from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.settings import require
 from hybridflow.tracing.trace_backend import SampledRows, TraceBackend, TraceEndedError, placeholder_columns
+from hybridflow.workers.model_worker import find_checkpoint
 from hybridflow.workers.worker import place
+
+logger = logging.getLogger(__name__)
 
 ModelSource = str | os.PathLike[str] | ModelSpec
 """A checkpoint's directory, a `config.json`, a name of the hub, a published model such as "llama3-70b", or a spec."""
@@ -155,27 +159,13 @@ def model_spec(source: ModelSource, head: Head = "lm") -> ModelSpec:
 def configuration(source: str | os.PathLike[str]) -> Any:
     """The `config.json` of a directory, of a file or of the hub. Errors: CheckpointError."""
     path = Path(source)
-    if path.is_dir():
-        path /= "config.json"
     try:
-        return json.loads((path if path.is_file() else _of_hub(str(source))).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        path = path if path.is_file() else find_checkpoint(source, ("config.json",)) / "config.json"
+        return json.loads(path.read_text())
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Known models: {', '.join(PUBLISHED)}.") from None
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no configuration of a model: {error}.") from None
-
-
-def _of_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    hint = f"Known models: {', '.join(PUBLISHED)}."
-    if name.startswith((".", "/")) or name.count("/") != 1:
-        raise CheckpointError(f"{name} is no directory with a config.json, no such file and no name of the hub. {hint}")
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{name} is no directory, and the hub gives no config.json of it here ({type(error).__name__}). {hint}"
-        ) from None
 
 
 def _placed(pool: ResourcePool, name: str, given: Any) -> WorkerGroup:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.cluster.backend import Deadlines, HostProcess, PoolHosts, RankCall, RankGroup
+from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup
 from hybridflow.cluster.future import Future, Known
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
 from hybridflow.cluster.session import Session
@@ -86,7 +85,7 @@ class TraceBackend:
         self._recording = self._has_loader = False
         self._trained_most = 0
         self._sources: dict[IssuedCall, Source] = {}
-        self._directories: list[str] = []
+        self._scratch = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def within(self) -> Iterator[Session]:
@@ -98,21 +97,21 @@ class TraceBackend:
         finally:
             session.shutdown()
             Session._current = before
-            for directory in self._directories:
-                shutil.rmtree(directory, ignore_errors=True)
+            self._scratch.close()
 
     def scratch(self) -> str:
         """A directory that is removed when the trace ends."""
-        self._directories.append(tempfile.mkdtemp(prefix="hybridflow-trace-"))
-        return self._directories[-1]
+        return self._scratch.enter_context(
+            tempfile.TemporaryDirectory(prefix="hybridflow-trace-", ignore_cleanup_errors=True)
+        )
 
     # Groups
 
-    def start_hosts(self, pool: str, per_node: Sequence[int]) -> PoolHosts:
+    def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], None]:
         nodes = [node for node, count in enumerate(per_node or (1,)) for _ in range(count)]
-        return PoolHosts(pool, tuple(HostProcess(NoHost(), node=node) for node in nodes))
+        return tuple(HostProcess(NoHost(), node=node) for node in nodes), None
 
-    def stop_hosts(self, hosts: PoolHosts) -> None:
+    def stop_hosts(self, hosts: Sequence[HostProcess], reserved: None) -> None:
         """No process runs."""
 
     def ranks(self, worker_class: type, settings: Mapping[str, Any], name: str) -> RankGroup:

@@ -1,4 +1,4 @@
-"""ActorWorker: the policy that generates and trains (paper, table 4)."""
+"""ActorWorker: the policy that generates and trains; ReferenceWorker: a frozen policy (paper, table 4)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from hybridflow.algorithms.registry import policy_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
-from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
+from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, register
-from hybridflow.protocols.operation import Settings
+from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, Settings, register
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.lora_options import lora_of
@@ -293,3 +292,28 @@ class ActorWorker(ModelWorker):
     def close(self) -> None:
         self.close_generation(keep_weights=False)
         super().close()
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of a frozen language model; `offload=True` keeps it in host memory between calls."""
+
+    role = "reference"
+
+    def __init__(
+        self,
+        *,
+        model: str | os.PathLike[str],
+        train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
+        offload: bool = False,
+    ) -> None:
+        self._build(model, train, None, offload)
+
+    @register(
+        THREE_D_PROTO,
+        reads=("prompt_ids", "response_ids", "temperature?"),
+        writes=("ref_log_probs",),
+        balance="num_tokens",
+    )
+    def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
+        """`ref_log_probs` ragged [B, R] float32, with logits divided by the actor's sampling temperature."""
+        return self._computed(batch, "log_probs", "ref_log_probs")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from hybridflow.algorithms.losses.aggregation import Outputs, Share, Totals
-from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.losses.loss import Loss, Outputs, Share, Totals
 from hybridflow.algorithms.registry import value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy

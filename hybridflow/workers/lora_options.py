@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import FSDP, LoRA
-from hybridflow.engines.lora.adapters import check_injection
-from hybridflow.engines.lora.saved import check_adapters, is_adapter_directory, read_config
+from hybridflow.engines.lora.adapters import check_adapters, check_injection, is_adapter_directory, read_config
 from hybridflow.engines.lora.targets import modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.models.hf_spec import read_spec
-from hybridflow.models.spec import Decoder
+from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.settings import require
 
 

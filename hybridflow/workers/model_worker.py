@@ -27,13 +27,12 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
-from hybridflow.engines.train_backends import backend_of, build_engine
+from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
-from hybridflow.models.hf_spec import read_spec
-from hybridflow.models.spec import Cost, Decoder, Head
-from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, register
-from hybridflow.protocols.operation import Settings
+from hybridflow.models.hf_spec import Decoder, read_spec
+from hybridflow.models.spec import Cost, Head
+from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.lora_options import check_lora, lora_of, with_saved_adapters
@@ -42,11 +41,13 @@ from hybridflow.workers.worker import Worker
 logger = logging.getLogger(__name__)
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
 """All ranks compute together; rank 0 returns the result."""
+_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 _CHECKPOINTS = ("model", "tokenizer")  # settings that name a directory or hub model
 
 
-def find_checkpoint(model: str | os.PathLike[str]) -> Path:
-    """The given directory, or the local snapshot of a hub name (downloaded once). Errors: CheckpointError."""
+def find_checkpoint(model: str | os.PathLike[str], files: Sequence[str] = _CHECKPOINT_FILES) -> Path:
+    """The given directory, or the local snapshot of a hub name with these `files` (downloaded once). Errors:
+    CheckpointError."""
     path = Path(model)
     if path.is_dir():
         return path.resolve()
@@ -57,7 +58,7 @@ def find_checkpoint(model: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{name} is neither a directory nor a model that the hub gives here: {type(error).__name__}."
@@ -187,7 +188,7 @@ class ModelWorker(Worker):
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         """Check checkpoint, sizes and optimizer on the driver, from files' headers only."""
         spec = cls.model_spec(settings)
-        backend_of(settings["train"]).check(spec, grid, cls.role)
+        backend(settings["train"], "layout").check(settings["train"], spec, grid, cls.role)
         Checkpoint(settings["model"]).check(spec)
         check_lora(spec, settings)
         good = isinstance(optimizer := settings.get("optim"), Optimizer | None)
@@ -214,7 +215,8 @@ class ModelWorker(Worker):
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         if settings.get("model") is None:
             raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
-        return backend_of(settings["train"]).layout(cls.model_spec(settings), grid)
+        train = settings["train"]
+        return backend(train, "layout").weights_layout(train, cls.model_spec(settings), grid)
 
     @classmethod
     def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:

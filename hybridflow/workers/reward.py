@@ -1,4 +1,7 @@
-"""RewardWorker and CostWorker: scores of responses, from a model or from Python functions (paper, table 4)."""
+"""RewardWorker and CostWorker: scores of responses, from a model or from Python functions (paper, table 4).
+
+Shapes: B rows, R response tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
 from hybridflow.errors import RewardError
-from hybridflow.protocols import THREE_D_PROTO, register
-from hybridflow.protocols.operation import Settings
+from hybridflow.protocols import THREE_D_PROTO, Settings, register
 from hybridflow.rewards.functions import Functions
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid

@@ -1,7 +1,4 @@
-"""Retokenizer: converts rows of the actor's token ids for a reward model with another tokenizer.
-
-Shapes: B rows.
-"""
+"""Retokenizer: converts rows of the actor's token ids for a reward model with another tokenizer."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ import torch
 from hybridflow.algorithms.masked import row_column, token_column
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.data.messages import check_messages, plain_messages
-from hybridflow.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, check_messages, has_tokenizer, load_tokenizer, plain_messages
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, nearest
 from hybridflow.settings import require

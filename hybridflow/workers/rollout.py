@@ -23,15 +23,14 @@ from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.contract import Completion, GenerateEngine
-from hybridflow.engines.lora.saved import is_adapter_directory
+from hybridflow.engines.lora.adapters import is_adapter_directory
 from hybridflow.engines.vllm.layout import unbuilt_layout, vllm_layout
 from hybridflow.engines.vllm.requirements import check as check_vllm
-from hybridflow.engines.vllm.requirements import check_response, has_own_layout
+from hybridflow.engines.vllm.requirements import check_response
 from hybridflow.errors import ConfigError, PlacementError, PromptError
-from hybridflow.models.hf_spec import read_spec
-from hybridflow.models.spec import Decoder
-from hybridflow.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, register
-from hybridflow.protocols.operation import Settings
+from hybridflow.models.hf_spec import Decoder, read_spec
+from hybridflow.models.spec import ModelSpec
+from hybridflow.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, Settings, register
 from hybridflow.topology import RankGrid
 from hybridflow.workers.model_worker import find_checkpoint, local_checkpoint
 from hybridflow.workers.worker import Worker
@@ -187,13 +186,13 @@ class RolloutWorker(Worker):
     @classmethod
     def weights_layout(cls, settings: Mapping[str, Any], grid: RankGrid) -> Layout:
         spec = cls.model_spec(settings)
-        if has_own_layout(spec):
+        if isinstance(spec, ModelSpec):
             return vllm_layout(spec, grid.generation())
         return unbuilt_layout(spec.tensors(), grid.generation())
 
     @classmethod
     def has_runtime_layout(cls, settings: Mapping[str, Any]) -> bool:
-        return not has_own_layout(cls.model_spec(settings))
+        return not isinstance(cls.model_spec(settings), ModelSpec)
 
     def runtime_layout(self) -> Layout:
         return self.engine.layout()

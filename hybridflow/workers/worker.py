@@ -1,30 +1,49 @@
-"""Worker: base of the classes that are placed on a pool, and `place` for any other class."""
+"""Worker: base of the classes that are placed on a pool, and `place` for any other class.
+
+A placement gives a group sizes for its settings, and replicas for calls with other layouts.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
 from hybridflow.cluster.backend import RankGroup
-from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.group import CallSchedule, WorkerGroup
 from hybridflow.cluster.group_call import bound_settings
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.cluster.reallocation import TrainingState
+from hybridflow.config import VLLM, TrainStrategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.contract import TrainState
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.models.spec import Cost
-from hybridflow.placement import GroupPlacement
-from hybridflow.protocols import OperationKind, operations
+from hybridflow.placement import CallPlacement, GroupPlacement, ranges
+from hybridflow.planner.cost.backends import Backend
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.protocols import Operation, OperationKind, kind_of, operations
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
-from hybridflow.workers.call_placement import divided
+
+logger = logging.getLogger(__name__)
+PRICED = ("micro_tokens", "recompute", "sequence_parallel")
+"""Further settings that decide time and memory: taken from the placement where the driver left their defaults."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """An optimizer's state: tensors of each of `kinds` in `layout`, and `counters`."""
+
+    layout: Layout
+    kinds: tuple[str, ...]
+    counters: dict[str, Any]
 
 
 class Worker:
@@ -203,13 +222,11 @@ def _on_placement(
     grid: RankGrid | None,
 ) -> WorkerGroup:
     """The group on the devices of `where`, with replicas for calls with other layouts."""
-    parts = divided(worker_class, where, _as_worker(worker_class).resolve(settings), name)
-    primary = ranks_on(worker_class, pool.part(where.devices), parts.settings, name, grid)
-    replicas: list[RankGroup] = []
-    for part in parts.replicas:
-        at = pool.part(part.devices)
-        replicas.append(ranks_on(part.worker_class, at, part.settings, name, beside=[primary, *replicas]))
-    return WorkerGroup(pool.session, primary, replicas, parts.schedule or {})
+    settings, others, schedule = divided(worker_class, where, _as_worker(worker_class).resolve(settings), name)
+    ranks = [ranks_on(worker_class, pool.part(where.devices), settings, name, grid)]
+    for of_class, devices, own in others:
+        ranks.append(ranks_on(of_class, pool.part(devices), own, name, beside=ranks))
+    return WorkerGroup(pool.session, ranks[0], ranks[1:], schedule)
 
 
 def _as_worker(worker_class: type) -> type[Worker]:
@@ -253,3 +270,116 @@ def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
         return bound_settings(inspect.signature(worker_class.__init__), worker_class.__name__, (), settings)
     require(not settings, f"{worker_class.__name__} takes no settings, got {sorted(settings)}.")
     return {}
+
+
+ReplicaPlacement = tuple[type, tuple[int, ...], Mapping[str, Any]]
+"""Class, devices and settings of ranks that run calls of another group."""
+
+
+def divided(
+    worker_class: type, where: GroupPlacement, settings: Mapping[str, Any], name: str
+) -> tuple[dict[str, Any], list[ReplicaPlacement], CallSchedule]:
+    """The settings, replicas and call schedule that `where` requires of a group with these resolved settings.
+
+    Errors: PlacementError for an unknown method or one that only the group's own ranks can run.
+    """
+    known, replicas, schedule = operations(worker_class), list[ReplicaPlacement](), dict[str, list[int | None]]()
+    for one in where.elsewhere:
+        if one.method not in known:
+            hint = nearest(one.method, known)
+            raise PlacementError(f"{name} is placed with a layout for {one.method!r}, and has no such method.{hint}")
+        number = None
+        if not _is_primary(where, one, known[one.method]):
+            part = _part(worker_class, where, one, known[one.method], settings, name)
+            replicas += [part] if part not in replicas else []
+            number = replicas.index(part)
+        schedule.setdefault(one.method, []).append(number)
+    generating = [method for method in known if kind_of(known[method]) == "generation"]
+    primary = apply_placement(where, settings)
+    if generating and all(method in schedule and None not in schedule[method] for method in generating):
+        primary = _as_worker(worker_class).without_generation(primary)  # generation is on the replicas
+    return primary, replicas, schedule
+
+
+def can_replicate(worker_class: type, settings: Mapping[str, Any]) -> bool:
+    """Whether every call of such a group except training may have its own layout."""
+    kinds: set[OperationKind] = {kind_of(operation) for operation in operations(worker_class).values()}
+    kinds.discard("training")
+    if settings.get("generate") is None:
+        kinds.discard("generation")
+    of_class = _as_worker(worker_class).replica
+    return issubclass(worker_class, Worker) and all(of_class(kind, settings) is not None for kind in kinds)
+
+
+def _is_primary(where: GroupPlacement, one: CallPlacement, operation: Operation) -> bool:
+    """Whether the group's own ranks have this layout or reach it by their transition."""
+    if one.devices != where.devices:
+        return False
+    p, t = getattr(where.train, "pp", 1), getattr(where.train, "tp", 1)
+    sizes = p, t, len(where.devices) // (p * t)
+    own = Backend.of(where.train).parallel(*sizes)
+    if own is not None and kind_of(operation) == "generation" and where.generate == one.sizes[:2]:
+        mesh = Mesh(where.devices)
+        return CallPlan(mesh, Parallel(*one.sizes)).within(CallPlan(mesh, own))
+    return one.sizes == sizes
+
+
+def _part(
+    worker_class: type,
+    where: GroupPlacement,
+    one: CallPlacement,
+    operation: Operation,
+    settings: Mapping[str, Any],
+    name: str,
+) -> ReplicaPlacement:
+    kind = kind_of(operation)
+    if (found := _as_worker(worker_class).replica(kind, settings)) is None:
+        why = "it steps the weights" if kind == "training" else "this group gives its weights to no other ranks"
+        raise PlacementError(
+            f"{name}.{one.method} is placed with a layout of its own, {'-'.join(map(str, one.sizes))} (p-t-d) on "
+            f"devices {ranges(one.devices)}, and {why}. Leave it out, or plan with hf.planner.OneLayout({name!r})."
+        )
+    p, t, d = one.sizes
+    if p * t * d != len(one.devices):
+        raise PlacementError(f"{name}.{one.method} asks for p*t*d = {p * t * d} devices, and has {len(one.devices)}.")
+    replica, own = found
+    generates = isinstance(own.get("generate"), VLLM)
+    at = GroupPlacement(
+        one.devices,
+        where.nodes,
+        where.train and Backend.of(where.train).sized(Parallel(p, t, d)),
+        (p, t) if generates else None,
+        memory_fraction=where.memory_fraction if generates else None,
+    )
+    return replica, one.devices, apply_placement(at, own)
+
+
+def apply_placement(where: GroupPlacement, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` with the sizes of `where` in `train` and `generate`. `PRICED` and the memory fraction of generation
+    are taken from `where` where they have default values; the driver's other settings stay."""
+    out = dict(settings)
+    if where.train is not None and isinstance(given := settings.get("train"), TrainStrategy):
+        out["train"] = _train(where.train, given)
+    if where.generate is not None and isinstance(given := settings.get("generate"), VLLM):
+        share = chosen(given, "memory_fraction") or where.memory_fraction or given.memory_fraction
+        out["generate"] = replace(given, pp=where.generate[0], tp=where.generate[1], memory_fraction=share)
+    return out
+
+
+def chosen(strategy: Any, name: str) -> Any:
+    """The strategy's setting if it is not the default, else None."""
+    value = getattr(strategy, name, None)
+    return None if value == getattr(type(strategy), name, None) else value
+
+
+def _train(found: Any, given: Any) -> Any:
+    """The strategy `given` with the sizes of the one that was found."""
+    alike = type(found) is type(given)
+    if not alike:
+        logger.warning("%s is placed as %s was found for, whose times are those of other sizes.", given, found)
+    kept = {name for name in PRICED if not alike or not hasattr(found, name) or chosen(given, name) is not None}
+    priced = {name: getattr(found, name) for name in PRICED if name not in kept}
+    own, p, t = Backend.of(given), getattr(found, "pp", 1), getattr(found, "tp", 1)
+    if (p > 1 and not own.pipeline) or (t > 1 and not own.tensor):
+        p = t = 1
+    return replace(own.sized(Parallel(p, t, 1)), dp=found.dp if own.pipeline else None, **priced)

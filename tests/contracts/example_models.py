@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybridflow.algorithms.losses.aggregation import Totals
-from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.losses.loss import Loss, Totals
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged

@@ -25,10 +25,6 @@ from hybridflow.topology import RankGrid
 CPU = torch.device("cpu")
 TIMEOUT = 120.0
 THREADS = 40
-PRELOADED = [
-    *[f"hybridflow.engines.{backend}.engine" for backend in ("megatron", "fsdp", "zero")],
-    *("hybridflow.engines.train_backends", "peft", "tests.contracts.engine_tasks", "tests.contracts.state_tasks"),
-]
 
 
 class KeptGroups(ProcessGroups):
@@ -100,6 +96,13 @@ class World:
         gc.collect()
 
 
+def forking() -> mp.context.ForkServerContext:
+    """Processes that start with the backends imported, once for all of them."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.contracts.imported"])
+    return context
+
+
 def threads() -> int:
     """Of this process."""
     return len(os.listdir("/proc/self/task"))
@@ -139,8 +142,7 @@ class RankProcesses:
         self._store = dist.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        server = mp.get_context("forkserver")  # imports the backends once, for all ranks
-        server.set_forkserver_preload(PRELOADED)
+        server = forking()
         pipes = [server.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [

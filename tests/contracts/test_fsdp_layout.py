@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.fsdp.sharded import make_mesh
 from hybridflow.engines.vllm.layout import vllm_layout
-from hybridflow.errors import LayoutError, PlacementError
+from hybridflow.errors import LayoutError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts.rank_processes import World
@@ -249,9 +249,3 @@ def _elements(layout: Layout, rank: int) -> set[tuple[str, int]]:
         index = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
         found |= {(region.box.tensor, element) for element in whole[index].flatten().tolist()}
     return found
-
-
-def test_bad_sizes_are_refused():
-    for bad in ({"shard": 0}, {"shard": 2, "replicate": -1}, {"shard": 2, "tp": 1.5}):
-        with pytest.raises(PlacementError, match="whole number of at least 1"):
-            fsdp_layout({"w": (4,)}, **bad)

@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config import FSDP, SGD, LoRA
 from hybridflow.engines.lora.targets import adapter_tensors, module_names, modules
-from hybridflow.models.hf_spec import TransformersSpec, read_spec
-from hybridflow.models.spec import Decoder
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, read_spec
 from tests.contracts import lora_tasks as tasks
 from tests.contracts.any_model_tasks import reference, tensors
 from tests.contracts.example_models import VOCABULARY, load_model, loss_of, make_batch, relative, totals_of

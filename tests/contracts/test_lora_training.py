@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from hybridflow.config import FSDP, SGD, Adam, LoRA
-from hybridflow.engines.lora.saved import read_config
+from hybridflow.engines.lora.adapters import read_config
 from hybridflow.engines.lora.targets import trained_tensors
 from tests.contracts import lora_tasks as tasks
 from tests.contracts.example_models import load_model, loss_of, make_batch, reference, relative, spec_of, totals_of

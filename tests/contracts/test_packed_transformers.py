@@ -63,7 +63,7 @@ def assert_packed(expected, model, recompute: bool = False) -> None:
     for prompt, row in zip(prompts.rows(), rows, strict=True):
         logits = expected(row[None], use_cache=False).logits[0]
         want.append(logits[:-1].log_softmax(-1).gather(-1, row[1:, None])[len(prompt) - 1 :, 0])
-    found, micro_batches = [], Split(48, multiple=4).responses(prompts, responses)
+    found, micro_batches = [], Split(48, multiple=4).micro_batches(prompts, responses)
     assert 1 < len(micro_batches) < len(rows)
     for micro in micro_batches:
         given = {"input_ids": micro.ids, "position_ids": micro.positions, "sequences": micro.sequences}

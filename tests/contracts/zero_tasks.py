@@ -6,7 +6,7 @@ Models are transformers' own, and so is the forward pass: an engine adds no more
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from hybridflow import config
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.shard_optimizer import ShardOptimizer
-from hybridflow.engines.units import step_groups
-from hybridflow.engines.zero.layout import optimizer_layout, whole_units
-from hybridflow.errors import ConfigError, ModelError
+from hybridflow.engines.units import optimizer_layout, step_groups, whole_units
 from hybridflow.topology import RankGrid
 from tests.contracts.engine_tasks import share
 from tests.contracts.example_models import load_model, loss_of, make_batch, reference, spec_of, totals_of
@@ -358,24 +356,3 @@ def left_after_close(world: World, name: str, path: Path, settings: Mapping[str,
         optimizer.offload()
     trained.close()
     return sum(tensor.untyped_storage().nbytes() for tensor in held)
-
-
-def refusals(world: World, name: str, path: Path) -> dict[str, str]:
-    spec, context = spec_of(path), world.context(name, RankGrid(d=4))
-    tensors = spec.tensors()
-
-    def built(stage: int = 2, frozen: bool = False, head: tuple[int, ...] = tensors["lm_head.weight"]) -> str:
-        model: Any = load_model(path)
-        model.lm_head.requires_grad_(not frozen)
-        return _error(lambda: flat_shards(context, model, {**tensors, "lm_head.weight": head}, stage=stage))
-
-    found = {"stage": built(stage=3), "frozen": built(frozen=True), "other": built(head=(7, 7))}
-    context.groups.close()
-    return found
-
-
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        return f"no error: {call()}"
-    except (ConfigError, ModelError) as error:
-        return f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
+from hybridflow.engine3d.hybrid_engine import HybridEngine
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.models.spec import ModelSpec

@@ -1,4 +1,4 @@
-"""One Ray cluster and one pool of four hosts for the whole test run: starting them costs more than most tests."""
+"""One Ray cluster and eight hosts for the whole test run: a host imports torch, Megatron and vLLM for 20 s."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import hybridflow as hf
 from hybridflow.cluster.orphan_cleanup import processes
 
 DEVICES = 16
+NODES = (8,)
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +31,15 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def pool(cluster) -> hf.ResourcePool:
-    """Four hosts that every file shares."""
-    return hf.ResourcePool([4])
+def hosts(cluster) -> hf.ResourcePool:
+    """Eight hosts that every file shares; placements over these nodes use the same."""
+    return hf.ResourcePool.over(NODES)
+
+
+@pytest.fixture(scope="session")
+def pool(hosts) -> hf.ResourcePool:
+    """The first four of them."""
+    return hosts[0:4]
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +49,7 @@ def settle(cluster) -> Callable[[], None]:
     def settle() -> None:
         while True:
             try:
-                return cluster.drain()
+                return cluster.iterations.drain()
             except hf.errors.WorkerError:
                 continue
 

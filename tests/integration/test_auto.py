@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,22 @@ from tests.tiny_models import make_rows
 NODES = (2,)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hosts_of_placements(cluster) -> Iterator[hf.ResourcePool]:
+    """The pool that placements over these nodes open, or find."""
+    with hf.ResourcePool.over(NODES) as pool:
+        yield pool
+
+
+@pytest.fixture
+def closing(cluster) -> Iterator[None]:
+    """Closes the groups that the test placed."""
+    earlier = set(cluster.groups)
+    yield
+    for name in set(cluster.groups) - earlier:
+        cluster.groups[name].close()
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
@@ -33,7 +50,7 @@ def sizes(group: Any) -> tuple[tuple[int, ...], int, int, int]:
     return group.members, group.grid.p, group.grid.t, group.grid.d
 
 
-def test_groups_are_where_the_placement_says(cluster, policy):
+def test_groups_are_where_the_placement_says(cluster, closing, policy):
     placement = Placement(
         NODES,
         {
@@ -58,22 +75,19 @@ def test_groups_are_where_the_placement_says(cluster, policy):
         batch |= made["critic"].compute_values(batch)
         return made["critic"].update_critic(batch).get()
 
-    try:
-        figures = hf.auto(placement=placement)(driver)(6)
-        assert figures["critic/loss"] > 0
-        assert {name: sizes(group) for name, group in made.items()} == {
-            "critic": ((1,), 1, 1, 1),
-            "reward": ((1,), 1, 1, 1),
-            "other": ((0, 1), 1, 2, 1),
-        }
-        assert made["critic"].settings["train"] == hf.Megatron(dp=1, micro_tokens=64)
-        assert sizes(actor) == ((0, 1), 1, 2, 1)
-        assert actor.pool_name == made["critic"].pool_name, "all groups of placements over these nodes share a pool"
-        batch = hf.BatchRef.from_batch(make_rows(6))
-        assert (batch | actor.compute_log_prob(batch)).get("old_log_probs").rows == 6
-        assert cluster.assignment is None
-    finally:
-        hf.ResourcePool.over(NODES).close()
+    figures = hf.auto(placement=placement)(driver)(6)
+    assert figures["critic/loss"] > 0
+    assert {name: sizes(group) for name, group in made.items()} == {
+        "critic": ((1,), 1, 1, 1),
+        "reward": ((1,), 1, 1, 1),
+        "other": ((0, 1), 1, 2, 1),
+    }
+    assert made["critic"].settings["train"] == hf.Megatron(dp=1, micro_tokens=64)
+    assert sizes(actor) == ((0, 1), 1, 2, 1)
+    assert actor.pool_name == made["critic"].pool_name, "all groups of placements over these nodes share a pool"
+    batch = hf.BatchRef.from_batch(make_rows(6))
+    assert (batch | actor.compute_log_prob(batch)).get("old_log_probs").rows == 6
+    assert cluster.assignment is None
 
 
 def test_an_assignment_ends_with_its_driver(cluster):
@@ -115,7 +129,7 @@ def lengths(completions: list[str]) -> list[float]:
     [(), (hf.planner.Pin("actor", parallel=Parallel(1, 1, 1), generate=Parallel(1, 1, 2)),)],
     ids=["free", "apart"],
 )
-def test_a_driver_is_planned_and_runs_as_found(cluster, settle, policy, constraints):
+def test_a_driver_is_planned_and_runs_as_found(cluster, closing, settle, policy, constraints):
     """GRPO on two devices of this machine: found, placed, and trained."""
     settle()
     groups: dict[str, Any] = {}
@@ -142,18 +156,15 @@ def test_a_driver_is_planned_and_runs_as_found(cluster, settle, policy, constrai
     assert "actor" not in cluster.groups, "planning places nothing"
     away = {name: [one.method for one in group.elsewhere] for name, group in placement.groups.items()}
     assert "generate_sequences" in away["actor"] or not constraints
-    try:
-        figures = planned(2)
-        assert len(figures) == 2
-        assert all(one["actor/grad_norm"] > 0 for one in figures)
-        for name, group in groups.items():
-            found = placement[name]
-            assert group.members == found.devices
-            if found.train is not None:
-                assert (group.grid.p, group.grid.t) == (found.train.pp, found.train.tp)
-            assert [group.has_replica_for(method) for method in away[name]] == [True] * len(away[name])
-            if found.generate is not None and "generate_sequences" not in away[name]:
-                generation = group.grid.generation()
-                assert (generation.p, generation.t) == found.generate
-    finally:
-        hf.ResourcePool.over(NODES).close()
+    figures = planned(2)
+    assert len(figures) == 2
+    assert all(one["actor/grad_norm"] > 0 for one in figures)
+    for name, group in groups.items():
+        found = placement[name]
+        assert group.members == found.devices
+        if found.train is not None:
+            assert (group.grid.p, group.grid.t) == (found.train.pp, found.train.tp)
+        assert [group.has_replica_for(method) for method in away[name]] == [True] * len(away[name])
+        if found.generate is not None and "generate_sequences" not in away[name]:
+            generation = group.grid.generation()
+            assert (generation.p, generation.t) == found.generate

@@ -18,7 +18,7 @@ from tests import tiny_models
 from tests.integration.matrix import Matrix
 from tests.tiny_models import make_prompts
 
-NODES = (4,)
+NODES = (8,)
 TOLERANCE = 2e-5
 
 
@@ -52,12 +52,6 @@ class Followed(Matrix):
 
 
 @pytest.fixture(scope="module")
-def four(cluster) -> Iterator[hf.ResourcePool]:
-    with hf.ResourcePool.over(NODES) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
 
@@ -84,12 +78,12 @@ def matrix(*elsewhere: CallPlacement) -> GroupPlacement:
     return GroupPlacement((0, 1), NODES, None, None, elsewhere)
 
 
-def test_replicas_have_current_weights_and_get_them_only_when_they_changed(four):
+def test_replicas_have_current_weights_and_get_them_only_when_they_changed(hosts):
     where = matrix(CallPlacement("look", (1, 2, 3), (1, 1, 3)), CallPlacement("glance", (3,), (1, 1, 1)))
     with placed(Followed, where, name="shown") as group:
-        before = exchanges(four)
+        before = exchanges(hosts)
         assert group.look().get().shape == (4, 5)
-        assert exchanges(four) == before, "both start with the same weights"
+        assert exchanges(hosts) == before, "both start with the same weights"
         for value in (1.0, 2.0):
             group.update(value)
             seen = [group.look(), group.look(), group.glance()]
@@ -98,13 +92,13 @@ def test_replicas_have_current_weights_and_get_them_only_when_they_changed(four)
                 (4, value),
                 (13, value),
             ]
-        assert exchanges(four) == before + 4
+        assert exchanges(hosts) == before + 4
         assert [len(part) for part in group.read().get()] == [6, 7, 4, 4, 5, 13], "all ranks of the group answer"
         with placed(Matrix, GroupPlacement((2,), NODES)) as source:
             source.fill(1.0)
             hf.sync_weights(source, group)
             assert torch.equal(group.glance().get(), source.read().get()[0])
-        moved = hf.reallocate(group, pool=four[2:4])
+        moved = hf.reallocate(group, pool=hosts[2:4])
         assert moved is group
         assert group.members == (2, 3)
         group.update(5.0)
@@ -112,20 +106,20 @@ def test_replicas_have_current_weights_and_get_them_only_when_they_changed(four)
         assert group.look().get().shape == (4, 5)
 
 
-def test_each_call_of_an_iteration_has_its_own_layout(four, settle):
+def test_each_call_of_an_iteration_has_its_own_layout(hosts, settle):
     settle()
     where = matrix(CallPlacement("look", (3,), (1, 1, 1)), CallPlacement("look", (0, 1), (1, 1, 2)))
     with placed(Followed, where) as group:
         assert [len(group.look().get()) for _ in range(4)] == [13, 6, 13, 6]
-        group.session.next_iteration()
+        group.session.iterations.begin()
         assert len(group.look().get()) == 13
-        group.session.next_iteration()
+        group.session.iterations.begin()
         assert len(group.look().get()) == 13, "an iteration begins with the first"
-    group.session.drain()
+    group.session.iterations.drain()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_weights_that_did_not_arrive_are_never_used(four, settle, when):
+def test_weights_that_did_not_arrive_are_never_used(hosts, settle, when):
     with placed(Followed, matrix(CallPlacement("look", (2, 3), (1, 1, 2))), name="shown") as group:
         group.update(1.0)
         assert float(group.look().get().mean()) == 1.0
@@ -137,20 +131,20 @@ def test_weights_that_did_not_arrive_are_never_used(four, settle, when):
         assert float(group.look().get().mean()) == 3.0, "the next call asks for them again"
 
 
-def test_it_is_built_and_closed_as_one_group(four):
+def test_it_is_built_and_closed_as_one_group(hosts):
     with placed(Matrix, GroupPlacement((2,), NODES)) as watcher:
         before = watcher.process_groups().get()
         where = matrix(CallPlacement("look", (2, 3), (1, 1, 2)))
         with pytest.raises(WorkerError, match=r"no group of 2"):
             hf.place(Followed, GroupPlacement((0,), NODES, elsewhere=where.elsewhere), name="shown", broken=2)
-        assert "shown" not in four.session.groups
+        assert "shown" not in hosts.session.groups
         assert watcher.process_groups().get() == before
         with placed(Followed, where, name="shown") as group:
             group.update(1.0)
             group.look().get()
             assert watcher.process_groups().get() > before
-            assert four.session.groups["shown"] is group
-        assert "shown" not in four.session.groups
+            assert hosts.session.groups["shown"] is group
+        assert "shown" not in hosts.session.groups
         assert watcher.process_groups().get() == before
         with pytest.raises(PlacementError, match="shown is closed"):
             group.look()
@@ -167,7 +161,7 @@ def test_it_is_built_and_closed_as_one_group(four):
         (CallPlacement("look", (2, 3), (1, 1, 1)), r"asks for p\*t\*d = 1 devices, and has 2"),
     ],
 )
-def test_what_cannot_be_is_refused(four, one, message):
+def test_what_cannot_be_is_refused(hosts, one, message):
     with pytest.raises(PlacementError, match=message):
         hf.place(Followed, matrix(one))
     with pytest.raises(PlacementError, match=r"gives its weights to no other ranks.*OneLayout\('plain'\)"):
@@ -177,7 +171,7 @@ def test_what_cannot_be_is_refused(four, one, message):
 # Models
 
 
-def test_generation_of_a_sharded_actor_follows_it(four, policy, tmp_path):
+def test_generation_of_a_sharded_actor_follows_it(hosts, policy, tmp_path):
     """Updates, a move to another layout and saving are the actor's; others compute with what it is then."""
     away = (
         CallPlacement("compute_log_prob", (1, 2, 3), (1, 1, 3)),
@@ -206,7 +200,7 @@ def test_generation_of_a_sharded_actor_follows_it(four, policy, tmp_path):
         assert sums[0] != pytest.approx(sums[1], rel=1e-2), "the policy has moved"
         with pytest.raises(ConfigError, match="generates where its placement says"):
             hf.reallocate(actor, strategy=hf.Megatron(), generate=None)
-        hf.reallocate(actor, strategy=hf.Megatron(tp=2), pool=four[2:4])
+        hf.reallocate(actor, strategy=hf.Megatron(tp=2), pool=hosts[2:4])
         assert torch.equal(drawn()["response_ids"].values, after["response_ids"].values)
         assert Path(actor.save(tmp_path / "saved"), "model.safetensors").exists()
 
@@ -260,17 +254,17 @@ def ppo(policy: Path, classifier: Path, made: dict[str, Any], steps: int = 3) ->
 
 
 @pytest.fixture(scope="module")
-def run(four, settle, policy, classifier) -> Callable[[Mapping[str, GroupPlacement]], tuple[list, dict]]:
+def run(hosts, settle, policy, classifier) -> Callable[[Mapping[str, GroupPlacement]], tuple[list, dict]]:
     def run(groups: Mapping[str, GroupPlacement]) -> tuple[list, dict]:
         made: dict[str, Any] = {}
+        earlier = set(hosts.session.groups)
         settle()
         try:
             groups = {**groups, "reward": GroupPlacement((0,), NODES)}
             return hf.auto(placement=Placement(NODES, groups))(ppo)(policy, classifier, made), made
         finally:
-            for group in list(four.session.groups.values()):
-                if group.pool_name == four.name:
-                    group.close()
+            for name in set(hosts.session.groups) - earlier:
+                hosts.session.groups[name].close()
 
     return run
 

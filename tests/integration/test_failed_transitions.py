@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
+from hybridflow.engine3d.hybrid_engine import HybridEngine
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.vllm.layout import vllm_layout

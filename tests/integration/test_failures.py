@@ -161,7 +161,7 @@ def batch(cluster):
     settled = False
     while not settled:  # errors of this test must not surface in the next one
         try:
-            cluster.drain()
+            cluster.iterations.drain()
             settled = True
         except WorkerError:
             continue

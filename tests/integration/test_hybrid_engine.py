@@ -18,8 +18,8 @@ import torch
 
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.config import VLLM, Adam, Megatron, Sampling
-from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine, TransitionReport
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.hybrid_engine import HybridEngine, TransitionReport
+from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.models.spec import ModelSpec

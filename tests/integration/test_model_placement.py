@@ -80,6 +80,7 @@ def shortness(prompts, completions, hold: list[str] | None = None):
 class Split:
     """Actor on one half of eight hosts, reference beside it, critic across both, rewards on a pool of their own."""
 
+    start: float  # of `time.time`
     hosts: hf.ResourcePool
     alone: hf.ResourcePool
     actor: hf.WorkerGroup
@@ -89,22 +90,22 @@ class Split:
 
 
 @pytest.fixture(scope="module")
-def split(cluster, policy) -> Iterator[Split]:
-    hosts, alone = hf.ResourcePool([8]), hf.ResourcePool([1])
+def split(hosts, policy) -> Iterator[Split]:
+    start, alone = time.time(), hf.ResourcePool([1])
     optim, tensor, generate = (
         hf.Adam(lr=1e-2),
         hf.Megatron(tp=2),
         hf.VLLM(sampling=hf.Sampling(max_tokens=6, n=2, seed=1)),
     )
-    yield Split(
-        hosts,
-        alone,
+    groups = (
         hf.ActorWorker.on(hosts[0:4], model=policy, train=tensor, optim=optim, generate=generate),
         hf.CriticWorker.on(hosts[2:6], model=policy, train=hf.Megatron(pp=2), optim=optim),
         hf.ReferenceWorker.on(hosts[4:6], model=policy, train=tensor),
         hf.RewardWorker.on(alone, function=shortness),
     )
-    hosts.close()
+    yield Split(start, hosts, alone, *groups)
+    for group in groups:
+        group.close()
     alone.close()
 
 
@@ -148,7 +149,7 @@ def test_one_loop_over_slices_and_pools(outcome, policy):
 
 def test_every_host_did_one_thing_at_a_time_in_call_order(split, outcome):
     for host in range(split.hosts.size):
-        calls = [event for event in split.hosts[host].events() if "/" not in event.method]
+        calls = [event for event in split.hosts[host].events() if "/" not in event.method and event.start > split.start]
         assert [event.seq for event in calls] == sorted(event.seq for event in calls)
         for earlier, later in itertools.pairwise(calls):
             assert earlier.start <= earlier.ready <= earlier.end <= later.start

@@ -131,38 +131,38 @@ def test_at_most_two_iterations_are_under_way(pool, place, cluster, tmp_path):
     """The third begins when the first is over, whatever the second does."""
     group = place(Gate, pool[0:1], folder=str(tmp_path))
     batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}))
-    cluster.drain()
-    cluster.next_iteration()
+    cluster.iterations.drain()
+    cluster.iterations.begin()
     first = group.hold(batch, "first")
-    cluster.next_iteration()
+    cluster.iterations.begin()
     second = group.hold(batch, "second")
     opened = threading.Timer(0.5, (tmp_path / "first").touch)
     opened.start()
-    cluster.next_iteration()
+    cluster.iterations.begin()
     assert finished(first)
     assert not finished(second)
     (tmp_path / "second").touch()
-    cluster.drain()
+    cluster.iterations.drain()
     assert finished(second)
 
 
 def test_errors_of_an_iteration_surface_when_it_is_over(pool, place, cluster):
     group = place(Gate, pool[0:1], folder="")
     batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}))
-    cluster.drain()
-    cluster.next_iteration()
+    cluster.iterations.drain()
+    cluster.iterations.begin()
     group.fail(batch)
-    cluster.next_iteration()
+    cluster.iterations.begin()
     with pytest.raises(WorkerError, match="ValueError: on purpose"):
-        cluster.next_iteration()
-    cluster.drain()
+        cluster.iterations.begin()
+    cluster.iterations.drain()
 
 
 def test_a_driver_without_a_loader_hears_of_an_error_once(pool, place, cluster):
     """References of thousands of calls do not pile up, and an old error does not come back with every call."""
     group = place(Gate, pool[0:1], folder="")
     batch = BatchRef.from_batch(hf.Batch({"x": torch.zeros(1)}))
-    cluster.drain()
+    cluster.iterations.drain()
     group.fail(batch)
 
     def many_calls() -> None:
@@ -173,4 +173,4 @@ def test_a_driver_without_a_loader_hears_of_an_error_once(pool, place, cluster):
         many_calls()
     for _ in range(10):
         group.tick()
-    cluster.drain()
+    cluster.iterations.drain()

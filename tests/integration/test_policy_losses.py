@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hybridflow as hf
-from hybridflow.algorithms.losses.aggregation import Totals
+from hybridflow.algorithms.losses.loss import Totals
 from hybridflow.algorithms.registry import policy_loss
 from tests import tiny_models
 from tests.tiny_models import make_rows

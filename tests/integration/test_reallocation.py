@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hybridflow as hf
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.errors import ConfigError, ModelError, PlacementError, WorkerError
 from hybridflow.topology import RankGrid
@@ -102,22 +102,16 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def eight(cluster) -> Iterator[hf.ResourcePool]:
-    with hf.ResourcePool([8]) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def other_pool(cluster) -> Iterator[hf.ResourcePool]:
     with hf.ResourcePool([2]) as pool:
         yield pool
 
 
-def test_training_goes_on_in_every_layout(eight, policy, other_pool):
+def test_training_goes_on_in_every_layout(hosts, policy, other_pool):
     """Issue 3, acceptance 6, and then to devices that share no torch world with the first ones."""
     place = {"model": policy, "train": strategy(2, 2), "optim": ADAM}
-    stays = hf.ActorWorker.on(eight, name="stays", **place)
-    moves = Watched.on(eight, name="moves", **place)
+    stays = hf.ActorWorker.on(hosts, name="stays", **place)
+    moves = Watched.on(hosts, name="moves", **place)
     batches = [hf.BatchRef.from_batch(make_rows(8, seed=seed)) for seed in range(6)]
     try:
         for step, batch in enumerate(batches):
@@ -126,7 +120,7 @@ def test_training_goes_on_in_every_layout(eight, policy, other_pool):
             assert got == pytest.approx(expected, rel=TOLERANCE), f"update {step} at {moves.grid}"
             if step < len(JOURNEY):
                 (p, t, d), devices = JOURNEY[step]
-                to = {"strategy": strategy(p, t), "pool": eight[:devices] if devices < 8 else eight}
+                to = {"strategy": strategy(p, t), "pool": hosts[:devices] if devices < 8 else hosts}
             elif step == len(JOURNEY):
                 (p, t, d), to = (1, 2, 1), {"strategy": strategy(1, 2), "pool": other_pool}
             else:

@@ -95,7 +95,7 @@ def test_the_driver_never_unpickles_a_payload(pool, place, cluster, tmp_path):
     group = place(Custodian, pool[0:2])
     batch = BatchRef.from_batch(hf.Batch({"things": things}))
     out = group.pass_on((batch | group.pass_on(batch))[1:5].repeat(2))
-    cluster.drain()
+    cluster.iterations.drain()
     where = [int(pid) for pid in log.read_text().split()]
     assert where
     assert os.getpid() not in where
@@ -165,7 +165,7 @@ def test_memory_comes_back_when_nobody_can_read_it(pool, place, cluster):
     assert held >= 40
     del kept
     gc.collect()
-    cluster.drain()
+    cluster.iterations.drain()
     assert settles(stored_objects, held - 35)
 
 
@@ -183,7 +183,7 @@ def test_the_driver_does_not_grow_with_its_calls(pool, place, cluster):
         for i in range(calls):
             out = batch | group.double(out.select("x"))
             if i % 10 == 9:
-                cluster.next_iteration()
+                cluster.iterations.begin()
         assert out["y"].get()[-1] == 2 * 19_999
 
     loop(60)

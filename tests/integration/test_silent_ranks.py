@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_named_by_a_loop_that_waits_for_its_iteration(pool, pl
     with stopped(trainer.pid().get()[1]):
         trainer.update(batch)
         with pytest.raises(WorkerError) as caught:
-            cluster.drain()
+            cluster.iterations.drain()
     names(caught.value, 1)
 
 

@@ -18,11 +18,12 @@ import torch
 import torch.multiprocessing as mp
 
 from hybridflow.engine3d.offloadable import Residency
-from hybridflow.engine3d.plan.chunks import DIRECT_BYTES
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
+from hybridflow.engine3d.routing import DIRECT_BYTES
 from hybridflow.engine3d.transfer.transfer import Transfer, execute
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.errors import LayoutError
+from tests.contracts.rank_processes import forking
 from tests.example_layouts import SPEC, placed, whole
 from tests.integration.transfer_pairs import RANKS, empty, values_of
 from tests.integration.transfer_tasks import Watch, member
@@ -44,7 +45,8 @@ def seen(folder: Path) -> Iterator[list[dict]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(member, (port, str(folder)), RANKS)
+    forking()
+    mp.start_processes(member, (port, str(folder)), RANKS, start_method="forkserver")
     yield [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     if mounted:
         subprocess.run(["umount", "-l", folder / "full"], check=True)

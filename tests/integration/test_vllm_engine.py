@@ -22,6 +22,7 @@ from hybridflow.engines.vllm.layout import stage_layers
 from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import ModelSpec
+from tests.contracts.rank_processes import forking
 from tests.integration.vllm_scenarios import (
     CONTEXT,
     EOS,
@@ -50,7 +51,8 @@ def results(root: Path) -> dict[str, dict[int, dict[str, Any]]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.start_processes(process, (port, root), nprocs=4, start_method="spawn")
+    forking()
+    mp.start_processes(process, (port, root), nprocs=4, start_method="forkserver")
     ranks = [torch.load(root / f"rank{r}.pt", weights_only=False) for r in range(4)]
     return {name: {r: ranks[r][name] for r in SCENARIOS[name][0]} for name in SCENARIOS}
 

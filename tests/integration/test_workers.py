@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hybridflow as hf
-from hybridflow.engine3d.hybrid.hybrid_engine import TransitionReport
+from hybridflow.engine3d.hybrid_engine import TransitionReport
 from tests import tiny_models
 from tests.tiny_models import make_prompts, make_rows
 

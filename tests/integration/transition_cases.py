@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.designs import WeakerDesign, WeakerTransition
-from hybridflow.engine3d.hybrid.hybrid_engine import HybridEngine
+from hybridflow.engine3d.hybrid_engine import HybridEngine
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.megatron.layout import megatron_layout

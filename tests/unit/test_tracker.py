@@ -16,8 +16,7 @@ import torch
 from rich.console import Console
 
 from hybridflow.errors import ConfigError
-from hybridflow.tracker import Tracker
-from hybridflow.tracker_display import RunDisplay, sparkline
+from hybridflow.tracker import RunDisplay, Tracker, sparkline
 
 
 class Later:

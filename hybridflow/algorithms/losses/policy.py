@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.kl import MAX_LOG_RATIO, KLKind, kl_estimate
-from hybridflow.algorithms.losses.aggregation import Outputs, Share, TokenWeights, Totals
-from hybridflow.algorithms.losses.loss import AggregatedLoss, masked
+from hybridflow.algorithms.losses.loss import AggregatedLoss, Outputs, Share, TokenWeights, Totals, masked
 from hybridflow.algorithms.losses.rollout_correction import Level, RolloutCorrection
 from hybridflow.algorithms.masked import mask_column, token_column
 from hybridflow.batch.batch import Batch

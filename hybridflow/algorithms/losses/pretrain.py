@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses.aggregation import Outputs, Share, TokenWeights, Totals
-from hybridflow.algorithms.losses.loss import AggregatedLoss
+from hybridflow.algorithms.losses.loss import AggregatedLoss, Outputs, Share, TokenWeights, Totals
 from hybridflow.algorithms.masked import response_mask
 from hybridflow.batch.batch import Batch
 from hybridflow.settings import Finite, settings

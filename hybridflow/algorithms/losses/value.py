@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.algorithms.losses.aggregation import Outputs, Share, TokenWeights, Totals
-from hybridflow.algorithms.losses.loss import AggregatedLoss, masked
+from hybridflow.algorithms.losses.loss import AggregatedLoss, Outputs, Share, TokenWeights, Totals, masked
 from hybridflow.algorithms.masked import mask_column, token_column
 from hybridflow.batch.batch import Batch
 from hybridflow.settings import Positive, settings

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engine3d.plan.chunks import staged, travels_alone
+from hybridflow.engine3d.routing import staged, travels_alone
 from hybridflow.engine3d.transfer.peer_memory import PeerMemory, read_announced
 
 

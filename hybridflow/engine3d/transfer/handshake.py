@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridflow.engine3d.plan.plan import Move, WeightPlan
+from hybridflow.engine3d.plan import Move, WeightPlan
 from hybridflow.engine3d.transfer.peer_memory import PeerProcess
 from hybridflow.errors import HybridFlowError, LayoutError, WaitTimeoutError
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Region
-from hybridflow.engine3d.plan.plan import Move, WeightPlan
+from hybridflow.engine3d.plan import Move, WeightPlan
 from hybridflow.engine3d.transfer.buffers import Copies, Parcel, same_memory
 from hybridflow.engine3d.transfer.handshake import Handshake, check_dtype, converts
 from hybridflow.errors import LayoutError
@@ -20,10 +20,9 @@ Storage = Mapping[str, Tensor]
 
 
 @dataclass
-class LocalCopies:
+class LocalCopies(Copies):
     """The copies of one canonical tensor's pieces that stay on the rank, and the storages that they touch."""
 
-    copies: Copies = field(default_factory=Copies)
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
 
@@ -66,7 +65,7 @@ class LocalPlan:
                 into = region.view(self.destinations[region.storage], move.box)
                 if not same_memory(into, from_):
                     group = out.setdefault(move.box.tensor, LocalCopies())
-                    group.copies.add(into, from_)
+                    group.add(into, from_)
                     group.reads.add(move.origin.storage)
                     group.writes.add(region.storage)
         return out

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.engine3d.offloadable import Memory
-from hybridflow.engine3d.plan.chunks import IN_FLIGHT
-from hybridflow.engine3d.plan.plan import BUCKET_BYTES, Move, WeightPlan
+from hybridflow.engine3d.plan import BUCKET_BYTES, Move, WeightPlan
+from hybridflow.engine3d.routing import IN_FLIGHT
 from hybridflow.engine3d.transfer.buffers import Message, Round, messages
 from hybridflow.engine3d.transfer.handshake import Handshake, wire_device
 from hybridflow.engine3d.transfer.local_plan import LocalCopies, LocalPlan, Storage, check_resident
@@ -93,7 +93,7 @@ class Transfer:
         parcels = (bound.parcels(moves, handshake) for moves in rounds)
         self._rounds = [Round(messages(parts, self._device), self._memory, group) for parts in parcels]
         local = bound.local()
-        self._copies = [group.copies for group in local.values()]
+        self._copies = list(local.values())
         self._steps = make_steps(rounds, [one.messages for one in self._rounds], local)
         self._stream = CopyStream(device)
         self._arenas: list[Tensor] = []

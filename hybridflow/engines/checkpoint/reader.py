@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from hybridflow.engine3d.layout import Layout, Region
 from hybridflow.errors import CheckpointError
-from hybridflow.models.spec import Decoder
+from hybridflow.models.hf_spec import Decoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,11 +142,11 @@ class Checkpoint:
                     f"Is {self.directory / 'config.json'} that of another model?"
                 )
 
-    def read_into(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> tuple[str, ...]:
+    def read_into(self, layout: Layout, rank: int, storage: Mapping[str, Tensor]) -> None:
         """Fill this rank's regions, reading only their boxes, converted to the storage's dtype.
 
-        Tensors are read one after the other, and in parts: memory beside the storage stays bounded.
-        Returns the canonical tensors that the files do not have and whose regions were left alone: a value head.
+        Tensors are read one after the other, and in parts: memory beside the storage stays bounded. A value head that
+        the files do not have is left alone.
 
         Errors: CheckpointError for any other tensor that is absent, or that has another shape than in the layout.
         """
@@ -154,10 +154,9 @@ class Checkpoint:
         for region in layout.regions(rank):
             wanted.setdefault(region.box.tensor, []).append(region)
         found = {name: self.find(name) for name in wanted}
-        left = tuple(name for name, entry in found.items() if entry is None and name in HEADS)
         for name, entry in found.items():
             asked = tuple(layout.tensors[name])
-            if name not in left and (entry is None or entry.shape != asked):
+            if (entry is None and name not in HEADS) or (entry is not None and entry.shape != asked):
                 has = f"of shape {entry.shape}" if entry else "no such tensor"
                 raise CheckpointError(
                     f"rank {rank} reads {name} {asked}; {self.directory} has {has}. "
@@ -166,7 +165,6 @@ class Checkpoint:
         for name, entry in found.items():
             if entry is not None:
                 read_boxes(entry, wanted[name], storage)
-        return left
 
 
 def read_boxes(entry: Entry, regions: Iterable[Region], storage: Mapping[str, Tensor]) -> None:

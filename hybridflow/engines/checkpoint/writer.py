@@ -17,7 +17,6 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.handshake import agree_dtypes, wire_device
 from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.engines.checkpoint.reader import INDEX, SINGLE
+from hybridflow.engines.process_groups import gather
 from hybridflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ def save_checkpoint(
     in it, as in the layout); `directory` is on a file system that all ranks share. Tensors keep their dtype unless
     `dtype` is given, and the config says which. Each rank holds one file of at most `max_file_bytes` in memory at a
     time (a single larger tensor is a file of its own). Everything is written beside `directory` and renamed when
-    complete, so a crash never leaves half a checkpoint there. A crash between the two renames of a replacement leaves
-    the old checkpoint as `.<name>.replaced`; the next save puts it back first.
+    complete. A crash between the two renames of a replacement leaves the old checkpoint as `.<name>.replaced`; the next
+    save puts it back first.
 
     Errors: CheckpointError, the same on all ranks, when a rank cannot write: it names the rank, the file and the
     reason, and says what is in `directory` now. Also when `like` has no config, or when `directory` exists and holds
@@ -186,10 +186,7 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _warn_of(broken: dict[str, int], target: Path, group: dist.ProcessGroup | None, rank: int) -> None:
     """Log one warning for all ranks. Collective over `group`."""
-    everyone = [broken]
-    if group is not None:
-        everyone *= group.size()
-        dist.all_gather_object(everyone, broken, group=group)
+    everyone = [broken] if group is None else gather(broken, group)
     found = {name: count for of_rank in everyone for name, count in of_rank.items()}
     if found and rank == 0:
         named = ", ".join(f"{name} ({count})" for name, count in list(found.items())[:5])
@@ -252,10 +249,7 @@ class _Save:
         if not int(failed):
             return
         mine = (None if failure is None else self._reason(failure), self._undo() if self._rank == 0 else "")
-        everyone: list[Any] = [mine]
-        if self._group is not None:
-            everyone = [None] * self._group.size()
-            dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = [mine] if self._group is None else gather(mine, self._group)
         first = next(rank for rank, (reason, _) in enumerate(everyone) if reason is not None)
         state = everyone[0][1]
         error = CheckpointError(f"{self.target} was not saved: {everyone[first][0]} {state}")

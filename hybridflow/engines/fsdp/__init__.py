@@ -1,1 +1,1 @@
-"""FSDP2, HSDP and their combination with tensor parallelism: where torch's DTensors keep which boxes."""
+"""FSDP2, HSDP, their combination with tensor parallelism, and ZeRO."""

@@ -1,7 +1,8 @@
-"""FSDP2 of transformers' own model as a `ShardedModel`; `assemble` serves ZeRO too."""
+"""FSDP2 and ZeRO of transformers' own model as a `ShardedModel`."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from hybridflow.config import FSDP, SGD, Adam, Optimizer, ZeRO
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
-from hybridflow.engines.fsdp.layout import check, state_layout, weights_layout
+from hybridflow.engines.flat_shards import FlatShards
+from hybridflow.engines.fsdp.layout import as_fsdp, check, state_layout, weights_layout
 from hybridflow.engines.fsdp.sharded import Sharded
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.lora.targets import adapter_tensors
@@ -18,58 +20,27 @@ from hybridflow.engines.micro_batches import Split
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.sharded_model import PlainLoop, ShardedModel, Shards, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
-from hybridflow.engines.units import step_groups
+from hybridflow.engines.transformers_model import TransformersModel
+from hybridflow.engines.units import step_groups, whole_units
 from hybridflow.errors import ConfigError
-from hybridflow.models.spec import Decoder
+from hybridflow.models.hf_spec import Decoder
 
 _GIB = 1 << 30
 
 
-def build_model(context: RankContext, strategy: FSDP, spec: Decoder, optimizer: Optimizer | None) -> ShardedModel:
+def build_model(
+    context: RankContext, strategy: FSDP | ZeRO, spec: Decoder, optimizer: Optimizer | None
+) -> ShardedModel:
     """This rank's part of `spec`, its weights undefined. Errors: those of `check`, ConfigError without the host memory
-    for `offload`."""
-    check(strategy, spec, context.grid, context.role)
-    dtype, lora = compute_dtype(strategy, context.device), strategy.lora
-    weights, state = (found(strategy, spec, context.grid) for found in (weights_layout, state_layout))
-    check_host_memory(context, strategy, weights, dtype, optimizer)
-    shards = Sharded(context, strategy, spec, dtype, trains=optimizer is not None)
-    adapters = None
-    if lora is not None:
-        local = {**shards.storage, **shards.adapters}
-        size = context.grid.d // strategy.replicate
-        first = context.rank // size * size  # of this copy of the model
-        adapters = Adapters(
-            context,
-            spec,
-            lora,
-            state,
-            storage={name: local[name] for name in state.tensors},
-            weights=shards.storage,
-            decoder=shards.model.decoder,
-            peers=range(first, first + size),
-        )
-    return assemble(context, strategy, spec, shards, weights, state if optimizer else None, adapters)
-
-
-def check_host_memory(
-    context: RankContext, strategy: FSDP | ZeRO, weights: Layout, dtype: torch.dtype, optimizer: Optimizer | None
-) -> None:
-    """Errors: ConfigError without the host memory for `offload`, on all ranks before any of them allocates."""
+    for `offload`, on all ranks before any of them allocates."""
+    grid = context.grid
+    check(strategy, spec, grid, context.role)
+    dtype = compute_dtype(strategy, context.device)
+    weights, state = (found(strategy, spec, grid) for found in (weights_layout, state_layout))
     if strategy.offload:
         agree(context, partial(require_host_memory, context, strategy, weights, dtype, optimizer))
-
-
-def assemble(
-    context: RankContext,
-    strategy: FSDP | ZeRO,
-    spec: Decoder,
-    shards: Shards,
-    weights: Layout,
-    state: Layout | None,
-    adapters: Adapters | None = None,
-) -> ShardedModel:
-    """The model in `shards` with what runs micro-batches through it."""
-    grid, tensors = context.grid, spec.tensors()
+    shards, adapters = _shards(context, strategy, spec, dtype, state, trains=optimizer is not None)
+    tensors = spec.tensors()
     columns = -(-spec.vocab // grid.t)
     first = min(spec.vocab, columns * context.coords.t)
     packing = {"packed": strategy.packed, "single": not shards.model.packable}
@@ -81,13 +52,35 @@ def assemble(
         loop=PlainLoop(context, shards, split.empty),
         tokens=TokenOutputs(context.role, spec, split, (first, min(spec.vocab, first + columns)), group),
         layout=weights,
-        optimizer_layout=state,
+        optimizer_layout=state if optimizer else None,
         step_groups=parts,
         parts=parts,
         no_decay=frozenset(name for name, shape in tensors.items() if len(shape) == 1),
-        fp16=compute_dtype(strategy, context.device) == torch.float16,
+        fp16=dtype == torch.float16,
         adapters=adapters,
     )
+
+
+def _shards(
+    context: RankContext, strategy: FSDP | ZeRO, spec: Decoder, dtype: torch.dtype, state: Layout, trains: bool
+) -> tuple[Shards, Adapters | None]:
+    """The parameters on this rank, and the adapters of `state` with LoRA."""
+    cut = as_fsdp(strategy)
+    if cut is None:
+        assert isinstance(strategy, ZeRO)
+        model = TransformersModel(spec, dtype, recompute=strategy.recompute and trains)
+        model.requires_grad_(trains)
+        units, everyone = whole_units(spec.tensors(), spec.parts), context.groups.everyone()
+        flat = FlatShards(context, model, units, everyone, stage=strategy.stage, offload=strategy.offload)
+        model.make_buffers(context.device)
+        return flat, None
+    shards = Sharded(context, cut, spec, dtype, trains=trains)
+    if cut.lora is None:
+        return shards, None
+    local = {**shards.storage, **shards.adapters}
+    storage = {name: local[name] for name in state.tensors}
+    peers = context.grid.d // cut.replicate  # ranks of a copy of the model
+    return shards, Adapters(context, spec, cut.lora, state, storage, shards.storage, shards.model.decoder, peers)
 
 
 # Host memory
@@ -137,23 +130,13 @@ def bytes_kept(strategy: FSDP | ZeRO, dtype: torch.dtype, optimizer: Optimizer |
 
 def available(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes still available to a process: of the machine or its container, whichever is less."""
-    found = [size for size in (_of_machine(meminfo), _of_container(group)) if size is not None]
-    return min(found, default=None)
-
-
-def _of_machine(meminfo: Path) -> int | None:
-    try:
-        lines = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
-    except OSError:
-        return None
-    return int(lines[0][1]) * 1024 if lines else None
-
-
-def _of_container(group: Path) -> int | None:
-    """Bytes that control group v2 leaves; pages of unused files are given back when they are needed."""
-    try:
+    found: list[int] = []
+    with suppress(OSError):
+        lines = [line.split() for line in meminfo.read_text().splitlines()]
+        found += [int(line[1]) * 1024 for line in lines if line[:1] == ["MemAvailable:"]]
+    with suppress(OSError):  # what control group v2 leaves; pages of unused files are given back when they are needed
         limit, used = ((group / f"memory.{what}").read_text().strip() for what in ("max", "current"))
         pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else max(0, int(limit) - int(used) + int(pages.get("inactive_file", 0)))
+        if limit != "max":
+            found.append(max(0, int(limit) - int(used) + int(pages.get("inactive_file", 0))))
+    return min(found, default=None)

@@ -1,4 +1,7 @@
-"""Layouts of FSDP: the boxes of canonical tensors on each rank of a mesh. Pure.
+"""Layouts of FSDP and ZeRO: the boxes of canonical tensors on each rank of a mesh. Pure.
+
+ZeRO stage 3 is FSDP that reduces the gradients of every micro-batch. In stages 1 and 2 every rank holds every
+parameter, and owns the optimizer state of one share of each unit (`units.whole_units`).
 
 FSDP2, HSDP and DTensor tensor parallelism cut a parameter in sequence: each cut divides one dimension into as many
 chunks as the mesh has ranks along one axis, like `torch.chunk`. Chunk sizes round up, so the last ones are smaller or
@@ -10,15 +13,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from hybridflow.config import FSDP, ZeRO
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.lora.targets import trained_tensors
-from hybridflow.engines.units import Tensors, ends_and_layers
+from hybridflow.engines.units import Tensors, ends_and_layers, optimizer_layout, parameter_layout
 from hybridflow.errors import ModelError, PlacementError
-from hybridflow.models.spec import Decoder, Part
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.spec import ModelSpec, Part
 from hybridflow.topology import RankGrid
 
 EMBEDDING, PER_HEAD = "embedding", "replicated_with_grad_allreduce"
@@ -94,12 +98,7 @@ def fsdp_layout(
     `fully_shard` over `shard` ranks chunks dimension 0; `replicate > 1` is HSDP; with `tp > 1` each tensor is first
     cut along `tp_dim(name)` (default: the plan of the spec's family), and what is left along dimension 0. Storage names
     are the canonical names. Rank `(r * shard + s) * tp + t` is at (r, s, t); replicas hold equal boxes.
-
-    Errors: PlacementError when a size is below one.
     """
-    for name, size in (("shard", shard), ("replicate", replicate), ("tp", tp)):
-        if type(size) is not int or size < 1:
-            raise PlacementError(f"FSDP mesh size {name}={size!r} must be a whole number of at least 1.")
     tensors, parts = (dict(model), {}) if isinstance(model, Mapping) else (model.tensors(), model.parts)
     ranks = range(replicate * shard * tp)
     rows, columns = Axis(shard, tuple(r // tp % shard for r in ranks)), Axis(tp, tuple(r % tp for r in ranks))
@@ -124,28 +123,41 @@ def check(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid, role: str = "the
     check_tensor_parallel(spec, grid.t, role)
 
 
-def weights_layout(strategy: FSDP, spec: Decoder, grid: RankGrid) -> Layout:
+def as_fsdp(strategy: FSDP | ZeRO) -> FSDP | None:
+    """The settings with which FSDP computes this strategy; None for ZeRO stages 1 and 2."""
+    if isinstance(strategy, FSDP):
+        return strategy
+    shared = {f.name: getattr(strategy, f.name) for f in fields(strategy) if f.name != "stage"}
+    return FSDP(reduce_often=True, **shared) if strategy.stage == 3 else None
+
+
+def weights_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid) -> Layout:
     """Which rank of `grid` holds which boxes of `spec`. Errors: those of `check`."""
     check(strategy, spec, grid)
-    return fsdp_layout(spec, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
+    if (cut := as_fsdp(strategy)) is None:
+        return parameter_layout(spec.tensors(), grid.d)
+    return fsdp_layout(spec, grid.d // cut.replicate, replicate=cut.replicate, tp=grid.t)
 
 
-def state_layout(strategy: FSDP, spec: Decoder, grid: RankGrid) -> Layout:
+def state_layout(strategy: FSDP | ZeRO, spec: Decoder, grid: RankGrid) -> Layout:
     """The same for one kind of optimizer state: with LoRA of the tensors that are trained.
 
     Errors: those of `check`; ConfigError for a target of LoRA that matches nothing.
     """
     check(strategy, spec, grid)
-    trained = trained_tensors(spec, strategy.lora) if strategy.lora else spec
-    return fsdp_layout(trained, grid.d // strategy.replicate, replicate=strategy.replicate, tp=grid.t)
+    if (cut := as_fsdp(strategy)) is None:
+        return optimizer_layout(spec.tensors(), grid.d, spec.parts)
+    trained = trained_tensors(spec, cut.lora) if cut.lora else spec
+    return fsdp_layout(trained, grid.d // cut.replicate, replicate=cut.replicate, tp=grid.t)
 
 
 def check_tensor_parallel(spec: Decoder, tp: int, role: str = "the model") -> None:
     """Errors: ModelError when transformers has no plan for the family, or one with styles that are not computed here;
     when heads, kv-heads or what else is cut does not divide by `tp`."""
-    spec.check_parallel(1, tp, role)
     if tp == 1:
         return
+    if isinstance(spec, ModelSpec):
+        spec.check_parallel(1, tp, role)
     plan = _plan(spec.family)
     if not plan or (unknown := sorted({*plan.values()} - _WEIGHT_DIM.keys())):
         why = f"needs the styles {', '.join(unknown)}" if plan else "transformers has no plan for"

@@ -27,7 +27,8 @@ from hybridflow.engines.fsdp.layout import EMBEDDING, PER_HEAD, tensor_parallel_
 from hybridflow.engines.lora.targets import adapter_names, is_adapter, trained_tensors
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.transformers_model import TransformersModel
-from hybridflow.models.spec import Decoder, Part
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.spec import Part
 
 AXES = ("replicate", "shard", "tp")
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -133,11 +134,9 @@ class Sharded:
                 grad.copy_(total.view_as(grad))
 
     def main_gradients(self) -> dict[str, Tensor]:
-        """Gradients by the names of `main`."""
         return {name: grad for name, grad in self.gradients.tensors.items() if name in self.main}
 
     def square_sum(self) -> Tensor:
-        """float64 sum over the gradients of all ranks; replicated ones count once. Collective."""
         grads = [grad for name, grad in self.main_gradients().items() if name in self._counted]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if grads:
@@ -152,7 +151,6 @@ class Sharded:
         """Nothing to copy: `main` is the parameters."""
 
     def close(self) -> None:
-        """Free parameters and gradients, even if other references exist."""
         self.gradients.drop()
         self.memory.release()
         Residency(self.adapters, device=self._device).release()

@@ -1,17 +1,21 @@
 """Adapters: the trained tensors of a sharded model with LoRA, and their merge into its weights (Hu et al. 2021, eq. 3).
 
-`inject` puts peft's layers into a transformers decoder before it is sharded.
+`inject` puts peft's layers into a transformers decoder before it is sharded. Adapters are saved in peft's format: a
+directory of `adapter_config.json` and `adapter_model.safetensors`.
 
 Shapes: r rank of the adapters, I inputs and O outputs of a linear layer, o those rows of O that this rank holds.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +24,37 @@ from torch import Tensor, nn
 
 from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Layout, Region
-from hybridflow.engines.lora.saved import load_adapters, save_adapters
-from hybridflow.engines.lora.targets import module_names, modules, parts, suffixes
+from hybridflow.engines.checkpoint.reader import Entry, read_boxes, read_header
+from hybridflow.engines.checkpoint.writer import save_tensors, writing
+from hybridflow.engines.lora.targets import ALL, module_names, modules, parts, suffixes
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.errors import ConfigError
-from hybridflow.models.hf_spec import TransformersSpec, make_model
-from hybridflow.models.spec import Decoder
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
+_PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other values change what it computes
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, None, False, "gaussian"),  # PiSSA's, OLoRA's and others' adapters are of another model
+    "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
+    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias", "use_qalora"), (None, False)),
+    **dict.fromkeys(
+        (
+            *("rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices", "target_parameters"),
+            *("layer_replication", "exclude_modules", "megatron_config", "alora_invocation_tokens"),
+        ),
+        (None, {}, []),
+    ),
+}
 
 
 class Adapters:
     """The adapters of one rank, and of a value model its head: `storage` by the names of `layout`, float32.
 
     Adapters are never offloaded. `weights` are the rank's parts of the frozen model, into which they can be merged;
-    `peers` are the ranks that share one copy of the model, ascending.
+    `peers` consecutive ranks share one copy of the model.
     """
 
     def __init__(
@@ -46,19 +66,22 @@ class Adapters:
         storage: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         decoder: nn.Module,
-        peers: range,
+        peers: int,
     ) -> None:
         self.spec, self.lora, self.layout, self.storage = spec, lora, layout, storage
         self._context, self._weights, self._decoder = context, weights, decoder
         self._modules = modules(spec, lora)
-        self._group = context.groups.new("lora", peers)
+        first = context.rank // peers * peers
+        self._group = context.groups.new("lora", range(first, first + peers))
         self._kept: dict[str, Tensor] | None = None  # frozen weights, while others are in their place
 
     def start(self) -> None:
         """Initial values: those of `lora.start`, or A uniform in +-1/sqrt(I) (as peft) and B zero, which leaves the
         model's outputs unchanged; independent of the sharding."""
         if self.lora.start is not None:
-            load_adapters(self.lora.start, self.layout, self._context.rank, self.storage)
+            entries = check_adapters(self.lora.start, self.layout.tensors)
+            for region in self.layout.regions(self._context.rank):
+                read_boxes(entries[_PREFIX + region.box.tensor], (region,), self.storage)
             return
         for region in self.layout.regions(self._context.rank):
             if region.box.tensor.endswith(".lora_A.weight"):
@@ -130,10 +153,36 @@ class Adapters:
     def save(self, directory: str | os.PathLike[str], base: str | os.PathLike[str]) -> None:
         """Write them in peft's format, as those of the model `base`. Collective over the model group.
 
-        Errors: CheckpointError, on all ranks.
+        The directory is replaced as a whole when all is written. Errors: CheckpointError, on all ranks.
         """
+
+        def start(directory: Path) -> None:
+            with writing(directory / CONFIG):
+                self._write_config(directory, str(base))
+
+        def regions(rank: int) -> list[Region]:
+            return [replace(r, box=replace(r.box, tensor=_PREFIX + r.box.tensor)) for r in self.layout.regions(rank)]
+
+        tensors = {_PREFIX + name: shape for name, shape in self.layout.tensors.items()}
+        renamed = Layout(tensors, self.layout.ranks, regions, self.layout.part)
         who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
-        save_adapters(directory, self.layout, self.storage, spec=self.spec, lora=self.lora, base=base, **who)
+        save_tensors(directory, renamed, self.storage, {WEIGHTS: list(tensors)}, start, **who)
+
+    def _write_config(self, directory: Path, base: str) -> None:
+        """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""
+        from peft import LoraConfig
+
+        lora, value = self.lora, self.spec.head == "value"
+        LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]
+            lora_dropout=lora.dropout,
+            target_modules=suffixes(self._modules) if lora.targets == (ALL,) else list(lora.targets),
+            modules_to_save=["score"] if value else None,
+            task_type="SEQ_CLS" if value else "CAUSAL_LM",
+            base_model_name_or_path=base,
+            inference_mode=True,
+        ).save_pretrained(str(directory))
 
 
 def _draw(region: Region, shape: tuple[int, ...], storage: Tensor) -> None:
@@ -141,6 +190,56 @@ def _draw(region: Region, shape: tuple[int, ...], storage: Tensor) -> None:
     bound = 1 / math.sqrt(shape[1])
     whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
     storage.copy_(whole[slice(*region.box.rows)])
+
+
+# Saved adapters
+
+
+def is_adapter_directory(directory: str | os.PathLike[str]) -> bool:
+    return (Path(directory) / CONFIG).is_file()
+
+
+def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
+    """The model that saved adapters belong to, and the option that continues from them.
+
+    Errors: CheckpointError for an unreadable config, or adapters of another kind.
+    """
+    path = Path(directory) / CONFIG
+    try:
+        config = json.loads(path.read_text())
+        base, targets = config["base_model_name_or_path"], config["target_modules"]
+        rank, alpha, dropout = config["r"], config["lora_alpha"], config.get("lora_dropout") or 0.0
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is not readable as the config of LoRA adapters: {error!r}.") from None
+    for name, known in _PLAIN.items():
+        value = sorted(config[name], key=str) if isinstance(config.get(name), list) else config.get(name)
+        if name in config and value not in known:
+            raise CheckpointError(f"{path} has {name}={config[name]!r}, which is not supported: use {known[0]!r}.")
+    listed = isinstance(targets, list) and bool(targets) and all(isinstance(target, str) for target in targets)
+    if not base or not isinstance(base, str) or not (listed or targets == ALL):
+        raise CheckpointError(
+            f"{path} has base_model_name_or_path={base!r} and target_modules={targets!r}: needed are the model's "
+            f"directory or name, and a list of linear layers."
+        )
+    found = tuple(sorted(targets)) if isinstance(targets, list) else (ALL,)
+    try:
+        return base, LoRA(rank=rank, alpha=alpha, targets=found, dropout=dropout, start=str(directory))
+    except ConfigError as error:
+        raise CheckpointError(f"{path} has no adapters that can be trained on: {error}") from None
+
+
+def check_adapters(directory: str | os.PathLike[str], tensors: Mapping[str, tuple[int, ...]]) -> Mapping[str, Entry]:
+    """The entries of the file. Errors: CheckpointError when `tensors` are missing or of other shapes."""
+    file = Path(directory) / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{directory} has no {WEIGHTS}: save the adapters with peft's save_pretrained.")
+    entries = read_header(file)
+    for name, asked in tensors.items():
+        entry = entries.get(_PREFIX + name)
+        if entry is None or entry.shape != tuple(asked):
+            found = f"of shape {entry.shape}" if entry else f"not, but {', '.join(sorted(entries)[:2])}"
+            raise CheckpointError(f"{file} should have {_PREFIX}{name} {tuple(asked)} and has it {found}.")
+    return entries
 
 
 # Injection

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hybridflow.config import LoRA
 from hybridflow.errors import ConfigError, nearest
-from hybridflow.models.spec import Decoder
+from hybridflow.models.hf_spec import Decoder
 
 ALL = "all-linear"
 _HEAD = "score.weight"

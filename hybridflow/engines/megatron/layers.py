@@ -99,11 +99,10 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SelectedPositions:
-    """Forward pre-hook of the output layer: of [S, B, H] only the positions that are asked for go on, as [M, 1, H].
+    """Forward pre-hook of the output layer: selects the positions that are read, [S, B, H] -> [M, 1, H].
 
-    Most of a vocabulary-sized product is saved for prompts and padding. `index` [M] int64 counts positions in
-    [S * B]; it is set before each forward pass. Under sequence parallelism the positions are gathered first; the
-    output layer itself must then add up its input gradients like without sequence parallelism.
+    `index` [M] int64 counts positions in [S * B]; it is set before each forward pass. Under sequence parallelism the
+    positions are gathered first; the output layer must then add up its input gradients as without it.
     """
 
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:

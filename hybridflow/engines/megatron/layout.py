@@ -13,7 +13,9 @@ rest of a layer alike but seldom the fused rows; and an optimizer step can updat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from operator import add
 
 from hybridflow.config import Megatron
 from hybridflow.engine3d.layout import Box, Layout, Region
@@ -23,6 +25,7 @@ from hybridflow.topology import Coords, RankGrid
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv\.)?")
 
 
 def check(strategy: Megatron, spec: ModelSpec, grid: RankGrid, role: str = "the model") -> None:
@@ -171,44 +174,23 @@ def vocabulary_rows(vocab: int, t: int, at: int) -> tuple[int, int]:
 
 
 def units(spec: ModelSpec, grid: RankGrid, at: Coords, stage_layers: Sequence[int] | None = None) -> list[Unit]:
-    here, hidden = stages(spec.layers, grid.p, stage_layers)[at.p], spec.hidden
-    vocabulary = (padded_vocab(spec.vocab, grid.t) // grid.t, hidden)
-    first, last = at.p == 0, at.p == grid.p - 1
-    ends = _end_parts(spec)
-    found = [Unit({EMBEDDING: vocabulary}, part=ends["embedding"])] if first else []
-    parts = max(ends.values()) + 1
-    found += [unit for local in range(len(here)) for unit in _layer(spec, grid.t, local, parts + local)]
-    if last:
-        found.append(Unit({"decoder.final_layernorm.weight": (hidden,)}, part=ends["norm"]))
-    if last and spec.head == "value":
-        found.append(Unit({OUTPUT: (1, hidden)}, part=ends["output"]))
-    elif last and not (spec.tied and first):
-        # a copy of tied embeddings steps with the original, and is cut over data parallel ranks like it
-        found.append(Unit({OUTPUT: vocabulary}, part=ends["embedding" if spec.tied else "output"]))
-    return found
-
-
-def _end_parts(spec: ModelSpec) -> dict[str, int]:
-    """The part of each end of the model; a final norm without an output layer of its own is too small for one."""
+    here, first, last = stages(spec.layers, grid.p, stage_layers)[at.p], at.p == 0, at.p == grid.p - 1
+    vocabulary = (padded_vocab(spec.vocab, grid.t) // grid.t, spec.hidden)
     own_output = spec.head == "value" or not spec.tied
-    return {"embedding": 0, "norm": int(own_output), "output": int(own_output)}
-
-
-def _layer(spec: ModelSpec, t: int, local: int, part: int) -> list[Unit]:
-    """The fused query, key and value of a decoder layer, and the rest of it."""
-    at, hidden, query = f"decoder.layers.{local}.", spec.hidden, spec.heads * spec.head_dim
-    rows = (query + 2 * spec.kv_heads * spec.head_dim) // t
-    fused: dict[str, tuple[int, ...]] = {"self_attention.linear_qkv.weight": (rows, hidden)}
-    if spec.qkv_bias:
-        fused["self_attention.linear_qkv.bias"] = (rows,)
-    rest: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attention.linear_proj.weight": (hidden, query // t),
-        "pre_mlp_layernorm.weight": (hidden,),
-        "mlp.linear_fc1.weight": (2 * spec.intermediate // t, hidden),
-        "mlp.linear_fc2.weight": (hidden, spec.intermediate // t),
-    }
-    if spec.qk_norm:
-        rest["self_attention.q_layernorm.weight"] = (spec.head_dim,)
-        rest["self_attention.k_layernorm.weight"] = (spec.head_dim,)
-    return [Unit({at + name: shape for name, shape in names.items()}, part=part) for names in (fused, rest)]
+    behind = int(own_output)  # the part of the final norm: it is too small for one, without an output layer of its own
+    fused: list[dict[str, tuple[int, ...]]] = [{} for _ in here]
+    rest: list[dict[str, tuple[int, ...]]] = [{} for _ in here]
+    for region in _Stage(spec, grid, at, here, spec.tensors()).regions():
+        if (found := _LAYER.match(region.storage)) is not None:
+            shapes = (fused if found[2] else rest)[int(found[1])]
+            end = tuple(map(add, region.offset, region.box.shape))
+            shapes[region.storage] = tuple(map(max, end, shapes.get(region.storage, end)))
+    out = [Unit({EMBEDDING: vocabulary}, part=0)] if first else []
+    for part, layer in enumerate(zip(fused, rest, strict=True), start=behind + 1):
+        out += [Unit(shapes, part=part) for shapes in layer]
+    if last:
+        out.append(Unit({"decoder.final_layernorm.weight": (spec.hidden,)}, part=behind))
+    if last and not (first and not own_output):
+        # a copy of tied embeddings steps with the original, and is cut over data parallel ranks like it
+        out.append(Unit({OUTPUT: (1, spec.hidden) if spec.head == "value" else vocabulary}, part=behind))
+    return out

@@ -1,3 +1,3 @@
 """Generation with vLLM inside the training processes: `engine` is the entry, `engine_loop` runs requests, `layout` says
-where weights lie (of other models, `discovery`), `sleep_mode` gives memory back.
+where weights lie (of other models, `discovery`).
 """

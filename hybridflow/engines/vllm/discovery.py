@@ -1,10 +1,9 @@
 """Layout discovery: finds the weight layout of a model unknown to `layout.py` with vLLM's own loader.
 
-While vLLM builds the model, its loader gets tensors without values that record each element's origin through views,
-slices and transposes until they are copied into parameters. Then the loader gets values that encode each element's
-position, and after vLLM has processed its weights, every parameter element is compared with the records. Weights are
-later written in place, so a model is refused if vLLM stores its weights in another form than its loader wrote, or
-derives further tensors from them.
+While vLLM builds the model, its loader gets tensors without values that record each element's origin until they are
+copied into parameters. Then it gets values that encode each element's position, and after vLLM has processed its
+weights, every parameter element is compared with the records. Weights are later written in place, so a model is refused
+if vLLM stores them in another form, or derives further tensors from them.
 
 Memory: one canonical tensor and one piece of a parameter at a time.
 """
@@ -196,7 +195,7 @@ def _cells(name: str, parameter: Tensor, into: Tensor, places: Sequence[Tensor],
 
 
 def _runs(name: str, places: Sequence[Tensor], axis: int) -> list[tuple[int, int, int | None]]:
-    """The longest ranges of `axis` in which exactly one index of the tensor goes up, by one each time; and which."""
+    """The longest ranges of `axis` along which exactly one index of the tensor goes up, by ones; and which one."""
     size = places[0].shape[axis]
     if size == 1:
         return [(0, 1, None)]

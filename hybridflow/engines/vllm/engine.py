@@ -10,34 +10,34 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hybridflow.config import VLLM, Sampling
-from hybridflow.engine3d.hybrid.transition import alike
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory
+from hybridflow.engine3d.transition import alike
 from hybridflow.engines.contract import Completion
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
-from hybridflow.engines.vllm.core import memory, model_runner, start_core
+from hybridflow.engines.vllm.core import memory, model_runner, start_core, zero_pages
 from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
 from hybridflow.engines.vllm.engine_loop import (
-    StopStrings,
     derived_seed,
     draw,
     request_parameters,
+    stop_string_watch,
     stop_token_ids,
     submit,
 )
-from hybridflow.engines.vllm.groups import ReplicaGroups, in_use
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
-from hybridflow.engines.vllm.requirements import check, has_own_layout, max_length, runs_eagerly
-from hybridflow.engines.vllm.sleep_mode import zero_pages
+from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError
-from hybridflow.models.spec import Decoder
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ class VLLMEngine:
     `checkpoint` is a Hugging Face directory; only its `config.json`, stop tokens and tokenizer are read. Collective
     over the ranks of the replica, like every method except `layout` and `storage`.
 
-    Memory of the weights and of the KV cache comes and goes (`memory`, `sleep`, `wake`). Where graphs are captured
-    (CUDA, unless `VLLM(eager=True)`) it does so through vLLM's own allocator, each of the two as a whole; otherwise
-    tensor by tensor.
+    Where graphs are captured (CUDA, unless `VLLM(eager=True)`), memory of the weights and of the KV cache comes and
+    goes as a whole, through vLLM's own allocator; otherwise tensor by tensor.
 
     Errors: PlacementError when this process already has a live vLLM engine; ModelError and ConfigError of `check`.
     """
@@ -74,18 +73,17 @@ class VLLMEngine:
         self.grid, self.strategy, self.spec = generation, strategy, spec
         self.checkpoint, self.device = Path(checkpoint), context.device
         self.max_length = max_length(spec, strategy)
-        probe = None if has_own_layout(spec) else LayoutProbe(spec.tensors(), spec.family)
+        probe = None if isinstance(spec, ModelSpec) else LayoutProbe(spec.tensors(), spec.family)
         self._stop_ids = stop_token_ids(self.checkpoint)
-        self._stop_strings = StopStrings(self.checkpoint)
         self._calls, self._eager = 0, runs_eagerly(strategy, context.device.type)
         isolation.prepare(self.device.type)
         with isolation.fence(self.device):
-            if in_use():
+            if isolation.in_use():
                 raise PlacementError(
                     f"{context.role}: this process already has a vLLM engine, and vLLM keeps its groups in globals, so "
                     "one at a time is the limit. Close the other one, or place this group on other devices."
                 )
-            self._groups = ReplicaGroups(context, generation)
+            self._groups = isolation.ReplicaGroups(context, generation)
             self._core: EngineCore | None = start_core(
                 strategy, spec, self.checkpoint, self.device, self._groups, probe
             )
@@ -102,9 +100,9 @@ class VLLMEngine:
 
     def _layout_of(self, probe: LayoutProbe | None) -> Layout:
         """Collective over the replica, whose ranks either all have a layout or all raise."""
-        if has_own_layout(self.spec):
+        if probe is None:
+            assert isinstance(self.spec, ModelSpec)
             return vllm_layout(self.spec, self.grid)
-        assert probe is not None
         found = self._groups.gather((probe.regions, probe.failure))
         return probed_layout(self.spec.tensors(), self.spec.family, self.grid, found)
 
@@ -145,7 +143,7 @@ class VLLMEngine:
             raise ConfigError(f"generate got {len(seeds)} seeds for {len(prompts)} prompts. Give one per prompt.")
         self._calls += 1
         parameters = request_parameters(sampling, self._stop_ids, seeds)
-        watch = self._stop_strings.watch if sampling.stop else None
+        watch = partial(stop_string_watch, self.checkpoint) if sampling.stop else None
         responses = submit(core, f"{self._calls}", prompts, parameters, watch)
         draw(core, responses)
         drawn = [Completion(r.token_ids, r.log_probs, r.finished) for r in responses.values()]
@@ -180,9 +178,7 @@ class VLLMEngine:
 
     def _seeds(self, rows: int, sampling: Sampling) -> list[int]:
         """One per row; equal on all ranks of the replica, which sample independently."""
-        base = sampling.seed
-        if base is None:
-            base = derived_seed(self._groups.seed, self._calls)
+        base = derived_seed(self._groups.seed, self._calls) if sampling.seed is None else sampling.seed
         return [derived_seed(base, row) for row in range(rows)]
 
     def weights_changed(self) -> None:
@@ -212,8 +208,8 @@ class VLLMEngine:
     def share(self, name: str, tensor: Tensor) -> bool:
         """Make parameter `name` use the memory of `tensor` from now on, and give its own back.
 
-        True if done: `memory()` is then another object, which leaves `name` alone. False where it cannot be: captured
-        graphs hold the old address, or shape, dtype, device or memory format differ.
+        True if done: `memory()` is then another object, which leaves `name` alone. False where captured graphs hold the
+        old address, or shape, dtype, device or memory format differ.
 
         Errors: LayoutError for a name that is not in `storage()`; PlacementError while weights are released.
         """
@@ -247,13 +243,10 @@ class VLLMEngine:
                 zero_pages(cache.untyped_storage())  # a masked NaN is still a NaN
 
     def close(self) -> None:
-        """Shut vLLM down and remove its shared memory. May be called twice.
+        """Shut vLLM down and remove its shared memory. May be called twice. Process groups stay with the context.
 
-        vLLM's own shutdown would destroy the whole process's torch.distributed; the parts that are its own are called
-        one by one instead. Process groups stay with the context that made them.
-
-        vLLM's allocator wants everything mapped when it goes, and its last tensor gone before itself: with captured
-        graphs, drop what was bound to `storage()` first.
+        vLLM's own shutdown would destroy the process's torch.distributed, so its parts are called one by one. Its
+        allocator wants everything mapped when it goes: with captured graphs, drop what was bound to `storage()` first.
         """
         if (core := self._core) is None:
             return

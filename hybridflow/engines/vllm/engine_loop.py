@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,23 +154,21 @@ def stop_token_ids(checkpoint: Path) -> list[int]:
     return []
 
 
-class StopStrings:
-    """Finds stop strings in what is being drawn. The tokenizer is loaded at the first use."""
+def stop_string_watch(checkpoint: Path, request: EngineCoreRequest) -> IncrementalDetokenizer:
+    """Finds stop strings in a response: its `update(new_token_ids, False)` returns the one that was completed, or None.
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
+    Errors: ConfigError for a checkpoint without a tokenizer.
+    """
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    def watch(self, request: EngineCoreRequest) -> IncrementalDetokenizer:
-        """Its `update(new_token_ids, False)` returns the stop string that was completed, or None."""
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    if not has_tokenizer(checkpoint):
+        raise ConfigError(
+            f"Sampling(stop=...) needs a tokenizer to see text, {checkpoint} has none. Save one there, or end "
+            "responses by the model's stop token."
+        )
+    return IncrementalDetokenizer.from_new_request(_tokenizer(checkpoint), request)
 
-        return IncrementalDetokenizer.from_new_request(self._tokenizer, request)
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        if not has_tokenizer(self.checkpoint):
-            raise ConfigError(
-                f"Sampling(stop=...) needs a tokenizer to see text, {self.checkpoint} has none. Save one there, or end "
-                "responses by the model's stop token."
-            )
-        return load_tokenizer(self.checkpoint).raw
+@lru_cache(maxsize=1)
+def _tokenizer(checkpoint: Path) -> Any:
+    return load_tokenizer(checkpoint).raw

@@ -8,7 +8,7 @@ evenly, and has no `lm_head` when embeddings are tied: the last pipeline stage t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from hybridflow.engine3d.layout import Box, Layout, Region, partition
@@ -38,27 +38,20 @@ def vllm_layout(spec: ModelSpec, grid: GenerationGrid) -> Layout:
 def check_sizes(spec: ModelSpec, p: int, t: int, asked: str, name: str) -> None:
     """Errors: ModelError when vLLM cannot split the model into p stages by t shards; `asked` and `name` are the
     sizes, and the name of t, as the caller wrote them."""
-    if spec.heads % t or (spec.kv_heads % t and t % spec.kv_heads):
-        raise ModelError(
-            f"{asked}: {spec.heads} heads must divide by {name}, and {spec.kv_heads} kv-heads must divide by {name} or "
-            f"{name} by them. Use {name} in {_tensor_sizes(spec)}."
-        )
-    for what, count in (("MLP columns", spec.intermediate), ("padded vocabulary rows", padded_vocab(spec.vocab))):
-        if count % t:
-            raise ModelError(
-                f"{asked}: {count} {what} are not divisible by {name}. Use {name} in {_tensor_sizes(spec)}."
-            )
+    if why := _misfit(spec, t, name):
+        fitting = [n for n in range(1, spec.heads + 1) if not _misfit(spec, n, name)]
+        raise ModelError(f"{asked}: {why}. Use {name} in {fitting}.")
     if p > spec.layers:
         raise ModelError(f"{asked}: the model has {spec.layers} layers. Use at most as many stages.")
 
 
-def _tensor_sizes(spec: ModelSpec) -> list[int]:
-    return [
-        t
-        for t in range(1, spec.heads + 1)
-        if not (spec.heads % t or spec.intermediate % t or padded_vocab(spec.vocab) % t)
-        and not (spec.kv_heads % t and t % spec.kv_heads)
-    ]
+def _misfit(spec: ModelSpec, t: int, name: str) -> str:
+    """Why vLLM cannot split the model by t; "" when it can."""
+    if spec.heads % t or (spec.kv_heads % t and t % spec.kv_heads):
+        heads = f"{spec.heads} heads must divide by {name}"
+        return f"{heads}, and {spec.kv_heads} kv-heads must divide by {name} or {name} by them"
+    counts = {"MLP columns": spec.intermediate, "padded vocabulary rows": padded_vocab(spec.vocab)}
+    return next((f"{count} {what} are not divisible by {name}" for what, count in counts.items() if count % t), "")
 
 
 def padded_vocab(vocab: int) -> int:
@@ -140,21 +133,6 @@ Found = tuple[tuple[Region, ...], str | None]
 """A rank's regions, or why it has none."""
 
 
-@dataclass(frozen=True)
-class _ProbedRegions:
-    """Regions of every rank of the group; not a closure, because it is sent to the driver."""
-
-    grid: GenerationGrid
-    parts: Mapping[tuple[int, int], tuple[Region, ...]]
-
-    def __call__(self, rank: int) -> Sequence[Region]:
-        return self.parts[self.part(rank)]
-
-    def part(self, rank: int) -> tuple[int, int]:
-        at = self.grid.coords(rank)
-        return at.p, at.t
-
-
 def probed_layout(
     tensors: Mapping[str, tuple[int, ...]], family: str, grid: GenerationGrid, found: Sequence[Found]
 ) -> Layout:
@@ -175,9 +153,19 @@ def probed_layout(
                 f"vLLM keeps {missing} elements of {name} {tuple(shape)} of this {family} model in no parameter: it "
                 "would not follow the training. Generate with another model."
             )
-    parts = {(i // grid.t, i % grid.t): regions for i, (regions, _) in enumerate(found)}
-    regions = _ProbedRegions(grid, parts)
-    return Layout(tensors, grid.size, regions, regions.part)
+    # no closures, because the layout is sent to the driver
+    regions = partial(_probed, grid, [regions for regions, _ in found])
+    return Layout(tensors, grid.size, regions, partial(_place, grid))
+
+
+def _place(grid: GenerationGrid, rank: int) -> int:
+    """The index of a rank in its replica, in (p, t) order."""
+    at = grid.coords(rank)
+    return at.p * grid.t + at.t
+
+
+def _probed(grid: GenerationGrid, parts: Sequence[tuple[Region, ...]], rank: int) -> tuple[Region, ...]:
+    return parts[_place(grid, rank)]
 
 
 def unbuilt_layout(tensors: Mapping[str, tuple[int, ...]], grid: GenerationGrid) -> Layout:

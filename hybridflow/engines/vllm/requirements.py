@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 from hybridflow.config import VLLM, DType
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.hf_spec import TransformersSpec, hf_config
-from hybridflow.models.spec import Decoder, ModelSpec
+from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config
+from hybridflow.models.spec import ModelSpec
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,9 +28,8 @@ def max_length(spec: Decoder, strategy: VLLM) -> int:
 
 def head_dim(spec: Decoder) -> int:
     """Dimensions of an attention head. Errors: ModelError for a model without attention."""
-    if has_own_layout(spec):
+    if isinstance(spec, ModelSpec):
         return spec.head_dim
-    assert isinstance(spec, TransformersSpec)
     config = hf_config(spec.config)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
@@ -56,7 +53,7 @@ def check(spec: Decoder, strategy: VLLM, device_type: str) -> None:
             f"head_dim={head_dim(spec)}. Use a model with another head_dim, or CUDA."
         )
     asked = f"VLLM(tp={t}, pp={p})" if p > 1 else f"VLLM(tp={t})"
-    if has_own_layout(spec):
+    if isinstance(spec, ModelSpec):
         check_sizes(spec, p, t, asked, "tp")
     else:
         _check_probed(spec, p, t, asked)
@@ -79,9 +76,8 @@ def check_response(spec: Decoder, strategy: VLLM, max_tokens: int | None) -> Non
         )
 
 
-def _check_probed(spec: Decoder, p: int, t: int, asked: str) -> None:
+def _check_probed(spec: TransformersSpec, p: int, t: int, asked: str) -> None:
     """Requirements of every vLLM model; building the engine finds the model's own."""
-    assert isinstance(spec, TransformersSpec)
     kinds: list[str] = getattr(hf_config(spec.config), "layer_types", None) or []
     if spec.family in _UNIFORM and len(set(kinds)) > 1:
         raise ModelError(
@@ -130,17 +126,12 @@ transformers' modules are not among them: it changes those classes for the whole
 _UNIFORM = ("qwen2", "qwen3")  # vLLM's classes of these assert that all layers have the same window
 
 
-def has_own_layout(spec: Decoder) -> TypeGuard[ModelSpec]:
-    """Whether `layout.py` knows where vLLM keeps its weights; other models are probed."""
-    return isinstance(spec, ModelSpec)
-
-
 def architecture(spec: Decoder) -> str:
     """The name of vLLM's class, whatever head the checkpoint has.
 
     Errors: ModelError for a model that vLLM has no class of its own for.
     """
-    if has_own_layout(spec):
+    if isinstance(spec, ModelSpec):
         return _OWN[spec.family]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -87,15 +87,22 @@ def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT
     require(bool(observations), "calibrate needs at least one observation.")
     devices = sorted({node.device.name for seen in observations for node in seen.cluster.nodes})
     require(len(devices) == 1, f"observations are of {', '.join(devices)}; calibrate one device at a time.")
-    fit = _Fit(observations, start)
+    seen, step_sizes = np.log([one.seconds for one in observations]), _STEP * np.eye(len(SPREAD))
+
+    def residual_at(at: np.ndarray) -> np.ndarray:
+        """[observations + coefficients]."""
+        k = _moved(start, at)
+        return np.concatenate([(np.log([one.predicted(k) for one in observations]) - seen) / NOISE, at])
+
     at, damping = np.zeros(len(SPREAD)), 1e-2
-    residual = fit.residual(at)
+    residual = residual_at(at)
     error = float(residual @ residual)
     for _ in range(_ROUNDS):
-        slope = fit.slope(at, residual)
+        # [observations + coefficients, coefficients] by finite differences
+        slope = np.stack([(residual_at(at + one) - residual) / _STEP for one in step_sizes], axis=1)
         normal, gradient = slope.T @ slope, slope.T @ residual
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
-        tried = fit.residual(at + step)
+        tried = residual_at(at + step)
         found = float(tried @ tried)
         if found >= error:
             damping *= 10
@@ -106,31 +113,13 @@ def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT
         at, residual, error, damping = at + step, tried, found, max(damping / 10, 1e-9)
         if settled:
             break
-    return replace(fit.coefficients(at), device=devices[0])
+    return replace(_moved(start, at), device=devices[0])
 
 
-class _Fit:
-    """Residuals by the logarithms of the coefficients, relative to `start`, in units of their spread."""
-
-    def __init__(self, observations: Sequence[Observation], start: Coefficients) -> None:
-        self.observations, self.start = observations, start
-        self.seen = np.log([seen.seconds for seen in observations])
-
-    def coefficients(self, at: np.ndarray) -> Coefficients:
-        """Of a point [coefficients]; an efficiency ends at 1."""
-        changed = {}
-        for (name, spread), value in zip(SPREAD.items(), at.tolist(), strict=True):
-            found = getattr(self.start, name) * math.exp(spread * value)
-            changed[name] = min(found, 1.0) if name in SHARES else found
-        return replace(self.start, **changed)
-
-    def residual(self, at: np.ndarray) -> np.ndarray:
-        """[observations + coefficients]."""
-        k = self.coefficients(at)
-        predicted = np.log([seen.predicted(k) for seen in self.observations])
-        return np.concatenate([(predicted - self.seen) / NOISE, at])
-
-    def slope(self, at: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """[observations + coefficients, coefficients] by finite differences."""
-        moved = at + _STEP * np.eye(len(at))
-        return np.stack([(self.residual(one) - residual) / _STEP for one in moved], axis=1)
+def _moved(start: Coefficients, at: np.ndarray) -> Coefficients:
+    """`start` at a point [coefficients] of logarithms, in units of their spread; an efficiency ends at 1."""
+    changed = {}
+    for (name, spread), value in zip(SPREAD.items(), at.tolist(), strict=True):
+        found = getattr(start, name) * math.exp(spread * value)
+        changed[name] = min(found, 1.0) if name in SHARES else found
+    return replace(start, **changed)

@@ -113,8 +113,7 @@ def unhidden(setting: CallContext, rows: float, training: bool) -> tuple[float, 
 def gathered(setting: CallContext) -> Messages:
     """Parameters, in the dtype that computes."""
     t, size = setting.site.t, setting.size
-    outside = size.total - size.layers * size.layer
-    return Messages(*(_gather(setting, n / t * setting.itemsize) for n in (size.layer, outside)))
+    return Messages(*(_gather(setting, n / t * setting.itemsize) for n in (size.layer, size.outside)))
 
 
 def _gather(setting: CallContext, nbytes: float) -> float:
@@ -161,7 +160,7 @@ def training(setting: CallContext, rows: float, minibatches: int, epochs: int) -
 
     A step reduces gradients to the ranks that keep their optimizer state, updates these, and gathers the parameters
     (ZeRO stage 1, Rajbhandari et al. 2020); nothing of that is assumed to overlap with computation. For stages 2 and 3
-    see `sharding`.
+    see `unhidden`.
     """
     site, size, k, backend = setting.site, setting.size, setting.coefficients, setting.backend
     steps = min(minibatches, max(1, int(rows)))

@@ -123,8 +123,7 @@ def shared(setting: CallContext) -> float:
     if not setting.backend.sharded:
         return 0.0
     size = setting.size
-    outside = size.total - size.layers * size.layer
-    return (2 * size.layer + outside) / setting.parallel.t * setting.itemsize
+    return (2 * size.layer + size.outside) / setting.parallel.t * setting.itemsize
 
 
 def unsent(setting: CallContext, micro: int) -> float:

@@ -68,6 +68,11 @@ class Sizes:
             window=model.sliding_window,
         )
 
+    @property
+    def outside(self) -> int:
+        """Elements of what lies outside of the layers."""
+        return self.total - self.layers * self.layer
+
     def keys_on(self, t: int) -> float:
         """Columns of keys on a device: kv-heads are repeated where t is larger than their number."""
         return max(self.kv_heads / t, 1) * self.head_dim
@@ -103,7 +108,7 @@ class CallContext:
         """Elements that training steps: of a decoder layer, and of all that lies outside of the layers."""
         size, lora = self.size, self.backend.lora
         if lora is None:
-            return size.layer, size.total - size.layers * size.layer
+            return size.layer, size.outside
         return adapters(self.model, lora)[0], float(size.hidden if self.model.head == "value" else 0)
 
     def measured(self, kind: Pass, tokens: float, formula: Seconds) -> Seconds:

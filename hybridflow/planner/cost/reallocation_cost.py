@@ -173,8 +173,6 @@ def reallocation(
 
     Errors: PlacementError when a mesh is not in the cluster.
     """
-    if source == target:
-        return 0.0
     moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
     nodes = {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}
     link = min(cluster.nodes[node].bandwidth for node in nodes) * k.link

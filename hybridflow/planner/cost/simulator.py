@@ -42,6 +42,10 @@ class Simulator:
         self._sites: dict[tuple[Mesh, DType], Site] = {}
         self._contexts: dict[tuple[str, CallPlan, Kind | None], CallContext | None] = {}
 
+    def on(self, cluster: ClusterSpec) -> Simulator:
+        """The simulator of another cluster."""
+        return Simulator(cluster, self.graph, self.workload, self.coefficients, self.profile)
+
     def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `room` are the bytes of KV cache that each device has for generation; without
         it, what its memory leaves beside this group alone."""

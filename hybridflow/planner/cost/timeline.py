@@ -189,7 +189,7 @@ class GraphSchedule:
 
         No less than `least`: the last iterations may put off work, or profit from a slow first one, but not for ever.
         """
-        return max(self.gap(stops), self.least(seconds, masks)) if self.iterations > 1 else max(stops)
+        return max(self.gap(stops), self.least(seconds, masks))
 
     def gap(self, stops: Sequence[float]) -> float:
         """Mean seconds between the ends of the later iterations."""

@@ -54,8 +54,13 @@ class Pin:
         return f"Pin({self.group}, {', '.join(f'{name}={value}' for name, value in asked.items() if value)})"
 
 
+class _Named:
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, vars(self).values()))})"
+
+
 @dataclass(frozen=True)
-class Cap:
+class Cap(_Named):
     """No call of `group` runs on more than `devices` devices."""
 
     group: str
@@ -64,17 +69,11 @@ class Cap:
     def __post_init__(self) -> None:
         check_sizes(f"Cap({self.group!r})", devices=self.devices)
 
-    def __str__(self) -> str:
-        return f"Cap({self.group}, {self.devices})"
-
 
 @dataclass(frozen=True)
-class _Pair:
+class _Pair(_Named):
     first: str
     second: str
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}({self.first}, {self.second})"
 
 
 class Apart(_Pair):
@@ -86,13 +85,10 @@ class Together(_Pair):
 
 
 @dataclass(frozen=True)
-class OneLayout:
+class OneLayout(_Named):
     """All calls of `group` have one layout; generation has sizes of its own on the same devices, which divide it."""
 
     group: str
-
-    def __str__(self) -> str:
-        return f"OneLayout({self.group})"
 
 
 Constraint = Pin | Cap | Apart | Together | OneLayout

@@ -19,7 +19,7 @@ is still trained. `overlap_map` therefore times the allocations whose busiest se
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
@@ -50,23 +50,14 @@ NOTHING = Front.of((), 0, 0.0)
 
 
 @dataclass(frozen=True)
-class ColocatedSet:
-    """Groups that share the devices of `mesh`, their layouts, and the seconds that they take of each stage."""
-
-    groups: tuple[str, ...]
-    mesh: Mesh
-    layouts: tuple[Layouts, ...]
-    seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Mapped:
-    """The best placement: `seconds` of an iteration by stage-wise cost, and the same as an execution plan.
+    """The best placement: the mesh of each set of colocated groups, `seconds` of an iteration by stage-wise cost, and
+    the same as an execution plan.
 
     `allocations` were bounded, and `tried` of them looked at in full.
     """
 
-    sets: tuple[ColocatedSet, ...]
+    sets: Mapping[tuple[str, ...], Mesh]
     seconds: float
     plan: ExecutionPlan
     allocations: int
@@ -320,16 +311,14 @@ class AutoMapping:
         self, seconds: float, sets: Sequence[tuple[str, ...]], where: list[Mesh], chosen: list[tuple[Front, int]]
     ) -> Mapped:
         """The placement in which each set takes its row of what it can choose."""
-        found, plan = [], {}
+        layouts, meshes = dict[str, Layouts](), dict[tuple[str, ...], Mesh]()
         for names, mesh, (front, row) in zip(sets, where, chosen, strict=True):
-            own = Mesh(mesh.devices[: front.sizes[row]])
-            stages = front.values[row, :STAGES].tolist()
-            found.append(ColocatedSet(names, own, front.layouts[row], tuple(stages)))
-            for group, layouts in zip(names, front.layouts[row], strict=True):
-                for call in self.problem.graph.of_group(group):
-                    plan[call.name] = CallPlan(own, layouts.of(call))
-        ordered = {call.name: plan[call.name] for call in self.problem.calls}
-        return Mapped(tuple(found), seconds, ordered, self.allocations, self.tried)
+            choice = front.choices[row]
+            meshes[names] = Mesh(mesh.devices[: choice.size])
+            layouts |= zip(names, choice.layouts, strict=True)
+        at = {group: mesh for names, mesh in meshes.items() for group in names}
+        plan = {call.name: CallPlan(at[call.group], layouts[call.group].of(call)) for call in self.problem.calls}
+        return Mapped(meshes, seconds, plan, self.allocations, self.tried)
 
 
 def overlap_map(problem: Problem, order: Order = "ready", search: AutoMapping | None = None) -> Mapped | None:

@@ -28,17 +28,12 @@ _PENALTY, _PENALTY_RATE = 2.0, 10.0
 class Score(NamedTuple):
     """`cost` is what searches make small: `seconds` per iteration if the plan can run, else a multiple of them.
 
-    `excess` is what the fullest device lacks, in parts of its memory; `broken` counts constraints that are not kept.
+    `good`: it fits into memory and keeps the constraints.
     """
 
     cost: float
     seconds: float
-    excess: float
-    broken: int
-
-    @property
-    def good(self) -> bool:
-        return self.excess <= 0 and not self.broken
+    good: bool
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,8 @@ class Evaluator:
         static = self._static(chosen)
         excess = float((self.memory(chosen, static) / self.capacity).max()) - 1.0
         broken = self._broken(chosen)
-        factor = _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken) if excess > 0 or broken else 1.0
+        good = excess <= 0 and not broken
+        factor = 1.0 if good else _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken)
         seconds, masks = self.loads(state)
         for node, call in self._generating:
             seconds[node] = self._generation(call, chosen[call], static)
@@ -165,7 +161,7 @@ class Evaluator:
             return None
         _, stops = self.schedule.run(seconds, masks, self._shares(chosen))
         took = max(least, self.schedule.gap(stops))
-        return Score(took * factor, took, excess, broken)
+        return Score(took * factor, took, good)
 
     def loads(self, state: Sequence[int | None]) -> tuple[list[float], list[int]]:
         """Seconds and devices of every node of the schedule, generation with all memory for it. A call that is not

@@ -19,13 +19,13 @@ from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.cost.timeline import Order
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint
-from hybridflow.planner.describe.graph import Call, Graph
+from hybridflow.planner.describe.graph import Call, Graph, moves
 from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import alternatives, infeasibility_report
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import exact, mcmc, space_size
-from hybridflow.planner.search.problem import Problem, plan_moves
+from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.similarity import similarity_map
 from hybridflow.settings import require
 
@@ -62,15 +62,10 @@ def plan(
     require(workload.micro_batches is None, "Workload(micro_batches): engines cut by micro_tokens. Leave it out.")
     if search not in get_args(Search):
         raise ConfigError(f"search={search!r} is unknown.{nearest(str(search), get_args(Search))}")
-    rules, spec = tuple(constraints), ClusterSpec.of(cluster)
+    spec = ClusterSpec.of(cluster)
     if profile is not None:
         spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)
-
-    def problem_on(spec: ClusterSpec) -> Problem:
-        simulator = Simulator(spec, graph, workload, coefficients, profile)
-        return Problem(graph, spec, simulator, rules)
-
-    problem = problem_on(spec)
+    problem = Problem(Simulator(spec, graph, workload, coefficients, profile), tuple(constraints))
     found = _search(problem, search, budget_s, seed, per_call, order)
     if found is None and search == "similarity":
         raise PlacementError(
@@ -78,7 +73,7 @@ def plan(
             "part them. Use search='auto'."
         )
     if found is None:
-        raise infeasibility_report(problem, problem_on, per_call=per_call)
+        raise infeasibility_report(problem, per_call=per_call)
     return placement_of(problem, *found, order=order)
 
 
@@ -160,7 +155,9 @@ def _elsewhere(problem: Problem, found: ExecutionPlan, group: str) -> tuple[Call
 
 
 def _calls(problem: Problem, found: ExecutionPlan, order: Order) -> dict[str, CallLayout]:
-    seconds, moved, static = problem.seconds(found), plan_moves(problem, found), problem.static(found)
+    seconds, static = problem.seconds(found), problem.static(found)
+    uses = moves(problem.graph)
+    moved = {use.target: problem.reallocation(use.group, found[use.source], found[use.target]) for use in uses}
     others, calls = alternatives(problem, found, order=order), {}
     for call in problem.calls:
         here, home = found[call.name], found[problem.homes[call.group]]

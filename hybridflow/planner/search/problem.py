@@ -17,7 +17,7 @@ from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.cost.timeline import Contention, Timeline, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint, OneLayout, Pin, Rules
-from hybridflow.planner.describe.graph import Call, Graph, home, moves
+from hybridflow.planner.describe.graph import Call, Graph, home
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel, generation_sizes, strategies
 
 STEPS = 64
@@ -38,13 +38,11 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A placement problem with its costs.
+    """The placement of the graph that `costs` prices, on its cluster.
 
     Errors: PlacementError for constraints that name unknown groups or contradict each other.
     """
 
-    graph: Graph
-    cluster: ClusterSpec
     costs: Simulator
     constraints: tuple[Constraint, ...] = ()
     _known: dict[tuple, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -54,6 +52,14 @@ class Problem:
         for pin in self.rules.pins.values():
             backend, one = self.costs.backends[pin.group], pin.group in self.rules.one_layout
             check_pin(pin, self.graph.models[pin.group], backend, self.cluster, one)
+
+    @property
+    def graph(self) -> Graph:
+        return self.costs.graph
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.costs.cluster
 
     @cached_property
     def rules(self) -> Rules:
@@ -220,15 +226,6 @@ class Problem:
         busy = {call.name: self._cost(call, plan[call.name], 0.0).busy for call in self.calls} if self.sharing else None
         how = {"reallocation": self.reallocation, "sharing": self.sharing, "busy": busy, **how}
         return simulate(self.graph, plan, self.seconds(plan), **how)
-
-
-def plan_moves(problem: Problem, plan: ExecutionPlan) -> dict[str, float]:
-    """By call, the seconds in which weights get into its layout; calls without such a move are left out."""
-    found = {}
-    for move in moves(problem.graph):
-        if plan[move.source] != plan[move.target]:
-            found[move.target] = problem.reallocation(move.group, plan[move.source], plan[move.target])
-    return found
 
 
 def check_pin(pin: Pin, model: ModelSpec | None, backend: Backend, cluster: ClusterSpec, one_layout: bool) -> None:

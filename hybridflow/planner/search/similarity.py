@@ -17,9 +17,9 @@ from hybridflow.errors import PlacementError
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.search.problem import Problem
-from hybridflow.planner.search.stages import STAGES, Floats, Front, GroupLayout, Layouts, group_layouts, setting
+from hybridflow.planner.search.stages import STAGES, Choice, Floats, Front, GroupLayout, Layouts, group_layouts, setting
 
-ALONE = Front(np.zeros((1, STAGES + 2)), [()], [()], [0])
+ALONE = Front(np.zeros((1, STAGES + 2)), [Choice()])
 """No peers: no choices, time or memory."""
 
 
@@ -111,7 +111,7 @@ def best_pair(
         priced += 1
         seconds += len(generation) * problem.reallocation(group, CallPlan(mesh, pair.parallel), here)
         if best is None or seconds < best.seconds:
-            best = LayoutPair(pair.parallel, here.parallel, seconds, alike, peers.layouts[row], 0, 0)
+            best = LayoutPair(pair.parallel, here.parallel, seconds, alike, peers.choices[row].layouts, 0, 0)
     return best and replace(best, priced=priced, grid=len(pairs))
 
 

@@ -7,7 +7,8 @@ one after another, and sets run at the same time; stages follow each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from operator import le
 from typing import NamedTuple
 
@@ -121,32 +122,36 @@ def _with_transition(problem: Problem, group: str, mesh: Mesh, setting: GroupLay
     return setting._replace(values=(generation, *others))
 
 
+class Choice(NamedTuple):
+    """Layouts of the groups of a set, what it generates and how, and the number of devices that it takes."""
+
+    layouts: tuple[Layouts, ...] = ()
+    generates: tuple[Generates, ...] = ()
+    size: int = 0
+
+
 @dataclass(frozen=True)
 class Front:
     """Choices for the groups of a set that no other choice beats.
 
-    `values` [choices, 5]: seconds of the three stages, static and active bytes. `layouts` are those of the set's groups
-    in each choice, `generates` what it generates and how, `sizes` the devices that it takes. `least` are the smallest
-    seconds of each stage.
+    `values` [choices, 5]: seconds of the three stages, static and active bytes.
     """
 
     values: Floats
-    layouts: list[tuple[Layouts, ...]]
-    generates: list[tuple[Generates, ...]]
-    sizes: list[int]
-    least: Floats = field(init=False)
-
-    def __post_init__(self) -> None:
-        lowest = self.values[:, :STAGES].min(axis=0) if len(self.values) else np.full(STAGES, np.inf)
-        object.__setattr__(self, "least", lowest)
+    choices: list[Choice]
 
     @classmethod
     def of(cls, settings: Iterable[GroupLayout], size: int, capacity: float) -> Front:
         """Choices of one group on `size` devices of `capacity` bytes."""
         given = [s for s in settings if s.static + s.active <= capacity]
         values = np.array([s.values for s in given]).reshape(-1, _WIDTH)
-        made = cls(values, [(s.layouts,) for s in given], [s.generates for s in given], [size] * len(given))
+        made = cls(values, [Choice((s.layouts,), s.generates, size) for s in given])
         return made._kept(_undominated_alike(values, made._kinds()))
+
+    @cached_property
+    def least(self) -> Floats:
+        """The smallest seconds of each stage."""
+        return self.values[:, :STAGES].min(axis=0) if len(self.values) else np.full(STAGES, np.inf)
 
     def with_peers(self, other: Front, capacity: float) -> Front:
         """Both sets on the same devices: stages and static bytes add up, the largest active bytes count."""
@@ -156,13 +161,8 @@ class Front:
         kinds = (self._kinds()[:, None] * len(other.values) + other._kinds()[None]).reshape(-1)
         fitting = np.flatnonzero(both[:, _STATIC] + both[:, _ACTIVE] <= capacity)
         kept = fitting[_undominated_alike(both[fitting], kinds[fitting])]
-        pairs = [divmod(i, len(other.values)) for i in kept.tolist()]
-        return Front(
-            both[kept],
-            [self.layouts[a] + other.layouts[b] for a, b in pairs],
-            [self.generates[a] + other.generates[b] for a, b in pairs],
-            [self.sizes[a] for a, _ in pairs],
-        )
+        pairs = [(self.choices[i // len(other.choices)], other.choices[i % len(other.choices)]) for i in kept.tolist()]
+        return Front(both[kept], [Choice(a.layouts + b.layouts, a.generates + b.generates, a.size) for a, b in pairs])
 
     def generating(self, seconds: Callable[[Generates, int], float], step: float) -> Front:
         """Adds the seconds of generation: `seconds(call, n)` where static bytes take n times `step`."""
@@ -172,25 +172,22 @@ class Front:
         known: dict[int, float] = {}
         for row, (kind, taken) in enumerate(zip(alike[rows].tolist(), steps[rows].tolist(), strict=True)):
             if kind not in known:
-                known[kind] = sum(seconds(call, taken) for call in made.generates[row])
+                known[kind] = sum(seconds(call, taken) for call in made.choices[row].generates)
             made.values[row, 0] += known[kind]
-        made = Front(made.values, made.layouts, made.generates, made.sizes)
         return made._kept(undominated(made.values[:, :STAGES]))
 
     def _kinds(self) -> NDArray[np.int64]:
         """A number for each choice, equal for those of equal generation."""
         known: dict[tuple[Generates, ...], int] = {}
-        return np.array([known.setdefault(calls, len(known)) for calls in self.generates], dtype=np.int64)
+        return np.array([known.setdefault(one.generates, len(known)) for one in self.choices], dtype=np.int64)
 
     def or_(self, other: Front) -> Front:
         """The better choices of both, by seconds alone."""
         values = np.concatenate([self.values, other.values])
-        layouts, generates = self.layouts + other.layouts, self.generates + other.generates
-        return Front(values, layouts, generates, self.sizes + other.sizes)._kept(undominated(values[:, :STAGES]))
+        return Front(values, self.choices + other.choices)._kept(undominated(values[:, :STAGES]))
 
     def _kept(self, rows: NDArray[np.intp]) -> Front:
-        layouts, generates = [self.layouts[i] for i in rows], [self.generates[i] for i in rows]
-        return Front(self.values[rows], layouts, generates, [self.sizes[i] for i in rows])
+        return Front(self.values[rows], [self.choices[i] for i in rows])
 
 
 def cheapest(fronts: Sequence[Front]) -> tuple[float, list[int]]:

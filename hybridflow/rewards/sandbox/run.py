@@ -88,18 +88,20 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """Result of unit tests on a program: `passed` of `total` tests.
+class CodeResult:
+    """Result of unit tests on a program: `passed` of `total` tests, and the `score` that `Code` gives it.
 
     `status` and `reason` as of `Result`: "ok" when all passed, "failed" with the first test that did not, or what
-    stopped the program before the tests were through; "unreadable" where the tests cannot judge any program. After a
-    stop, and after the first failure where the tests end there, `total` counts the tests that were begun.
+    stopped the program before the tests were through; "unreadable" where the tests cannot judge any program, or ended
+    by themselves: the row is a RowFailure. After a stop, and after the first failure where the tests end there, `total`
+    counts the tests that were begun.
     """
 
-    passed: int
-    total: int
+    passed: int = 0
+    total: int = 0
     status: Status
-    reason: str
+    reason: str = ""
+    score: float = 0.0
 
     @property
     def contained(self) -> bool:
@@ -229,8 +231,8 @@ def _in_memory(text: str) -> int:
     return file
 
 
-def judgement(solving: Run, judging: Run) -> Judgement:
-    """The judgement that follows from how a program and its tests ended, and from the verdict of the tests."""
+def judgement(solving: Run, judging: Run) -> CodeResult:
+    """The result that follows from how a program and its tests ended, and from the verdict of the tests."""
     program, tests = solving.result(), judging.result()
     verdict = {}
     with suppress(ValueError):  # without one, the tests ended early
@@ -238,19 +240,19 @@ def judgement(solving: Run, judging: Run) -> Judgement:
     passed, total = int(verdict.get("passed", 0)), int(verdict.get("total", 0))
     judged = tests.status == "ok" and total > 0
     if tests.status == "ok" and (unreadable := verdict.get("unreadable")):
-        return Judgement(passed=0, total=0, status="unreadable", reason=str(unreadable))
+        return CodeResult(status="unreadable", reason=str(unreadable))
     if judged and passed == total:
-        return Judgement(passed=passed, total=total, status="ok", reason="")
+        return CodeResult(passed=passed, total=total, status="ok")
     through = solving.wait()["end"] == "stopped" and program.status == "killed"  # by us, when the tests were through
     if program.contained and not through:
-        return Judgement(passed=passed, total=total, status=program.status, reason=program.reason)
+        return CodeResult(passed=passed, total=total, status=program.status, reason=program.reason)
     if limited := behind(str(verdict.get("error", "")), solving.limits):
-        return Judgement(passed=passed, total=total, status=limited[0], reason=limited[1])
+        return CodeResult(passed=passed, total=total, status=limited[0], reason=limited[1])
     if not judged:
         reason = f"its tests: {tests.reason or 'they ended without a verdict'}"
         stopped = tests.contained and tests.status != "killed"  # by what the program has answered, as far as is known
-        return Judgement(passed=0, total=0, status=tests.status if stopped else "unreadable", reason=reason)
+        return CodeResult(status=tests.status if stopped else "unreadable", reason=reason)
     reason = str(verdict.get("reason", ""))
     if verdict.get("ended") and program.returncode is not None:
         reason = f"exited with code {program.returncode} before the tests were through"
-    return Judgement(passed=passed, total=total, status="failed", reason=reason)
+    return CodeResult(passed=passed, total=total, status="failed", reason=reason)

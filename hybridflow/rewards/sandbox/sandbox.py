@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, get_args
 
 from hybridflow.errors import ConfigError, RewardError, nearest
 from hybridflow.rewards.sandbox.containment import DIRECTORY, EMPTY
-from hybridflow.rewards.sandbox.run import Judgement, Limits, Result, Run, judgement
+from hybridflow.rewards.sandbox.run import CodeResult, Limits, Result, Run, judgement
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Sandbox:
         entry_point: str = "",
         stop: bool = True,
         same_process: bool = False,
-    ) -> Judgement:
+    ) -> CodeResult:
         """Run unit tests (as `judge.run` takes them) against a Python program, contained as well.
 
         The program lives in a process of its own: the tests call it, and see plain values. With `same_process` it
@@ -161,7 +161,8 @@ class Sandbox:
         if "error" in answer:
             said = b"" if self._process.poll() is None else self._process.communicate()[1]
             self.close()
-            raise _UnavailableError(answer["error"] or said.decode(errors="replace").strip() or "its server ended")
+            reason = answer["error"] or said.decode(errors="replace").strip() or "its server ended"
+            raise RewardError(f"The sandbox does not start: {reason}")
 
     def _launch(self, limits: Limits, ends: list[int]) -> None:
         """Have the server run what the ends of a `Run` describe. Errors: RewardError where it is gone."""
@@ -173,10 +174,6 @@ class Sandbox:
             raise RewardError(
                 f"A contained program could not be started: {error}. Its sandbox may be closed."
             ) from error
-
-
-class _UnavailableError(Exception):
-    """This machine does not allow a mechanism; the message is the reason."""
 
 
 @cache
@@ -199,7 +196,7 @@ def unavailable(mechanism: Mechanism) -> str:
         sandbox._start()
         with sandbox:
             result = sandbox.run("import colorsys\nprint(6 * 7)", limits=Limits(seconds=30))
-    except (_UnavailableError, RewardError) as error:
+    except RewardError as error:
         return str(error)
     if result.stdout != "42\n":
         return f"a trial program ended so: {result.status} {result.reason}".strip()
@@ -235,22 +232,14 @@ def _open_to_all(path: str) -> bool:
 
 def _bubblewrap(config: Mapping[str, Any]) -> list[str]:
     """The command that runs the fork server where only what is readable exists, with the rights to make mounts."""
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--cap-drop",
-        "ALL",
-    ]
+    unshared = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts"
+    command = [shutil.which("bwrap") or "bwrap", *unshared.split(), "--cap-drop", "ALL"]
     rights = ("SYS_ADMIN",) if os.geteuid() else ("SYS_ADMIN", "SETUID", "SETGID", "SETPCAP", "KILL")
     command += ["--unshare-user"] if os.geteuid() else []
     command += [word for right in rights for word in ("--cap-add", f"CAP_{right}")]
     seen = (*config["readable"], str(_PACKAGE))
-    made = {
-        str(above): None for path in seen for above in reversed(Path(path).parents)
-    }  # else an unprivileged user cannot enter them
+    # Else an unprivileged user cannot enter them.
+    made = {str(above): None for path in seen for above in reversed(Path(path).parents)}
     for path in (*made, *EMPTY, DIRECTORY):
         command += ["--dir", path]
     for path in seen:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.losses.aggregation import Totals
-from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.losses.loss import Loss, Totals
 from hybridflow.algorithms.masked import not_finite
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch

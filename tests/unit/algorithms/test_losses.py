@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hybridflow as hf
 from hybridflow.algorithms.kl import kl_estimate
-from hybridflow.algorithms.losses.aggregation import TokenWeights, Totals
+from hybridflow.algorithms.losses.loss import TokenWeights, Totals
 from hybridflow.algorithms.losses.policy import TokenLoss
 from hybridflow.algorithms.registry import policy_loss, value_loss
 from hybridflow.batch.batch import Batch

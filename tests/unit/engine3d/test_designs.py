@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.designs import plans, whole_layout, zero_layout
 from hybridflow.engine3d.layout import Box, Layout, Region, equal_storages
-from hybridflow.engine3d.plan.plan import WeightPlan, plan
+from hybridflow.engine3d.plan import WeightPlan, plan
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.models.spec import ModelSpec

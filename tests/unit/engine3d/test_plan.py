@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan.plan import Move, WeightPlan, plan
+from hybridflow.engine3d.plan import Move, WeightPlan, plan
 from hybridflow.errors import LayoutError
 from tests.example_layouts import (
     SIX,

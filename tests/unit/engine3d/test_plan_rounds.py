@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Box
-from hybridflow.engine3d.plan.chunks import cut
-from hybridflow.engine3d.plan.plan import Move, WeightPlan, plan
+from hybridflow.engine3d.plan import Move, WeightPlan, plan
+from hybridflow.engine3d.routing import cut
 from tests.example_layouts import SIX, SPEC, TIED, any_layout, fused, whole
 
 RANKS = 6

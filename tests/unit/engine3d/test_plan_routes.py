@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engine3d.plan.plan import Move, plan
-from hybridflow.engine3d.plan.routing import Routes, Send
+from hybridflow.engine3d.plan import Move, plan
+from hybridflow.engine3d.routing import Routes, Send
 from hybridflow.errors import LayoutError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
@@ -66,8 +66,8 @@ def test_every_needer_is_served_once_and_every_node_is_entered_once(ranks, node,
     one = data.draw(st.integers(0, ranks - 1))
     for need, size in asked:
         fan = routes.fan(need)
-        sends, copies = routes.sends(fan, size), fan.copies()
-        assert alone.sends(alone.fan(need), size, one) == [send for send in sends if one in send[:2]]
+        sends, copies = fan.sends(size), fan.copies()
+        assert alone.fan(need).sends(size, one) == [send for send in sends if one in send[:2]]
         check_sends(sends, have, need, nodes)
         count = Counter(rank for send in sends for rank in send[:2])
         assert all(count[rank] <= copies[rank] for rank in count)
@@ -87,7 +87,7 @@ def check_sends(sends: list[Send], have: set[int], need: frozenset[int], nodes: 
 
 def test_a_holder_serves_all_ranks_of_its_node_itself():
     routes = Routes([0], [0] * 9, [0] * 9)
-    assert routes.sends(routes.fan(frozenset(range(1, 9))), 1) == [Send(0, rank, 0, 0) for rank in range(1, 9)]
+    assert routes.fan(frozenset(range(1, 9))).sends(1) == [Send(0, rank, 0, 0) for rank in range(1, 9)]
 
 
 def test_replicas_share_the_sending():

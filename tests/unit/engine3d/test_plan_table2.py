@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.models.spec import ModelSpec

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 import hybridflow as hf
-from hybridflow.engines.train_backends import backend_of
+from hybridflow.engines.train_backends import backend
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, ModelError, PlacementError
 from hybridflow.topology import RankGrid
 from tests import tiny_models
@@ -170,8 +170,9 @@ def test_a_grid_of_ones_own_is_that_of_the_strategy(models, grid, train, says):
     """The worker refuses it, and so does whoever lays the model out on it."""
     with pytest.raises(PlacementError, match=says):
         placed(4, {"model": models["llama"], "train": train}, grid=grid)
+    spec = hf.ActorWorker.model_spec({"model": models["llama"], "train": train})
     with pytest.raises(PlacementError):
-        backend_of(train).layout(hf.ActorWorker.model_spec({"model": models["llama"], "train": train}), grid)
+        backend(train, "layout").weights_layout(train, spec, grid)
 
 
 def test_a_grid_of_ones_own_that_fits_is_taken(models):

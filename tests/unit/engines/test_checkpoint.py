@@ -86,7 +86,7 @@ def test_every_rank_reads_its_boxes(models, kind):
     for layout in (fused(spec, 2, 2, 1), row_shards(spec, 3), fused(spec, 1, 4, 1)):
         for rank in range(layout.ranks):
             storage = empty(layout, rank, torch.bfloat16 if rank else torch.float32)
-            assert checkpoint.read_into(layout, rank, storage) == ()
+            checkpoint.read_into(layout, rank, storage)
             for region in layout.regions(rank):
                 index = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
                 into = storage[region.storage]
@@ -161,12 +161,12 @@ def test_a_value_head_is_read_or_reported_missing(models):
     layout = whole(spec)
     checkpoint = Checkpoint(models["value"])
     checkpoint.check(spec)
-    assert checkpoint.read_into(layout, 0, storage := empty(layout, 0)) == ()
+    checkpoint.read_into(layout, 0, storage := empty(layout, 0))
     assert torch.equal(storage["score.weight"], state(models["value"])["score.weight"])
     language = Checkpoint(models["llama"])
     language.check(spec)
     assert language.missing(spec) == ("score.weight",)
-    assert language.read_into(layout, 0, storage := empty(layout, 0)) == ("score.weight",)
+    language.read_into(layout, 0, storage := empty(layout, 0))
     assert (storage["score.weight"] == 9).all()
 
 

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from hybridflow.config import FSDP, LoRA
-from hybridflow.engines.lora.saved import read_config
+from hybridflow.engines.lora.adapters import read_config
 from hybridflow.engines.lora.targets import adapter_tensors, modules, trained_tensors
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.families import FUSED_LINEAR

@@ -59,7 +59,7 @@ def assert_sequences_are_rows(micro: MicroBatch, lengths: list[tuple[int, int]],
 def test_every_response_token_is_read_once(lengths, budget, multiple, at_least, packed, cost):
     prompts, responses = counting(lengths)
     split = Split(budget, multiple, at_least, packed=packed, cost=cost)
-    micro_batches = split.responses(prompts, responses)
+    micro_batches = split.micro_batches(prompts, responses)
     assert torch.cat([m.rows for m in micro_batches]).sort().values.tolist() == list(range(len(lengths)))
     assert len(micro_batches) >= min(at_least, max(1, len(lengths)))
     for micro in micro_batches:
@@ -74,7 +74,7 @@ def test_every_response_token_is_read_once(lengths, budget, multiple, at_least, 
         assert micro.ids.t().flatten()[micro.position_major].equal(micro.ids.flatten()[micro.index])
         if packed:
             assert_sequences_are_rows(micro, lengths, multiple)
-    for micro in split.responses(prompts, responses, own=True):
+    for micro in split.micro_batches(prompts, responses, "own"):
         assert micro.ids.flatten()[micro.index][: micro.selected].equal(micro.targets)
     read = in_order(micro_batches, [micro.targets for micro in micro_batches])
     assert read.equal(responses)
@@ -84,7 +84,7 @@ def test_every_response_token_is_read_once(lengths, budget, multiple, at_least, 
 @given(rows_of_tokens, st.integers(1, 60), st.booleans())
 def test_scores_are_read_at_the_last_token(lengths, budget, packed):
     prompts, responses = counting(lengths)
-    for micro in Split(budget, packed=packed).last_tokens(prompts, responses):
+    for micro in Split(budget, packed=packed).micro_batches(prompts, responses, "last"):
         found = micro.ids.flatten()[micro.index][: micro.selected]
         assert found.tolist() == [100 * i + sum(lengths[i]) - 1 for i in micro.rows.tolist()]
 
@@ -92,7 +92,7 @@ def test_scores_are_read_at_the_last_token(lengths, budget, packed):
 def test_rows_that_fit_into_one_micro_batch_keep_their_order():
     """So that a loss is given the mini-batch as it is, without a copy."""
     for packed in (True, False):
-        (micro,) = Split(100, packed=packed).responses(*counting([(3, 4), (1, 1), (5, 2)]))
+        (micro,) = Split(100, packed=packed).micro_batches(*counting([(3, 4), (1, 1), (5, 2)]))
         assert micro.rows.tolist() == [0, 1, 2]
 
 
@@ -106,35 +106,35 @@ def test_a_micro_batch_without_rows_reads_nothing(packed):
 def test_packing_needs_no_more_tokens_than_there_are():
     lengths = [(3, i % 9) for i in range(40)]
     tokens = sum(map(sum, lengths))
-    packed = Split(48).responses(*counting(lengths))
+    packed = Split(48).micro_batches(*counting(lengths))
     assert sum(micro.ids.numel() for micro in packed) == tokens
-    padded = Split(48, packed=False).responses(*counting(lengths))
+    padded = Split(48, packed=False).micro_batches(*counting(lengths))
     assert sum(micro.ids.numel() for micro in padded) > tokens
 
 
 def test_rows_need_a_prompt_and_a_partner():
     one, none = Ragged.from_rows([[1]]), Ragged.from_rows([[]], torch.int64)
     with pytest.raises(BatchError, match="row 0 has an empty prompt"):
-        Split(10).responses(none, one)
+        Split(10).micro_batches(none, one)
     with pytest.raises(BatchError, match="1 prompts and 2 responses"):
-        Split(10).responses(one, Ragged.from_rows([[1], [2]]))
+        Split(10).micro_batches(one, Ragged.from_rows([[1], [2]]))
 
 
 def test_token_ids_are_whole_numbers():
     whole, floats = Ragged.from_rows([[0], [1, 2]]), Ragged.from_rows([[0.0], [1.0, float("nan")]])
     with pytest.raises(BatchError, match="response_ids are float32: token ids are whole numbers"):
-        Split(10, vocab=56).responses(whole, floats)
+        Split(10, vocab=56).micro_batches(whole, floats)
 
 
 @pytest.mark.parametrize("wrong", [56, -1])
 def test_token_ids_are_in_the_vocabulary(wrong):
     inside, outside = Ragged.from_rows([[0], [1, 55]]), Ragged.from_rows([[2], [3, wrong]])
-    assert Split(10, vocab=56).responses(inside, inside)
+    assert Split(10, vocab=56).micro_batches(inside, inside)
     for prompts, responses, name in ((outside, inside, "prompt_ids"), (inside, outside, "response_ids")):
         says = rf"row 1 of 2 has the token id {wrong} in {name}, the model's vocabulary is 0\.\.55"
-        for split in (Split(10, vocab=56).responses, Split(10, vocab=56).last_tokens):
+        for at in ("before", "last"):
             with pytest.raises(BatchError, match=says):
-                split(prompts, responses)
+                Split(10, vocab=56).micro_batches(prompts, responses, at)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])

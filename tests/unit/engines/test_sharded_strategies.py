@@ -12,7 +12,7 @@ import hybridflow as hf
 from hybridflow.engines.fsdp.engine import available, bytes_kept, require_host_memory
 from hybridflow.engines.fsdp.layout import fsdp_layout
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.engines.train_backends import backend_of
+from hybridflow.engines.train_backends import backend
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
@@ -33,7 +33,10 @@ def test_ranks_of_the_grid_are_those_of_the_layout(tp, shard, replicate):
     """rank = (r * shard + s) * tp + t: the data parallel group of a rank holds its tensor parallel part together."""
     strategy = hf.FSDP(tp=tp, replicate=replicate)
     grid = strategy.grid(tp * shard * replicate)
-    layout, expected = backend_of(strategy).layout(SPEC, grid), fsdp_layout(SPEC, shard, replicate=replicate, tp=tp)
+    layout, expected = (
+        backend(strategy, "layout").weights_layout(strategy, SPEC, grid),
+        fsdp_layout(SPEC, shard, replicate=replicate, tp=tp),
+    )
     for rank in range(grid.size):
         assert list(layout.regions(rank)) == list(expected.regions(rank))
         copies = grid.group(rank, "d")[grid.coords(rank).d % shard :: shard]
@@ -44,8 +47,10 @@ def test_zero_keeps_parameters_whole_until_stage_3():
     grid = RankGrid(d=4)
     held = {}
     for stage in (1, 2, 3):
-        backend = backend_of(hf.ZeRO(stage=stage))
-        for state, layout in ((False, backend.layout(SPEC, grid)), (True, backend.state_layout(SPEC, grid))):
+        strategy = hf.ZeRO(stage=stage)
+        layouts = backend(strategy, "layout")
+        for state, of in ((False, layouts.weights_layout), (True, layouts.state_layout)):
+            layout = of(strategy, SPEC, grid)
             held[stage, state] = sum(region.box.numel for region in layout.regions(0))
     whole = SPEC.num_parameters
     assert held[1, False] == held[2, False] == whole
@@ -93,7 +98,7 @@ def test_bad_settings_are_refused(make, error, says):
 def test_offloading_needs_host_memory():
     """Parameters, gradients and two moments in float32, of both ranks of the second node."""
     grid, strategy, adam = RankGrid(d=4), hf.FSDP(offload=True), hf.Adam(lr=1e-3)
-    layout = backend_of(strategy).layout(SPEC, grid)
+    layout = backend(strategy, "layout").weights_layout(strategy, SPEC, grid)
     needed = 2 * 16 * sum(region.box.numel for region in layout.regions(1))
     groups = ProcessGroups(dist.HashStore(), "critic", range(4), 1, torch.device("cpu"))
     context = RankContext("critic", 1, grid, groups.device, groups, nodes=(7, 3, 3, 7))

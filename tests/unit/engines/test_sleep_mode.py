@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.engines.vllm.sleep_mode import PooledMemory
+from hybridflow.engines.vllm.core import PooledMemory
 
 
 class Pool:

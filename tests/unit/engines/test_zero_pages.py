@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from hybridflow.engines.vllm.sleep_mode import zero_pages
+from hybridflow.engines.vllm.core import zero_pages
 
 PAGE = mmap.PAGESIZE
 

@@ -159,7 +159,7 @@ def test_unlike_nodes_are_placed():
 
 def test_a_problem_knows_its_own_memory():
     graph, spec = grpo_of(LLAMA_7B), cluster(1, 4, 1e11)
-    problem = Problem(graph, spec, Simulator(spec, graph, WORK, replace(DEFAULT, usable_memory=0.5)))
+    problem = Problem(Simulator(spec, graph, WORK, replace(DEFAULT, usable_memory=0.5)))
     assert problem.capacity == (5e10,) * 4
     assert ClusterSpec.of(spec) is spec
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dataflows import ppo
 from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
 from hybridflow.engines.lora.targets import adapter_tensors
 from hybridflow.engines.transformers_model import TransformersModel
@@ -19,7 +20,6 @@ from hybridflow.planner.cost.backends import Backend, adapters
 from hybridflow.planner.cost.device_memory import kept
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, NodeSpec
-from hybridflow.planner.describe.graph import ppo
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 

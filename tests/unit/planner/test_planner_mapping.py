@@ -121,9 +121,9 @@ def problems(draw) -> Problem:
     )
     costs = PlainCosts(GRAPH, spec, 1e6)
     try:
-        return Problem(GRAPH, spec, costs, tuple(draw(st.lists(rules, max_size=2))))
+        return Problem(costs, tuple(draw(st.lists(rules, max_size=2))))
     except PlacementError:  # they contradict each other
-        return Problem(GRAPH, spec, costs)
+        return Problem(costs)
 
 
 @settings(max_examples=20, deadline=None)
@@ -139,16 +139,16 @@ def test_auto_mapping_equals_brute_force_on_any_nodes_under_any_constraints(prob
 
 def test_the_last_set_takes_fewer_devices_where_so_many_do_not_lie_together():
     spec = cluster(2, 8)
-    problem = Problem(GRAPH, spec, PlainCosts(GRAPH, spec), (Pin("reference", tuple(range(4, 12))), Apart(*AR)))
+    problem = Problem(PlainCosts(GRAPH, spec), (Pin("reference", tuple(range(4, 12))), Apart(*AR)))
     found = auto_map(problem)
     assert found is not None
-    assert {own.mesh.size for own in found.sets if "actor" in own.groups} == {4}
+    assert {mesh.size for groups, mesh in found.sets.items() if "actor" in groups} == {4}
 
 
 def test_peers_of_a_pinned_group_are_cut_for_its_devices():
     """No tensor parallel group lies across nodes because of a pin that does."""
     spec = cluster(2, 4, 1e9)
-    problem = Problem(GRAPH, spec, PlainCosts(GRAPH, spec), (Pin("reference", (3, 4)), Together(*AR)))
+    problem = Problem(PlainCosts(GRAPH, spec), (Pin("reference", (3, 4)), Together(*AR)))
     found = auto_map(problem)
     assert found is not None
     assert all(call.parallel.t == 1 for name, call in found.plan.items() if not name.startswith("reward"))
@@ -177,15 +177,13 @@ def test_constraints_that_cannot_be_kept_are_refused_before_a_search(constraints
     spec = cluster(2, 4)
     costs = PlainCosts(GRAPH, spec)
     with pytest.raises(PlacementError, match=named):
-        Problem(GRAPH, spec, costs, tuple(constraints))
+        Problem(costs, tuple(constraints))
     assert not costs.asked
 
 
 def test_pins_and_caps_that_agree_are_one():
     spec = cluster(1, 8)
     rules = Problem(
-        GRAPH,
-        spec,
         PlainCosts(GRAPH, spec),
         (Pin("actor", (0, 1)), Pin("actor", parallel=Parallel(1, 2, 1)), Cap("actor", 4), Cap("actor", 2)),
     ).rules
@@ -197,20 +195,16 @@ def test_pins_and_caps_that_agree_are_one():
 @given(st.integers(1, 3), st.floats(0.02, 0.6), st.booleans())
 def test_the_smallest_cluster_fits_and_no_smaller_one(count: int, gigabytes: float, capped: bool):
     rules = (Cap("reference", 2),) if capped else ()
-
-    def on(spec: ClusterSpec) -> Problem:
-        return Problem(GRAPH, spec, Simulator(spec, GRAPH, WORK), rules)
-
-    problem = on(cluster(1, count, gigabytes * 1e9))
+    problem = Problem(Simulator(cluster(1, count, gigabytes * 1e9), GRAPH, WORK), rules)
     if auto_map(problem) is not None:
         return
-    text = str(infeasibility_report(problem, on))
+    text = str(infeasibility_report(problem))
     assert "GiB a device are missing" in text or "Cap(reference, 2)" in text
     named = text.partition("The smallest cluster of such nodes that fits is ")[2].partition(". Or")[0]
     if named:
         nodes = int(named.partition(":")[2].partition("x")[0])
-        assert auto_map(on(grown(problem.cluster, nodes))) is not None
-        assert nodes == 2 or auto_map(on(grown(problem.cluster, nodes - 1))) is None
+        assert auto_map(grown(problem, nodes)) is not None
+        assert nodes == 2 or auto_map(grown(problem, nodes - 1)) is None
 
 
 def test_constraints_at_fault_are_named():
@@ -221,7 +215,7 @@ def test_constraints_at_fault_are_named():
 
 def test_small_spaces_are_left_when_all_of_them_is_known():
     graph, spec = ppo_of(SMALL, LARGE), cluster(1, 1)
-    problem = Problem(graph, spec, PlainCosts(graph, spec))
+    problem = Problem(PlainCosts(graph, spec))
     found, best = mcmc(problem, budget_s=600), exact(problem)
     assert found is not None
     assert best is not None

@@ -31,20 +31,20 @@ from tests.example_plans import LARGE, LLAMA_7B, LLAMA_13B, SMALL, PlainCosts, c
 )
 def test_a_placement_by_timeline_is_no_slower_than_the_stages_let_one_think(graph, nodes, count, memory):
     spec = cluster(nodes, count, memory)
-    problem = Problem(graph, spec, PlainCosts(graph, spec))
+    problem = Problem(PlainCosts(graph, spec))
     mapped, found = auto_map(problem), overlap_map(problem)
     assert mapped is not None
     assert found is not None
     assert fits(problem, found.plan)
     assert found.seconds == problem.timeline(found.plan).per_iteration
     assert found.seconds <= problem.timeline(mapped.plan).per_iteration * (1 + 1e-9)
-    taken = [device for own in found.sets for device in own.mesh.devices]
+    taken = [device for mesh in found.sets.values() for device in mesh.devices]
     assert len(taken) == len(set(taken))
 
 
 def test_nothing_is_found_where_nothing_fits():
     graph, spec = ppo_of(LLAMA_7B, LLAMA_13B), cluster(1, 2, 1e9)
-    assert overlap_map(Problem(graph, spec, PlainCosts(graph, spec))) is None
+    assert overlap_map(Problem(PlainCosts(graph, spec))) is None
 
 
 def test_constraints_are_kept():
@@ -93,7 +93,7 @@ def test_devices_are_counted_by_node(counts, data):
 
 def test_rows_of_a_function_are_spread_over_hosts():
     graph, spec = grpo_of(LLAMA_7B), ClusterSpec.of("a100:2x8")
-    found = overlap_map(Problem(graph, spec, Simulator(spec, graph, WORKLOAD)))
+    found = overlap_map(Problem(Simulator(spec, graph, WORKLOAD)))
     assert found is not None
     assert found.plan["reward.compute_reward"].mesh.size == spec.size
 

@@ -37,7 +37,7 @@ TOKENS = 2e5
 
 
 def problem_of(graph, spec, constraints: Sequence[Constraint] = (), tokens: float = TOKENS) -> Problem:
-    return Problem(graph, spec, PlainCosts(graph, spec, tokens), tuple(constraints))
+    return Problem(PlainCosts(graph, spec, tokens), tuple(constraints))
 
 
 def assignments(groups: Sequence[str]):
@@ -113,9 +113,9 @@ def test_auto_mapping_equals_brute_force(graph, nodes: int, count: int, memory: 
     assert (found.seconds if found else np.inf) == pytest.approx(best, rel=1e-12)
     if found:
         assert fits(problem, found.plan)
-        taken = [device for own in found.sets for device in own.mesh.devices]
+        taken = [device for mesh in found.sets.values() for device in mesh.devices]
         assert len(taken) == len(set(taken))
-        assert {group for own in found.sets for group in own.groups} == set(graph.groups)
+        assert {group for groups in found.sets for group in groups} == set(graph.groups)
 
 
 @settings(max_examples=12, deadline=None)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dataflows import ppo
 from hybridflow.errors import ConfigError
 from hybridflow.planner.cost.call_cost import CallCost
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
@@ -16,7 +17,6 @@ from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.cost.timeline import Contention, simulate
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
-from hybridflow.planner.describe.graph import ppo
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan.plan import plan
+from hybridflow.engine3d.plan import plan
 from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.reallocation_cost import Grid, LayoutChange, Volume, layer_spans, spans_of_stage, volume
 from hybridflow.planner.describe.cluster_spec import ClusterSpec

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.algorithms.losses.aggregation import Totals
-from hybridflow.algorithms.losses.loss import Loss
+from hybridflow.algorithms.losses.loss import Loss, Totals
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from tests.example_losses import AGGREGATIONS, LOSSES, make_loss

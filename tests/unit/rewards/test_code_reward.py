@@ -298,7 +298,7 @@ def test_the_program_of_a_response():
 def test_chat_completions_are_read(code):
     message = [{"role": "assistant", "content": f"```python\n{RIGHT}\n```"}]
     assert code(["p"], [message], tests=[ADD]) == [1.0]
-    with pytest.raises(RewardError, match="give a text or chat messages"):
+    with pytest.raises(RewardError, match="must be a text or a list of chat messages"):
         code(["p"], [3], tests=[ADD])
 
 
@@ -312,8 +312,8 @@ def test_what_is_printed_is_compared_by_lines_and_words():
 
 
 def test_pairs_are_read_in_the_forms_of_the_field():
-    assert read_tests({"inputs": ["1"], "outputs": ["2"]}).pairs == (("1", "2"),)
-    calls = read_tests([{"input": '"a"\n[1]', "output": "1", "testtype": "functional"}], entry_point="f").calls
+    assert read_tests({"inputs": ["1"], "outputs": ["2"]}) == {"pairs": [("1", "2")]}
+    calls = read_tests([{"input": '"a"\n[1]', "output": "1", "testtype": "functional"}], entry_point="f")
     assert calls == {"function": "f", "arguments": [["a", [1]]], "expected": [1], "wrapped": False}
     with pytest.raises(RewardError, match="name of the function"):
         read_tests([{"input": "1", "output": "1", "testtype": "functional"}])

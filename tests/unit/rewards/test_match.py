@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards import RowFailure
 from hybridflow.rewards.match import Exact, Numeric, Regex
-from hybridflow.rewards.outcome import RowFailure
 from tests.called_rewards import CalledReward as FunctionReward
 
 

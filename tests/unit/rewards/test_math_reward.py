@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
+from hybridflow.rewards import RowFailure
 from hybridflow.rewards.answer_extraction import final_answer, reference_answer
 from hybridflow.rewards.match import Exact, Numeric
 from hybridflow.rewards.math import Math, judge
 from hybridflow.rewards.number import Number, find_numbers, parse_number, plain
-from hybridflow.rewards.outcome import RowFailure
 from tests import example_endings as endings
 from tests import example_solutions as cases
 from tests.called_rewards import CalledReward as FunctionReward

@@ -211,8 +211,8 @@ def test_a_limit_inside_another_one_leaves_that_in_force():
     def inner(prompts, completions):
         return Functions(lambda prompts, completions: time.sleep(60))(prompts, completions, {}).rewards
 
-    with CallLimit(0.5) as limit:
-        late = limit.run(lambda: inner(PROMPTS, RESPONSES))
+    with CallLimit() as limit:
+        late = limit.run(lambda: inner(PROMPTS, RESPONSES), 0.5)
     assert "took longer than 0.5 s" in late.reason
 
 

@@ -15,7 +15,7 @@ import torch
 
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ProcessPool, RowFailure
-from hybridflow.rewards.outcome import plain
+from hybridflow.rewards.calling import plain
 
 
 def behaving():

@@ -14,11 +14,12 @@ import ray
 import torch
 
 import hybridflow as hf
+from benchmarks.dataflows import grpo, ppo
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.session import Session
 from hybridflow.errors import CheckpointError, ConfigError, MissingColumnError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.describe.graph import Graph, GraphBuilder, grpo, ppo
+from hybridflow.planner.describe.graph import Graph, GraphBuilder
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.tracing.trace import PUBLISHED, Trace, model_spec, trace_driver
 from recipes.arithmetic import Arithmetic
@@ -213,7 +214,7 @@ def test_published_sizes():
 
 def test_what_is_no_model(tmp_path: Path):
     (tmp_path / "config.json").write_text("{]")
-    for source, message in ((tmp_path, "no configuration"), ("./nowhere", "no directory"), ("llama9", "llama3-7b")):
+    for source, message in ((tmp_path, "no configuration"), ("./nowhere", "does not exist"), ("llama9", "llama3-7b")):
         with pytest.raises(CheckpointError, match=message):
             model_spec(source)
 

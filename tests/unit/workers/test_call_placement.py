@@ -16,7 +16,7 @@ from hybridflow.planner.search.call_search import exact, mcmc
 from hybridflow.planner.search.evaluation import Evaluator, options_of
 from hybridflow.planner.search.planning import placement_of
 from hybridflow.planner.search.problem import Problem
-from hybridflow.workers.call_placement import ReplicaPlacement, can_replicate, divided
+from hybridflow.workers.worker import can_replicate, divided
 from tests.example_plans import SMALL, PlainCosts, cluster, grpo_of, obeys
 
 NODES = (8,)
@@ -39,7 +39,7 @@ def twice() -> Graph:
 
 def problem_of(graph: Graph, devices: int = 2, *constraints: Any) -> Problem:
     spec = cluster(1, devices)
-    return Problem(graph, spec, PlainCosts(graph, spec, 1e5), constraints)
+    return Problem(PlainCosts(graph, spec, 1e5), constraints)
 
 
 def at(*devices: int, sizes: tuple[int, int, int]) -> CallPlan:
@@ -124,7 +124,7 @@ def where(*elsewhere: CallPlacement) -> GroupPlacement:
 
 
 def test_replicas_have_what_their_calls_need():
-    parts = divided(
+    own, replicas, schedule = divided(
         hf.ActorWorker,
         where(
             CallPlacement("generate_sequences", (4, 5), (1, 2, 1)),
@@ -142,20 +142,17 @@ def test_replicas_have_what_their_calls_need():
         "generate": hf.VLLM(tp=2, memory_fraction=0.8, sampling=hf.Sampling(max_tokens=7)),
         "offload": True,
     }
-    assert parts.replicas == (
-        ReplicaPlacement(hf.RolloutWorker, (4, 5), rollout),
-        ReplicaPlacement(hf.ActorWorker, (6, 7), inference),
-    )
-    assert parts.schedule == {
-        "generate_sequences": (0,),
-        "compute_log_prob": (1,),
-        "compute_loss": (1,),
-        "compute_ref_log_prob": (None,),
+    assert replicas == [(hf.RolloutWorker, (4, 5), rollout), (hf.ActorWorker, (6, 7), inference)]
+    assert schedule == {
+        "generate_sequences": [0],
+        "compute_log_prob": [1],
+        "compute_loss": [1],
+        "compute_ref_log_prob": [None],
     }
-    assert parts.settings["generate"] is None, "who does not generate starts no engine"
-    assert parts.settings["offload"] == ()
-    assert parts.settings["optim"] == ACTOR["optim"]
-    assert (parts.settings["train"].pp, parts.settings["train"].tp) == (2, 2)
+    assert own["generate"] is None, "who does not generate starts no engine"
+    assert own["offload"] == ()
+    assert own["optim"] == ACTOR["optim"]
+    assert (own["train"].pp, own["train"].tp) == (2, 2)
 
 
 def test_calls_of_one_method_in_their_order():
@@ -163,16 +160,18 @@ def test_calls_of_one_method_in_their_order():
         CallPlacement("compute_log_prob", (0, 1, 2, 3), (2, 2, 1)),
         CallPlacement("compute_log_prob", (4,), (1, 1, 1)),
     )
-    parts = divided(hf.ActorWorker, where(here, there, here), ACTOR, "actor")
-    assert parts.schedule == {"compute_log_prob": (None, 0, None)}
-    assert parts.settings["generate"] == hf.VLLM(tp=2, memory_fraction=0.8, sampling=hf.Sampling(max_tokens=7))
+    own, _, schedule = divided(hf.ActorWorker, where(here, there, here), ACTOR, "actor")
+    assert schedule == {"compute_log_prob": [None, 0, None]}
+    assert own["generate"] == hf.VLLM(tp=2, memory_fraction=0.8, sampling=hf.Sampling(max_tokens=7))
 
 
 def test_generation_within_the_groups_processes_is_the_primarys():
-    parts = divided(hf.ActorWorker, where(CallPlacement("generate_sequences", (0, 1, 2, 3), (1, 2, 2))), ACTOR, "actor")
-    assert not parts.replicas
-    assert parts.schedule == {"generate_sequences": (None,)}
-    assert parts.settings["generate"].tp == 2
+    own, replicas, schedule = divided(
+        hf.ActorWorker, where(CallPlacement("generate_sequences", (0, 1, 2, 3), (1, 2, 2))), ACTOR, "actor"
+    )
+    assert not replicas
+    assert schedule == {"generate_sequences": [None]}
+    assert own["generate"].tp == 2
 
 
 @pytest.mark.parametrize(
@@ -191,16 +190,16 @@ def test_sharded_weights_are_gathered_to_any_generation_sizes(train, generate, f
     away = CallPlacement("generate_sequences", tuple(range(8)), (p, t, 8 // t))
     where = GroupPlacement(away.devices, NODES, train, generate, (away,))
     settings = {"model": "m", "train": train, "generate": hf.VLLM(), "optim": None}
-    parts = divided(hf.ActorWorker, where, settings, "actor")
-    assert [part.worker_class for part in parts.replicas] == [hf.RolloutWorker] * followed
-    assert (parts.settings["generate"] is None) == followed
+    own, replicas, _ = divided(hf.ActorWorker, where, settings, "actor")
+    assert [of_class for of_class, *_ in replicas] == [hf.RolloutWorker] * followed
+    assert (own["generate"] is None) == followed
 
 
 def test_sharded_replicas_have_sizes_of_their_own():
     away = CallPlacement("compute_values", (4, 5), (1, 2, 1))
     where = GroupPlacement((0, 1, 2, 3), NODES, hf.FSDP(dp=4), None, (away,))
-    (part,) = divided(hf.CriticWorker, where, {"model": "m", "train": hf.FSDP(), "optim": None}, "critic").replicas
-    assert part.settings["train"] == hf.FSDP(tp=2)
+    _, ((_, _, own),), _ = divided(hf.CriticWorker, where, {"model": "m", "train": hf.FSDP(), "optim": None}, "critic")
+    assert own["train"] == hf.FSDP(tp=2)
 
 
 def test_who_can_have_replicas():

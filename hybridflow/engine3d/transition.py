@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridflow.engine3d.interfaces import Generator, Trainer
 from hybridflow.engine3d.layout import Layout, equal_storages
 from hybridflow.engine3d.offloadable import MemoryAccount, TrackedMemory
-from hybridflow.engine3d.plan.plan import BUCKET_BYTES, WeightPlan, plan
+from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.transfer.buffers import same_memory
 from hybridflow.engine3d.transfer.handshake import holds, wire_device
 from hybridflow.engine3d.transfer.local_plan import LocalCopies, Storage
@@ -125,10 +125,6 @@ class Transition:
         self.generate.acquire()
         self.train.release()
 
-    def drop(self) -> None:
-        """Free all memory of generation, in any state after a failure."""
-        self.generate.release()
-
     @torch.no_grad()
     def back(self, *, keep: bool) -> None:
         """Refill released training tensors, layer by layer, and release the generation tensors unless `keep`.
@@ -138,7 +134,7 @@ class Transition:
         gone = self.train.gone
         if self._left and self._restored:  # on all ranks, even those that released nothing
             if not keep:
-                self.drop()
+                self.generate.release()
             self.train.acquire()
             self._train.restore()
             gone.clear()
@@ -150,13 +146,13 @@ class Transition:
             self.generate.release([name for name in self.generate.tensors if name not in last])
         for name in order:
             self.train.acquire((name,))
-            self._back[name].copies.run()
+            self._back[name].run()
             gone.discard(name)
             if not keep:
                 self.generate.release([read for read in self._back[name].reads if last[read] == name])
         self._left = False
         if not keep:
-            self.drop()
+            self.generate.release()
 
 
 def local_restore(
@@ -174,7 +170,7 @@ def local_restore(
             missing[name] -= move.box.numel
             into, from_ = move.origin.view(source[name], move.box), at.view(destination[at.storage], move.box)
             if not same_memory(into, from_):
-                back[name].copies.add(into, from_)
+                back[name].add(into, from_)
             back[name].reads.add(at.storage)
     return back, {name for name, count in missing.items() if count == 0}
 

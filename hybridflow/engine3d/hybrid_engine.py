@@ -18,11 +18,11 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from hybridflow.engine3d.hybrid.transition import Transition, any_rank
 from hybridflow.engine3d.interfaces import Generator, Trainer
-from hybridflow.engine3d.plan.plan import WeightPlan
+from hybridflow.engine3d.plan import WeightPlan
 from hybridflow.engine3d.transfer.local_plan import Storage
 from hybridflow.engine3d.transfer.transfer import CopyStream, Transfer, reached_by, received_by_tensor
+from hybridflow.engine3d.transition import Transition, any_rank
 from hybridflow.errors import ConfigError, LayoutError, nearest
 
 Offloaded = Literal["optimizer", "gradients", "generation"]
@@ -78,7 +78,7 @@ class OverlappedMove:
         if left := {move.box.tensor for move in plan.moves} - frozenset().union(*parts):
             raise LayoutError(f"no part of an optimizer step updates {sorted(left)[:5]}: step_groups() is incomplete.")
         sides = (source, destination, group, rank, bucket_bytes)
-        self._transfers = [Transfer(plan.only(names), *sides) for names in parts]
+        self.transfers = [Transfer(plan.only(names), *sides) for names in parts]
         self._device = next(iter(destination.values())).device
         self._stream = CopyStream(self._device)
 
@@ -106,19 +106,10 @@ class OverlappedMove:
         with self._stream.queued():
             self._stream.reached(final)
             start = time.perf_counter()
-            self._transfers[part].run()
-            self._transfers[part].release()
+            self.transfers[part].run()
+            self.transfers[part].release()
             self._stream.reached(self._stream.mark())
             return time.perf_counter() - start
-
-    @property
-    def received(self) -> Counter[str]:
-        """Bytes received in all runs so far, by canonical tensor."""
-        return received_by_tensor(self._transfers)
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(transfer.sent_bytes for transfer in self._transfers)
 
 
 class HybridEngine:
@@ -238,7 +229,7 @@ class HybridEngine:
         if not self._settled:
             raise ConfigError("an earlier call failed half-way: call to_training() on all ranks before training.")
         self._arrived = self._parked = False
-        self._move.drop()
+        self._move.generate.release()
 
     def step(self) -> dict[str, float]:
         """An optimizer step during which every final part moves to the generation layout (PUZZLE, 5.2).
@@ -274,10 +265,9 @@ class HybridEngine:
             torch.cuda.synchronize(self._device)
 
     def _counted(self) -> tuple[Counter[str], int]:
-        received, sent = Counter(self._move.transfer.received), self._move.transfer.sent_bytes
-        if self._overlap is not None:
-            received, sent = received + self._overlap.received, sent + self._overlap.sent_bytes
-        return received, sent
+        """Bytes received by canonical tensor, and bytes sent, so far."""
+        transfers = [self._move.transfer, *(self._overlap.transfers if self._overlap else ())]
+        return received_by_tensor(transfers), sum(transfer.sent_bytes for transfer in transfers)
 
     def _report(self, seconds: float) -> None:
         (known, known_sent), self._reported = self._reported, self._counted()

@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan.chunks import IN_FLIGHT, Pace, cut, staged, travels_alone
-from hybridflow.engine3d.plan.intersection import Intersection, LayoutParts, pieces
-from hybridflow.engine3d.plan.routing import FanOut, Routes
+from hybridflow.engine3d.layout import Box, Intersection, Layout, LayoutParts, Region, pieces
+from hybridflow.engine3d.routing import IN_FLIGHT, FanOut, Pace, Routes, cut, staged, travels_alone
 from hybridflow.errors import LayoutError
 
 BUCKET_BYTES = 64 << 20
@@ -51,7 +49,7 @@ class Move:
         return self.source == self.destination
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Traffic:
     """The cost for one rank: bytes over the wire, bytes copied locally, messages sent and received.
 
@@ -63,11 +61,11 @@ class Traffic:
     """
 
     rank: int
-    sent_bytes: int
-    received_bytes: int
-    local_bytes: int
-    messages: int
-    peak_bytes: int
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    local_bytes: int = 0
+    messages: int = 0
+    peak_bytes: int = 0
     sent_between_nodes: int = 0
     received_between_nodes: int = 0
 
@@ -128,31 +126,28 @@ class WeightPlan:
     def traffic(self, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES) -> list[Traffic]:
         """The cost for every rank, or for this part's rank, of a transfer with `bucket_bytes` and `itemsize` bytes per
         element on the wire."""
-        sums: dict[int, Counter[str | int]] = {rank: Counter() for rank in range(self.ranks)}
+        found = [Traffic(rank) for rank in range(self.ranks)]
         for move in self.moves:
-            size = move.box.numel * itemsize
+            size, source, destination = move.box.numel * itemsize, found[move.source], found[move.destination]
             if move.local:
-                sums[move.source]["local_bytes"] += size * len(move.into)
+                source.local_bytes += size * len(move.into)
                 continue
-            crosses = self.nodes[move.source] != self.nodes[move.destination]
-            for rank, way in ((move.source, "sent"), (move.destination, "received")):
-                sums[rank][f"{way}_bytes"] += size
-                sums[rank][f"{way}_between_nodes"] += size * crosses
+            source.sent_bytes += size
+            destination.received_bytes += size
+            if self.nodes[move.source] != self.nodes[move.destination]:
+                source.sent_between_nodes += size
+                destination.received_between_nodes += size
+        buffers = Counter[tuple[int, int]]()  # by rank and buffer
         for i, moves in enumerate(self.buckets(bucket_bytes, itemsize)):
-            held: Counter[int] = Counter()
+            held = Counter[tuple[int, int]]()
             for *ends, size in _messages(moves, itemsize):
                 for rank in ends:
-                    sums[rank]["messages"] += 1
-                    held[rank] += staged(size)
-            for rank, size in held.items():
-                sums[rank][i % IN_FLIGHT] = max(sums[rank][i % IN_FLIGHT], size)
-        names = ("sent_bytes", "received_bytes", "local_bytes", "messages", "sent_between_nodes")
-        names += ("received_between_nodes",)
-        return [
-            Traffic(rank, peak_bytes=sum(one[i] for i in range(IN_FLIGHT)), **{name: one[name] for name in names})
-            for rank, one in sums.items()
-            if self.rank in (None, rank)
-        ]
+                    found[rank].messages += 1
+                    held[rank, i % IN_FLIGHT] += staged(size)
+            buffers |= held
+        for (rank, _), size in buffers.items():
+            found[rank].peak_bytes += size
+        return found if self.rank is None else [found[self.rank]]
 
     def part(self, rank: int) -> WeightPlan:
         """The moves of `rank`. Errors: LayoutError when this is the part of another rank."""
@@ -277,7 +272,7 @@ class _Draft:
             for keeper in self._keepers(piece, rank):
                 yield Move(box, keeper, keeper, have[held[keeper]][0], need[wanted[keeper]])
             if fan and mine[id(routes)]:
-                for sender, receiver, hop, root in routes.sends(fan, box.numel, rank):
+                for sender, receiver, hop, root in fan.sends(box.numel, rank):
                     origin = need[wanted[sender]][0] if hop else have[held[sender]][0]
                     first = (root, have[held[root]][0].storage) if hop else None
                     yield Move(box, sender, receiver, origin, need[wanted[receiver]], at, fan.length, hop, first)

@@ -1,0 +1,15 @@
+"""What rank processes compute with, imported once by the server that forks them: vLLM alone takes ten seconds."""
+
+import torch
+
+from hybridflow.engines.vllm import isolation
+
+isolation.prepare("cpu")
+with isolation.fence(torch.device("cpu")):
+    import peft  # noqa: F401
+    import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+from tests.contracts import engine_tasks, state_tasks  # noqa: E402, F401
