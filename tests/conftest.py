@@ -21,6 +21,7 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process of pytest-xdist runs all tests that start processes, the others the files of tests/unit.
 
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Errors: UsageError when pytest-xdist would spread tests that start processes over its own processes."""
+    if session.config.getoption("loadgroup", False) and any("@" not in item.nodeid for item in session.items):
+        raise pytest.UsageError("this pytest-xdist does not keep groups of tests together with this pytest")
 
 
 @pytest.fixture
