@@ -116,7 +116,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
         return here, there
 
     moving = source.session.backend.channels.send(source.ranks, destination.ranks, WEIGHTS, layouts)
-    destination.weights_changed()
+    destination.weights_changed(source)
     return moving
 
 

@@ -4,8 +4,9 @@ sampling (DAPO): prompts are drawn until a batch has enough groups with differen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
@@ -43,6 +44,7 @@ class PromptLoader(PromptSource):
 
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
+        session.attach(self)
         for batch in self.drawn():
             session.iterations.begin(self.in_flight)
             yield BatchRef.from_batch(batch)
@@ -73,13 +75,13 @@ class TextLoader(TextSource):
         return self
 
     def __next__(self) -> BatchRef:
+        Session.current().attach(self)
         self._batches = self._batches or self.drawn()
         try:
             batch = next(self._batches)
         except PromptError:
             self._batches = None  # an iterator that raised is exhausted: reusing it would end the loop silently
             raise
-        Session.current()  # its store holds large columns
         return BatchRef.from_batch(batch)
 
 
@@ -165,6 +167,18 @@ class DynamicSampler:
     max_rounds: int
     by: str
     _metrics: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _done: int = field(default=0, init=False, repr=False)
+
+    def state(self) -> dict[str, Any]:
+        """State for `load_state` to continue with the next batch: plain data, for JSON."""
+        return {"batches": self._done, "loader": self.loader.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Errors: ConfigError when it is not a state, or one of other data or settings."""
+        if not isinstance(state, Mapping) or type(done := state.get("batches")) is not int or done < 0:
+            raise ConfigError("the saved state is not one of dynamic sampling: give what state() has given.")
+        self.loader.load_state(state.get("loader"))  # type: ignore[arg-type]  which is checked there
+        self._done = done
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last batch.
@@ -177,14 +191,15 @@ class DynamicSampler:
 
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
-        source, done = self.loader.drawn(), 0
-        while self.steps is None or done < self.steps:
+        session.attach(self)
+        source = self.loader.drawn()
+        while self.steps is None or self._done < self.steps:
             session.iterations.begin(self.loader.in_flight)
             found = self._sampled(source, session)
             if found.rows < self.rows:
-                self._explain(found, done)
+                self._explain(found, self._done)
                 break
-            self._metrics, done = found.metrics(self.rows), done + 1
+            self._metrics, self._done = found.metrics(self.rows), self._done + 1
             yield BatchRef.concat([*found.informative, *found.degenerate])[: self.rows]
         session.iterations.drain()
 

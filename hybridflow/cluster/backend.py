@@ -5,7 +5,7 @@ Ray's processes implement it (`ray_backend.py`), and a trace, which only records
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -111,6 +111,10 @@ class SessionBackend(Protocol):
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
         """`worker.method(*arguments)` of every rank; waits. Errors: WorkerError of a rank that raised."""
+        ...
+
+    def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        """`ask` in two parts: issues the calls in the order of all calls, and returns what waits for them."""
         ...
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:

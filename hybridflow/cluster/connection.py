@@ -144,7 +144,8 @@ class Termination:
     """
 
     def __init__(self) -> None:
-        self._came = self._held = False
+        self._came = self._held = self._defers = False
+        self._asked = 0
         self._hook = sys.excepthook
         self._main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGTERM) if self._main else None
@@ -182,6 +183,37 @@ class Termination:
         if self._came:
             raise KeyboardInterrupt
 
+    @property
+    def asked(self) -> int:
+        """The exit status of a driver that was asked to end at the next step; 0 otherwise."""
+        return self._asked
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, the first SIGTERM or Ctrl-C only sets `asked`; a second one ends the driver at once."""
+        interrupts = self._main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._asked, self._defers = 0, True
+        if interrupts:
+            signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            self._defers = False
+            if interrupts and signal.getsignal(signal.SIGINT) == self._interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _ask(self, number: int) -> bool:
+        """Whether this signal only asks the driver to end."""
+        if not self._defers or self._asked:
+            return False
+        self._asked = 128 + number
+        os.write(2, b"\nsaving at the end of this iteration, then ending; a second signal ends the run at once\n")
+        return True
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self._ask(number):
+            raise KeyboardInterrupt
+
     def _install(self) -> None:
         signal.signal(signal.SIGTERM, self._handle if self._ours else self._before)
 
@@ -195,7 +227,7 @@ class Termination:
             sys.excepthook = self._hook
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._came:
+        if self._came or self._ask(number):
             return
         self._came = True
         limit = threading.Timer(_WITHIN_SECONDS, os._exit, (STATUS,))

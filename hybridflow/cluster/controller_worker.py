@@ -8,7 +8,7 @@ from typing import Any
 from hybridflow.algorithms.advantage import AdvantageCall
 from hybridflow.algorithms.advantages.estimator import Estimator
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter, filter_groups
-from hybridflow.algorithms.kl import AdaptiveKL
+from hybridflow.algorithms.kl import AdaptiveKL, Controller
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.batch.batch import Batch
 from hybridflow.protocols import ONE_TO_ONE, Settings, register
@@ -22,7 +22,8 @@ class ControllerWorker:
     """Computes functions of the whole batch that read few columns, in a process of its own that needs no device."""
 
     def __init__(self) -> None:
-        self._states: dict[str, float] = {}  # of adaptive coefficients, by identity
+        self._states: dict[str, tuple[str, float]] = {}  # kind and state of adaptive coefficients, by identity
+        self._restored: list[tuple[str, str, float]] = []  # of a checkpoint: identity, kind, state
 
     @register(
         ONE_TO_ONE,
@@ -40,10 +41,32 @@ class ControllerWorker:
     ) -> Batch:
         call = AdvantageCall.of(estimator, options, kl_coef, kl)
         for controller in call.controllers:
-            controller.state = self._states.get(controller.identity, controller.state)
+            controller.state = self._state_of(controller)
         out = call(batch)
-        self._states |= {controller.identity: controller.state for controller in call.controllers}
+        self._states |= {one.identity: (type(one).__name__, one.state) for one in call.controllers}
         return out
+
+    def _state_of(self, controller: Controller) -> float:
+        """Its state. In a run that continues, a new object takes the next state of its kind."""
+        if controller.identity in self._states:
+            return self._states[controller.identity][1]
+        found = next((one for one in self._restored if one[1] == type(controller).__name__), None)
+        if found is None:
+            return controller.state
+        self._restored.remove(found)
+        return found[2]
+
+    def state(self) -> list[list[Any]]:
+        """Identity, kind and state of every adaptive coefficient, in order of first use."""
+        left = [list(one) for one in self._restored]
+        return [[identity, kind, state] for identity, (kind, state) in self._states.items()] + left
+
+    def load_state(self, state: list[list[Any]]) -> None:
+        """Objects of this process keep their identity; new ones take the states in order of first use."""
+        states = [(str(identity), str(kind), float(value)) for identity, kind, value in state]
+        known = {identity for identity, _, _ in states} & self._states.keys()
+        self._states = {identity: (kind, value) for identity, kind, value in states if identity in known}
+        self._restored = [one for one in states if one[0] not in known]
 
     @register(ONE_TO_ONE, reads=lambda settings, call: metric_columns(call["batch"].columns))
     def batch_metrics(self, batch: Batch) -> dict[str, float]:

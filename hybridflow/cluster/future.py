@@ -280,6 +280,10 @@ class Iterations:
             self._next(in_flight=2)
         return found
 
+    def unsettled(self) -> list[RankOutput]:
+        """Statuses of all calls whose iteration has not been waited for."""
+        return [status for one in self._all.values() for status in one.waiting]
+
     def issued(self, statuses: Sequence[RankOutput]) -> None:
         """Track calls until their iteration is waited for; drops finished calls from time to time."""
         now = self._all[self.current]
@@ -301,6 +305,11 @@ class Iterations:
         """
         self._has_loader = True
         self._next(in_flight)
+
+    def reset(self) -> None:
+        """Forget all calls: the hosts that ran them are gone."""
+        self.current += 1
+        self._all, self._look_at = {self.current: _Iteration()}, _LOOK_BACK
 
     def drain(self) -> None:
         """Wait for all calls issued so far; the loader has ended. Errors: as `begin`."""

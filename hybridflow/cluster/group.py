@@ -79,6 +79,7 @@ class WorkerGroup:
         self._closed, self._listed = "", listed
         self._replicas: list[WorkerGroup] = []
         self._schedule, self._version = schedule, 0  # version of the weights; all ranks start from the checkpoint
+        self._source: tuple[str, int] | None = None  # of the weights: a group and its version
         self._calls_made: Counter[str] = Counter()  # per operation, in this iteration
         self._iteration = session.iterations.current if replicas else 0
         if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
@@ -101,9 +102,19 @@ class WorkerGroup:
         """The primary and all replicas."""
         return (self.ranks, *(replica.ranks for replica in self._replicas))
 
-    def weights_changed(self) -> None:
-        """Called when weights are written by a transfer or an optimizer step."""
+    def weights_changed(self, source: WorkerGroup | None = None) -> None:
+        """Called when weights are written: by an optimizer step, a checkpoint, or a transfer from `source`."""
         self._version += 1
+        self._source = None if source is None else (source.name, source._version)
+
+    @property
+    def weights_source(self) -> str | None:
+        """The group whose current weights these are since the last transfer; "" while they are as first loaded."""
+        if self._source is None:
+            return None if self._version else ""
+        name, version = self._source
+        source = self.session.groups.get(name)
+        return name if source is not None and source._version == version else None
 
     def has_replica_for(self, name: str) -> bool:
         """Whether a replica runs calls of this operation."""
@@ -158,12 +169,12 @@ class WorkerGroup:
 
     def _invoke(self, operation: Operation, *args: Any, **kwargs: Any) -> Any:
         self.check_open()
-        if not self._replicas:
-            return self._issued(operation, args, kwargs)
         trains = kind_of(operation) == "training"
         if trains:
             self.weights_changed()  # first: a failed update may have changed them
-        elif (replica := self._next(operation.name)) is not None:
+        if not self._replicas:
+            return self._issued(operation, args, kwargs)
+        if not trains and (replica := self._next(operation.name)) is not None:
             return replica._following(self, operation.name, args, kwargs)
         result = self._issued(operation, args, kwargs)
         if operation.protocol is not ONE_TO_ALL or trains:
@@ -312,6 +323,23 @@ class WorkerGroup:
         self._closed = self._closed or how
         if self._listed:
             self.session.groups.pop(self.name, None)
+
+    def rebuild(self, pools: Mapping[str, Any]) -> None:
+        """Build the ranks again, as first placed, in the new hosts of their pools (by the pools' former names).
+
+        Errors: WorkerError when a rank cannot be built.
+        """
+        old = self.ranks
+        self.ranks = (
+            pools[old.pool_name]
+            .part(old.members)
+            .ranks(old.name, old.worker_class, old.settings, old.grid, old.own_grid)
+        )
+        self._version, self._source = 0, None
+        self._calls_made.clear()
+        self.session.backend.build(self.ranks)
+        for replica in self._replicas:
+            replica.rebuild(pools)
 
     def forget_hosts(self) -> None:
         """Called when the pool closes and the hosts are gone."""

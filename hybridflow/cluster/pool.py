@@ -116,6 +116,17 @@ class ResourcePool:
             raise PlacementError(f"the slice {key} of a pool of {self.size} devices is empty.")
         return self.part(picked)
 
+    def rebuild(self) -> None:
+        """Replace all host processes, on devices of the cluster that answer. Their groups are not built again here.
+
+        Errors: PlacementError when the cluster no longer has as many devices.
+        """
+        reserved, session = self._reserved, self.session
+        per_node = list(_whole(reserved).devices_of_nodes) if self is not session.controller_pool else []
+        session.backend.stop_hosts(reserved.hosts, reserved.reservation)
+        reserved.name = f"{session.name}-{uuid.uuid4().hex[:6]}"
+        reserved.hosts, reserved.reservation = session.backend.start_hosts(reserved.name, per_node)
+
     def check_open(self) -> None:
         if self._reserved.closed:
             raise PlacementError("this pool is closed: make a new ResourcePool.")
@@ -146,6 +157,10 @@ class ResourcePool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _whole(reserved: _Reserved) -> ResourcePool:
+    return _part(reserved, range(len(reserved.hosts)))
 
 
 def _part(reserved: _Reserved, members: Sequence[int]) -> ResourcePool:

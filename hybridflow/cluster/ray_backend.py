@@ -11,9 +11,9 @@ import pickle
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -55,8 +55,8 @@ class RayBackend:
         self.channels = WeightChannels(self.iterations)
         self._store: dist.Store | None = None
         self._connected, self.directory = not ray.is_initialized(), ""
-        self._termination = Termination()
-        with self._termination.taken():
+        self.termination = Termination()
+        with self.termination.taken():
             if self._connected:
                 self.directory = connect(self.name, address or os.environ.get("RAY_ADDRESS"), devices)
             self._watcher = Watcher(self.name, self.directory)
@@ -176,8 +176,11 @@ class RayBackend:
         self._results(ranks, "__init__", built)
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
+        return self.tell(ranks, method, *arguments)()
+
+    def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         refs = [host.handle.apply.remote(ranks.key, method, *arguments) for host in ranks.hosts]
-        return self._results(ranks, method, refs)
+        return partial(self._results, ranks, method, refs)
 
     def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any]) -> list[Any]:
         call = self.iterations.new_call()
@@ -223,7 +226,7 @@ class RayBackend:
         self.iterations = Iterations(self.deadlines.peers)
         self._watcher.sweep()
         self._store = None
-        self._termination.give_back()
+        self.termination.give_back()
 
 
 def _outputs(ranks: RankGroup, method: str, refs: Sequence[Any], call: IssuedCall | None = None) -> list[RankOutput]:

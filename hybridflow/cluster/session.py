@@ -25,7 +25,9 @@ CONTROLLER = "hybridflow"
 class Session:
     """The pools and groups of a driver, which register themselves in `pools` and `groups`.
 
-    `controller_pool` is that of the controller worker; a session that `traces` only records calls.
+    `controller_pool` is that of the controller worker; a session that `traces` only records calls. `parts` are the
+    loaders, trackers and other objects of the driver that checkpoints contain, `states` those of a loaded checkpoint
+    for parts that are not attached yet.
     """
 
     _current: ClassVar[Session | None] = None
@@ -37,7 +39,11 @@ class Session:
         self.pools: list[Any] = []
         self.groups: dict[str, Any] = {}
         self.controller_pool: Any = None
+        self.parts: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
         self._closing: list[Callable[[], None]] = []
+        self._recoverable: Callable[[BaseException], bool] | None = None
+        self.deferred: BaseException | None = None
         atexit.register(self.shutdown)
 
     @classmethod
@@ -93,6 +99,37 @@ class Session:
         """A name for a group: the role, numbered when it is taken."""
         names = itertools.chain([role], (f"{role}_{i}" for i in itertools.count(2)))
         return next(name for name in names if name not in self.groups)
+
+    def attach(self, part: Any, name: str | None = None) -> None:
+        """Make an object with `state()` and `load_state(state)` a part of checkpoints. Its default name is that of its
+        class, numbered in the order of first use. In a run that continues it takes its state from the checkpoint."""
+        if self.traces or any(known is part for known in self.parts.values()):
+            return
+        kind = type(part).__name__
+        name = name or next(n for n in (f"{kind}-{i}" for i in itertools.count()) if n not in self.parts)
+        self.parts[name] = part
+        if name in self.states:
+            part.load_state(self.states.pop(name))
+
+    @contextlib.contextmanager
+    def recovering(self, recoverable: Callable[[BaseException], bool]) -> Iterator[None]:
+        """Inside, `recoverable` errors of calls are deferred to the loop, which can replace the hosts that failed."""
+        self._recoverable, self.deferred = recoverable, None
+        try:
+            yield
+        finally:
+            self._recoverable = self.deferred = None
+
+    def defer(self, error: BaseException) -> bool:
+        """Whether the loop will handle this error of a call, in place of the caller."""
+        if self._recoverable is None or not self._recoverable(error):
+            return False
+        self.deferred = self.deferred or error
+        return True
+
+    def raise_deferred(self) -> None:
+        if self.deferred is not None:
+            raise self.deferred
 
     def before_shutdown(self, callback: Callable[[], None]) -> None:
         """Call `callback` once when the session ends, while its groups still answer; what it raises is logged."""

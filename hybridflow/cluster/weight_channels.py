@@ -333,6 +333,10 @@ class WeightChannels:
         )
         return _OpenChannel(spec, hosts)
 
+    def reset(self) -> None:
+        """Forget all channels: their hosts are gone."""
+        self._channels.clear()
+
     def close(self, key: str) -> None:
         """Close the channels of these ranks."""
         for pair in [pair for pair in self._channels if key in pair]:

@@ -189,6 +189,10 @@ class ActorWorker(ModelWorker):
         if self.hybrid is not None:
             self.hybrid.trained()
 
+    def on_state_loaded(self) -> None:
+        if self.hybrid is not None:
+            self.hybrid.trained()
+
     @generates
     def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
         """`n` responses per prompt; input columns are returned too, each row n times.

@@ -27,6 +27,7 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
+from hybridflow.engines.lora.adapters import CONFIG
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
@@ -250,6 +251,18 @@ class ModelWorker(Worker):
 
     def on_weights_loaded(self) -> None:
         self.engine.weights_loaded()
+
+    def beside(self) -> Mapping[str, bytes]:
+        engine = getattr(self, "engine", None)
+        if engine is None or engine.adapters is None:
+            return getattr(self, "_beside", {})
+        return {CONFIG: engine.adapters.config(self.checkpoint)}
+
+    def parameters(self) -> tuple[Layout, Mapping[str, Tensor]] | None:
+        if (engine := getattr(self, "engine", None)) is None:
+            return None
+        adapters = engine.adapters
+        return (engine.layout(), engine.storage()) if adapters is None else (adapters.layout, adapters.storage)
 
     def optimizing_engine(self) -> TrainEngine | None:
         self.engine.reload(self._idle)

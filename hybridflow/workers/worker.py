@@ -31,6 +31,7 @@ from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.protocols import Operation, OperationKind, kind_of, operations
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
+from hybridflow.workers.saved_state import SavedState
 
 logger = logging.getLogger(__name__)
 PRICED = ("micro_tokens", "recompute", "sequence_parallel")
@@ -46,7 +47,7 @@ class TrainingState:
     counters: dict[str, Any]
 
 
-class Worker:
+class Worker(SavedState):
     """One rank of a group. Methods marked with `@register` are the group's operations.
 
     `self.context` (rank, grid, coordinates, device, process groups) is set before `__init__` runs.

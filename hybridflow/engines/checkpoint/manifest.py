@@ -42,8 +42,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """The state of a worker group: `kinds` of tensors ("main", "exp_avg", ...; "weights" of a group that does not train)
-    in boxes of `tensors`, in the safetensors files `ranks` of its ranks.
+    """The state of a worker group: `kinds` of tensors ("main", "exp_avg", ...; "weights" without training) in boxes of
+    `tensors`, in the safetensors files `ranks` of its ranks.
 
     `counters` are those of the optimizer, `dtypes` the dtypes of the parameters as safetensors spells them (the key ""
     is the default), `beside` the files that an export puts beside the weights. `follows`: a group whose weights are to
@@ -116,7 +116,9 @@ class Manifest:
             version = body.get("format") if isinstance(body, dict) else None
             raise CheckpointError(f"{path} has format {version!r}; this version of hybridflow reads {FORMAT}.")
         try:
-            files = {str(name): FileEntry(int(one["bytes"]), str(one["checksum"])) for name, one in body["files"].items()}
+            files = {
+                str(name): FileEntry(int(one["bytes"]), str(one["checksum"])) for name, one in body["files"].items()
+            }
             groups = {str(name): _group(one) for name, one in body["groups"].items()}
             named = [name for group in groups.values() for name in (*group.ranks, *group.beside)]
             found = cls(int(body["step"]), str(body["id"]), groups, files, dict(body["parts"]), dict(body["random"]),
@@ -179,8 +181,8 @@ def check_content(directory: Path, name: str, entry: FileEntry) -> None:
         raise CheckpointError(f"{directory / name} cannot be read: {error.strerror}.") from None
     if digest.hexdigest() != entry.checksum:
         raise CheckpointError(
-            f"{directory / name} is damaged, or belongs to another checkpoint: its content does not have the checksum of "
-            f"the manifest."
+            f"{directory / name} is damaged, or belongs to another checkpoint: it does not have the checksum in the "
+            f"manifest."
         )
 
 

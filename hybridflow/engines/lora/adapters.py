@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ class Adapters:
 
         def start(directory: Path) -> None:
             with writing(directory / CONFIG):
-                self._write_config(directory, str(base))
+                (directory / CONFIG).write_bytes(self.config(base))
 
         def regions(rank: int) -> list[Region]:
             return [replace(r, box=replace(r.box, tensor=_PREFIX + r.box.tensor)) for r in self.layout.regions(rank)]
@@ -168,21 +169,24 @@ class Adapters:
         who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
         save_tensors(directory, renamed, self.storage, {WEIGHTS: list(tensors)}, start, **who)
 
-    def _write_config(self, directory: Path, base: str) -> None:
+    def config(self, base: str | os.PathLike[str]) -> bytes:
         """`adapter_config.json` as peft reads it; `base` is the model that the adapters belong to."""
         from peft import LoraConfig
 
         lora, value = self.lora, self.spec.head == "value"
-        LoraConfig(
+        config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,  # type: ignore[arg-type]
             lora_dropout=lora.dropout,
             target_modules=suffixes(self._modules) if lora.targets == (ALL,) else list(lora.targets),
             modules_to_save=["score"] if value else None,
             task_type="SEQ_CLS" if value else "CAUSAL_LM",
-            base_model_name_or_path=base,
+            base_model_name_or_path=str(base),
             inference_mode=True,
-        ).save_pretrained(str(directory))
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            config.save_pretrained(directory)
+            return (Path(directory) / CONFIG).read_bytes()
 
 
 def _draw(region: Region, shape: tuple[int, ...], storage: Tensor) -> None:

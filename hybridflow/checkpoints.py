@@ -1,0 +1,330 @@
+"""Checkpoints: saves the state of a run every few iterations, and continues it after its driver or a host has died.
+
+checkpoints = hf.Checkpoints("runs/first/checkpoints", every=20, keep=3)
+for prompts in checkpoints.resume(loader):
+    ...
+    tracker.log(batch.metrics(), metrics)
+    checkpoints.step(batch.metrics())
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from hybridflow.cluster.recovery import rebuild
+from hybridflow.cluster.session import Session
+from hybridflow.engines.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    leftovers,
+    remove,
+    saved_steps,
+    step_directory,
+    step_of,
+)
+from hybridflow.errors import CheckpointError, ConfigError, HostLostError, HybridFlowError, WaitTimeoutError
+from hybridflow.run_state import RunParts, Saving, restore, verified
+from hybridflow.settings import require
+
+logger = logging.getLogger(__name__)
+_ENDED = "ended"
+
+
+class Checkpoints:
+    """Checkpoints of a run in `directory`, which all nodes see: `step-00000020` after 20 iterations, and so on.
+
+    They contain every group of the session (parameters, optimizer state, learning-rate schedule), KL and Lagrange
+    coefficients, the random state of every process, the loaders' positions, trackers, and further `parts` (objects with
+    `state()` and `load_state(state)`, by name); a list or mapping `only` names all parts instead. A run continues in
+    any layout and on any number of devices; in the same layout exactly.
+
+    `every` iterations (None: only on request and at the end) a checkpoint is made of what the calls issued so far will
+    have done: training continues while the ranks write (`asynchronous=False` waits), at most one at a time. The newest
+    `keep` stay, and with `best` the one with the highest value of that metric of `step` ("-name": the lowest).
+    `on_failure`: "raise" reports a failed save at the next `step`, "continue" logs it and tries again at the next one.
+
+    `resume`: "auto" continues a run that has not ended, "never" starts anew, a path continues from that checkpoint.
+    Checkpoints that are not continued are set aside, as `<directory>.1` and so on. Up to `max_restarts` times a lost
+    host is replaced: pools and groups are built again in this driver, and the run continues from the newest checkpoint.
+
+    The first SIGTERM or Ctrl-C makes `step` save and end the program; a second one ends it at once.
+
+    Errors: ConfigError.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | None = 20,
+        keep: int = 3,
+        best: str | None = None,
+        resume: str | os.PathLike[str] = "auto",
+        parts: Mapping[str, Any] | None = None,
+        only: Iterable[Any] | Mapping[str, Any] | None = None,
+        asynchronous: bool = True,
+        max_restarts: int = 3,
+        on_failure: str = "raise",
+    ) -> None:
+        require(every is None or (type(every) is int and every >= 1), f"every={every!r}: give iterations, or None.")
+        require(type(keep) is int and keep >= 1, f"keep={keep!r}: at least the newest checkpoint is kept.")
+        require(best is None or (isinstance(best, str) and bool(best)), f"best={best!r}: give a metric's name.")
+        good = type(max_restarts) is int and max_restarts >= 0
+        require(good, f"max_restarts={max_restarts!r} must be a whole number of at least 0.")
+        require(on_failure in ("raise", "continue"), f"on_failure={on_failure!r}: give 'raise' or 'continue'.")
+        require(type(asynchronous) is bool, f"asynchronous={asynchronous!r}: give True or False.")
+        self.directory = Path(os.path.abspath(directory))
+        if os.path.lexists(self.directory) and not self.directory.is_dir():
+            raise ConfigError(f"Checkpoints({str(directory)!r}): this is a file. Give a directory.")
+        self.every, self.keep, self.best, self.max_restarts = every, keep, best, max_restarts
+        self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
+        self._named, self._only = dict(parts or {}), only
+        self._step, self._saved = 0, -1
+        self._saving: Saving | None = None
+        self._metrics: tuple[Any, ...] = ()
+        self._first: dict[str, Any] = {}  # states of the driver's objects at the start
+        self._exhausted = False
+        self.restarts = 0
+
+    @property
+    def done(self) -> int:
+        """Iterations that are done, those before the run was resumed included."""
+        return self._step
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint from which a run continues now: the newest that is complete; its files are not read."""
+        for path in saved_steps(self.directory):
+            with suppress(CheckpointError):
+                Manifest.read(path)
+                return path
+        return None
+
+    # Continuing
+
+    def resume(self, loader: Any) -> Iterator[Any]:
+        """Load the checkpoint from which the run continues, if there is one, and iterate over `loader`'s next batches.
+
+        A damaged checkpoint is skipped with a warning that names the file. Errors: CheckpointError for a path that is
+        not a checkpoint, or when none of the run's checkpoints is whole; ConfigError for other groups, data or
+        settings than those of the saved run.
+        """
+        session = Session.current()
+        if session.traces:
+            return iter(loader)
+        if not (callable(getattr(loader, "state", None)) and callable(getattr(loader, "load_state", None))):
+            raise ConfigError(
+                f"resume({type(loader).__name__}): give a loader with state() and load_state(state), such as "
+                f"hf.PromptLoader."
+            )
+        session.attach(loader)
+        for name, part in self._named.items():
+            session.attach(part, name)
+        session.run_directory = session.run_directory or self.directory.parent
+        session.before_shutdown(self._end)
+        self._first = {name: part.state() for name, part in session.parts.items()}
+        start = self._load(session, self._candidates(loader))
+        self._set_aside(saved_steps(self.directory), unless=start)
+        return self._batches(session, loader)
+
+    def _candidates(self, loader: Any) -> list[Path]:
+        """The checkpoints to continue from, the best choice first. Errors: CheckpointError for a path without any."""
+        for path in leftovers(self.directory):
+            shutil.rmtree(path, ignore_errors=True)
+        if self._mode == "never":
+            return []
+        if self._mode != "auto":
+            chosen = Path(os.path.abspath(self._mode))
+            if not (found := [chosen] if os.path.lexists(chosen / MANIFEST) else saved_steps(chosen)):
+                raise CheckpointError(f"resume={self._mode!r}: {chosen} is not a checkpoint and has none.")
+            return found
+        newest, steps = self.newest, getattr(loader, "steps", None)
+        if newest is not None and (self.directory / _ENDED).exists() and steps is not None:
+            if (step_of(newest) or 0) >= steps:
+                logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
+                return []
+        return saved_steps(self.directory)
+
+    def _load(self, session: Session, candidates: Sequence[Path]) -> Path | None:
+        """Load the first checkpoint that is whole. Errors: CheckpointError when none of several is."""
+        parts, damaged = RunParts.of(session, self._only), list[str]()
+        for path in candidates:
+            try:
+                manifest = verified(session, path, parts)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                logger.warning("%s is skipped: %s", path, error)
+                continue
+            self._step = restore(session, path, manifest, parts, everything=self._only is None)
+            logger.warning("continuing from %s: %d iterations are done", path, self._step)
+            return path
+        if damaged:
+            raise CheckpointError(
+                f"none of the {len(damaged)} checkpoints in {self.directory} is whole. resume='never' starts anew and "
+                f"sets them aside. The first: {damaged[0]}"
+            )
+        return None
+
+    def _set_aside(self, found: Sequence[Path], unless: Path | None) -> None:
+        """Rename the checkpoints that are not the past of this run; files are kept."""
+        ours = unless is not None and unless.parent == self.directory
+        gone = [path for path in found if not ours or (step_of(path) or 0) > self._step]
+        (self.directory / _ENDED).unlink(missing_ok=True)
+        if not gone:
+            return
+        numbers = (self.directory.with_name(f"{self.directory.name}.{n}") for n in itertools.count(1))
+        aside = next(path for path in numbers if not os.path.lexists(path))
+        aside.mkdir(parents=True)
+        for path in gone:
+            path.rename(aside / path.name)
+        logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside)
+
+    def _batches(self, session: Session, loader: Any) -> Iterator[Any]:
+        while True:
+            try:
+                with session.recovering(self._may_restart), session.backend.termination.deferred():
+                    for batch in loader:
+                        yield batch
+                        session.raise_deferred()
+                    session.raise_deferred()
+                if self._step and self._saved != self._step:
+                    self._save(session)
+                self._report(wait=True)
+                self._exhausted = True
+                return
+            except HybridFlowError as error:
+                if not self._may_restart(error):
+                    raise
+                self._restart(session, error)
+
+    def _may_restart(self, error: BaseException) -> bool:
+        """Whether a host was lost or does not answer, and may be replaced once more."""
+        cause = getattr(error, "cause", None)
+        return self.restarts < self.max_restarts and isinstance(cause, HostLostError | WaitTimeoutError)
+
+    def _restart(self, session: Session, error: BaseException) -> None:
+        self.restarts += 1
+        logger.error("restart %d of %d after: %s", self.restarts, self.max_restarts, str(error).splitlines()[0])
+        if self._saving is not None:
+            self._saving.cancel()
+            self._saving = None
+        try:
+            rebuild(session)
+            for name, part in session.parts.items():
+                if name in self._first:
+                    part.load_state(self._first[name])
+            self._step, self._saved = 0, -1
+            before = [] if self._mode in ("auto", "never") else self._candidates(None)
+            self._load(session, [*saved_steps(self.directory), *before])
+        except HybridFlowError as further:
+            further.add_note(f"The run could not be restarted after: {error}")
+            raise
+
+    # Saving
+
+    def step(self, *metrics: Any) -> None:
+        """An iteration has been issued: save if it is time to. `metrics` as for `Tracker.log`; `best` is one of them.
+
+        Errors: CheckpointError of the last save, unless `on_failure="continue"`. SystemExit (143, 130) after the save
+        that SIGTERM or Ctrl-C asked for.
+        """
+        session = Session.current()
+        self._step, self._metrics = self._step + 1, metrics
+        if session.traces or session.deferred is not None:
+            return
+        self._report()
+        status = session.backend.termination.asked
+        if status or (self.every is not None and self._step % self.every == 0):
+            self._save(session)
+            if status or not self._asynchronous:
+                self._report(wait=True)
+        if status:
+            raise SystemExit(status)
+
+    def save(self) -> Path:
+        """Save now; waits. Errors: CheckpointError."""
+        self._save(Session.current())
+        assert self._saving is not None
+        saved = self._saving.result()
+        self._report(wait=True)
+        return saved
+
+    def _save(self, session: Session) -> None:
+        self._report(wait=True)  # one at a time
+        target, trackers = step_directory(self.directory, self._step), list(session.trackers)
+        if target.exists():
+            return
+        names = {id(part): name for name, part in session.parts.items()}
+        step, given = self._step, self._metrics
+
+        def finish() -> dict[str, Any]:
+            for tracker in trackers:
+                tracker.flush(step)
+            return {names[id(one)]: {**one.state(), "step": step} for one in trackers if id(one) in names}
+
+        try:
+            parts = RunParts.of(session, self._only)
+            self._saving = Saving(session, target, parts, step, lambda: _numbers(given), finish)
+        except CheckpointError as error:
+            self._failed(error)
+        self._saved = step
+
+    def _report(self, wait: bool = False) -> None:
+        """Take note of a save that has ended. Errors: CheckpointError when it failed, unless failures are logged."""
+        saving = self._saving
+        if saving is None or (saving.running and not wait):
+            return None
+        self._saving = None
+        try:
+            saving.result()
+        except CheckpointError as error:
+            return self._failed(error)
+        self._prune()
+
+    def _failed(self, error: CheckpointError) -> None:
+        if self._on_failure == "raise":
+            raise error
+        logger.error("%s The run continues without it.", error)
+
+    def _prune(self) -> None:
+        found = saved_steps(self.directory)
+        for path in found[self.keep :]:
+            if path != self._best(found):
+                remove(path)
+
+    def _best(self, found: Sequence[Path]) -> Path | None:
+        if self.best is None:
+            return None
+        name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
+        values = dict[Path, float]()
+        for path in found:
+            with suppress(CheckpointError):
+                if (value := Manifest.read(path).metrics.get(name)) is not None:
+                    values[path] = sign * value
+        return max(values, key=lambda path: values[path], default=None)
+
+    def _end(self) -> None:
+        """At the end of the session: complete the save under way; a loop that ended regularly has ended the run."""
+        with suppress(HybridFlowError) if sys.exc_info()[1] is not None else nullcontext():
+            self._report(wait=True)
+        if self._exhausted and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
+            with suppress(OSError):
+                (self.directory / _ENDED).write_text(f"{self._step}\n")
+
+
+def _numbers(metrics: Sequence[Any]) -> dict[str, float | None]:
+    """Metrics, or futures of them, as numbers; None for those that are not finite."""
+    found: dict[str, Any] = {}
+    for part in metrics:
+        found |= dict(part if isinstance(part, Mapping) else part.get())
+    numbers = {str(name): float(value) for name, value in found.items()}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -1,0 +1,318 @@
+"""The state of a run as a directory: `save` and `load`.
+
+groups: boxes of canonical tensors, written by their ranks in the background (`workers/saved_state.py`)
+loaders, trackers, random number generators and other objects of the driver: JSON, in the manifest
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hybridflow.cluster.future import Status, fetch
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.row_refs import RankOutput
+from hybridflow.cluster.session import Session
+from hybridflow.driver import sync_weights
+from hybridflow.engines.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    SavedGroup,
+    check_content,
+    partial_directory,
+    publish,
+)
+from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.workers.saved_state import rank_file
+from hybridflow.workers.worker import Worker
+
+_LOOK_SECONDS, _CANCEL_SECONDS = 0.05, 10.0
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a checkpoint contains: worker groups and objects of the driver with `state()` and `load_state(state)`."""
+
+    groups: Mapping[str, WorkerGroup]
+    objects: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, session: Session, chosen: Iterable[Any] | Mapping[str, Any] | None = None) -> RunParts:
+        """All parts of the session, or the `chosen` groups and objects. Errors: ConfigError for other objects."""
+        if chosen is None:
+            return cls(dict(session.groups), dict(session.parts))
+        named = chosen.items() if isinstance(chosen, Mapping) else ((None, part) for part in chosen)
+        groups, objects = dict[str, WorkerGroup](), dict[str, Any]()
+        for name, part in named:
+            if isinstance(part, WorkerGroup):
+                groups[part.name] = part
+            elif _has_state(part):
+                session.attach(part, name)
+                objects |= {known: one for known, one in session.parts.items() if one is part}
+            else:
+                raise ConfigError(
+                    f"parts={part!r:.80}: a part is a worker group, or has state() and load_state(state)."
+                )
+        return cls(groups, objects)
+
+
+def _has_state(part: Any) -> bool:
+    return callable(getattr(part, "state", None)) and callable(getattr(part, "load_state", None))
+
+
+def folder_of(name: str, taken: Iterable[str] = ()) -> str:
+    """A directory name for a group."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name) or "group"
+    return next(n for n in itertools.chain([plain], (f"{plain}_{i}" for i in itertools.count(2))) if n not in taken)
+
+
+def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] | None = None) -> str:
+    """Write the state of the run to `path`, a new directory on a file system that all nodes share; waits.
+
+    `parts` are groups, loaders, trackers or other objects with `state()` and `load_state(state)`; default: all parts of
+    the session. `load(path)` continues from it, in any layout. Returns the absolute path.
+
+    Errors: CheckpointError, with nothing at `path`; ConfigError; WorkerError of a call that failed before.
+    """
+    session = Session.current()
+    target = Path(os.path.abspath(path))
+    if not session.traces:
+        Saving(session, target, RunParts.of(session, parts), step=0).result()
+    return str(target)
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being written: made when the ranks have their calls; a thread completes it.
+
+    `finish(manifest)` is called before the manifest is written, when everything before it has succeeded.
+    """
+
+    session: Session
+    target: Path
+    parts: RunParts
+    step: int
+    metrics: Callable[[], Mapping[str, float | None]] = dict
+    finish: Callable[[], Mapping[str, Any]] = dict
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    error: BaseException | None = None
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.partial, self._deadline = partial_directory(self.target), self.session.backend.deadlines.peers
+        if os.path.lexists(self.target):
+            raise CheckpointError(f"{self.target} exists already: a checkpoint is never written over. Remove it first.")
+        self._folders: dict[str, str] = {}
+        try:
+            if self.partial.exists():
+                shutil.rmtree(self.partial)
+            for name in self.parts.groups:
+                self._folders[name] = folder_of(name, self._folders.values())
+                (self.partial / self._folders[name]).mkdir(parents=True)
+            self.partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.target} cannot be written: {error.filename}: {error.strerror}.") from error
+        states = {name: _plain(name, part.state()) for name, part in self.parts.objects.items()}
+        self._random = random_state()
+        self._sources = {name: group.weights_source for name, group in self.parts.groups.items()}
+        self._results = {name: self._issue(name, group) for name, group in self.parts.groups.items()}
+        self._calls = list(self.session.iterations.unsettled())
+        self._states = states
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _issue(self, name: str, group: WorkerGroup) -> Callable[[], list[Any]] | None:
+        backend = self.session.backend
+        if issubclass(group.worker_class, Worker):
+            settings = dict(group.settings) if self._sources[name] is None else None
+            where = (str(self.partial), self._folders[name], self.id)
+            return backend.tell(group.ranks, "save_state", *where, settings)
+        return backend.tell(group.ranks, "state") if _has_state(group.worker_class) else None
+
+    def _run(self) -> None:
+        try:
+            publish(self.partial, self.target, self._manifest())
+        except BaseException as error:  # reported by the driver's thread
+            self.error = error
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _manifest(self) -> Manifest:
+        files, groups = dict[str, FileEntry](), dict[str, SavedGroup]()
+        answers = {name: wait() for name, wait in self._results.items() if wait is not None}
+        self._check_calls()
+        for name, group in self.parts.groups.items():
+            if name not in answers:
+                continue
+            if not issubclass(group.worker_class, Worker):
+                groups[name] = SavedGroup(group.worker_class.__name__, values=tuple(answers[name]))
+                continue
+            saved: SavedGroup = answers[name][0]
+            ranks, dtypes = tuple(rank_file(self._folders[name], rank) for rank in range(group.grid.size)), {}
+            for rank in range(group.grid.size):
+                report = self._report(report_file(self.partial, self._folders[name], rank))
+                files |= {file: FileEntry(**entry) for file, entry in report["files"].items()}
+                dtypes = {**report["dtypes"], **dtypes}
+            groups[name] = replace(
+                saved, ranks=ranks, dtypes=dtypes, follows=None if saved.kinds else self._sources[name] or None
+            )
+        states = {**self._states, **self.finish()}
+        return Manifest(self.step, self.id, groups, files, states, self._random, self.metrics())
+
+    def _check_calls(self) -> None:
+        """Errors: WorkerError of a call before the save: its state is not one to continue from."""
+        calls: list[RankOutput] = self._calls
+        statuses: list[Status] = fetch([one.ref for one in calls], calls, self._deadline, follow=False) if calls else []
+        for status in statuses:
+            if status.failure is not None:
+                raise CheckpointError(
+                    f"{self.target} was not saved: a call before it failed: {str(status.failure.error.args[0])[:200]}"
+                )
+
+    def _report(self, file: Path) -> dict[str, Any]:
+        """What a rank reports, once its file is written; removed."""
+        end = time.monotonic() + self._deadline
+        while not file.exists():
+            if self.cancelled:
+                raise CheckpointError(f"{self.target} was not saved: the run was restarted.")
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{self.target} was not saved: {file.name[1:-5]} did not report its file in {self._deadline:g} s."
+                )
+            time.sleep(_LOOK_SECONDS)
+        report = json.loads(file.read_text())
+        file.unlink()
+        if report.get("id") != self.id:
+            raise CheckpointError(f"{self.target} was not saved: {file} is of another save. Give each run a directory.")
+        if "error" in report:
+            raise CheckpointError(f"{self.target} was not saved: {report['error']}")
+        return report
+
+    def cancel(self) -> None:
+        """Give up: what was written is removed, unless the checkpoint is complete already."""
+        self.cancelled = True
+        self._thread.join(_CANCEL_SECONDS)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait until the checkpoint is complete. Errors: CheckpointError, WorkerError."""
+        self._thread.join(2 * self._deadline)
+        if self.running:
+            raise CheckpointError(f"{self.target} was not complete after {2 * self._deadline:g} s.")
+        if isinstance(self.error, OSError):
+            why = f"{self.error.filename}: {self.error.strerror}"
+            raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
+        if self.error is not None:
+            raise self.error
+        return self.target
+
+
+def _plain(name: str, state: Any) -> Any:
+    """Errors: ConfigError for a state that JSON does not give back as it is."""
+    try:
+        if json.loads(json.dumps(state, allow_nan=False)) == state:
+            return state
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f"the state of {name} is not plain data for JSON: {state!r:.120}.")
+
+
+def load(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] | None = None) -> int:
+    """Continue from a checkpoint: groups take weights and optimizer state, in the layout that they have now, and the
+    driver's objects their states. Waits. Returns the number of iterations that are done.
+
+    Everything is verified before anything changes. Errors: CheckpointError for a checkpoint that is damaged, or of
+    other models or optimizers; ConfigError for other groups, data or settings.
+    """
+    session = Session.current()
+    if session.traces:
+        return 0
+    directory = Path(os.path.abspath(path))
+    manifest = verified(session, directory, RunParts.of(session, parts))
+    return restore(session, directory, manifest, RunParts.of(session, parts), everything=parts is None)
+
+
+def verified(session: Session, directory: Path, parts: RunParts) -> Manifest:
+    """The manifest, when all files have their checksums; the ranks read those of their groups.
+
+    Errors: CheckpointError.
+    """
+    manifest, asked = Manifest.read(directory), []
+    left = dict(manifest.files)
+    for name, saved in manifest.groups.items():
+        group = parts.groups.get(name)
+        if group is None or not issubclass(group.worker_class, Worker):
+            continue
+        own = {file: left.pop(file) for file in (*saved.ranks, *saved.beside) if file in left}
+        names, ranks = list(own), group.grid.size
+        for rank, host in enumerate(group.ranks.hosts):
+            one = replace(group.ranks, hosts=(host,))
+            share = {file: own[file] for file in names[rank::ranks]}
+            asked.append(session.backend.tell(one, "damaged_files", str(directory), share))
+    for name, entry in left.items():
+        check_content(directory, name, entry)
+    if damaged := [text for wait in asked for found in wait() for text in found]:
+        raise CheckpointError("\n".join(damaged))
+    return manifest
+
+
+def restore(session: Session, directory: Path, manifest: Manifest, parts: RunParts, everything: bool = True) -> int:
+    """Load a verified checkpoint. `everything`: it must have the same groups as the run."""
+    saved = {name: one for name, one in manifest.groups.items() if name in parts.groups}
+    missing = [name for name in parts.groups if name not in manifest.groups and _saves(parts.groups[name])]
+    surplus = [name for name in manifest.groups if everything and name not in parts.groups]
+    if missing or surplus:
+        raise ConfigError(
+            f"{directory} has the groups {sorted(manifest.groups)}, the run has {sorted(parts.groups)}: they differ in "
+            f"{', '.join([*missing, *surplus])}. Give groups the names of the saved run, or name the parts to load."
+        )
+    for name, part in parts.objects.items():
+        if name in manifest.parts:
+            part.load_state(manifest.parts[name])
+    session.states = {name: state for name, state in manifest.parts.items() if name not in session.parts}
+    waiting = []
+    for name, one in saved.items():
+        group, backend = parts.groups[name], session.backend
+        if issubclass(group.worker_class, Worker):
+            bare = replace(one, ranks=(), beside=())
+            arguments = (str(directory), manifest.id, bare, one.ranks, dict(group.settings))
+            waiting.append(backend.tell(group.ranks, "load_state", *arguments))
+            if one.kinds:
+                group.weights_changed()
+        elif one.values is not None:
+            waiting += _values(session, group, one.values)
+    for wait in waiting:
+        wait()
+    for name, one in saved.items():
+        if one.follows is not None and one.follows in parts.groups:
+            sync_weights(parts.groups[one.follows], parts.groups[name]).get()
+    set_random_state(manifest.random)
+    return manifest.step
+
+
+def _saves(group: WorkerGroup) -> bool:
+    return issubclass(group.worker_class, Worker) or _has_state(group.worker_class)
+
+
+def _values(session: Session, group: WorkerGroup, values: Sequence[Any]) -> list[Callable[[], list[Any]]]:
+    """Give each rank what its `state()` returned. Errors: ConfigError for another number of ranks."""
+    if len(values) != group.grid.size:
+        raise ConfigError(
+            f"{group.name} has {group.grid.size} ranks, its state in the checkpoint is that of {len(values)}: a class "
+            f"with state() continues on as many ranks."
+        )
+    hosts = zip(group.ranks.hosts, values, strict=True)
+    return [session.backend.tell(replace(group.ranks, hosts=(host,)), "load_state", value) for host, value in hosts]

@@ -1,0 +1,159 @@
+"""SavedState: a worker's part of a run's checkpoint.
+
+save: snapshot of the rank's boxes (in call order) -> a thread writes them   load: boxes of any layout -> this one
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.engine3d.layout import Layout
+from hybridflow.engines.agreement import agree
+from hybridflow.engines.checkpoint.manifest import FileEntry, SavedGroup, check_content
+from hybridflow.engines.checkpoint.rank_state import (
+    Kinds,
+    RankFile,
+    SavedTensors,
+    StateWriter,
+    dtype_name,
+    report_file,
+)
+from hybridflow.errors import CheckpointError
+
+WEIGHTS = "weights"
+
+
+def rank_file(folder: str, rank: int) -> str:
+    """The path of a rank's tensors in a checkpoint; `folder` is that of its group."""
+    return f"{folder}/rank-{rank:05d}.safetensors"
+
+
+class SavedState:
+    """Mixin of `Worker`, which has `context`, `resident`, `optimizing_engine` and the weights' layout and storage."""
+
+    _writer: StateWriter | None = None
+    _weights: Layout | None = None
+
+    def save_state(self: Any, directory: str, folder: str, id: str, settings: Mapping[str, Any] | None) -> SavedGroup:
+        """Take a snapshot and begin to write it to an unfinished checkpoint: the optimizer's state, or with `settings`
+        the weights of a group that does not train. Returns the group's entry, without files.
+
+        Errors: CheckpointError while the snapshot before is still being written.
+        """
+        rank, root = self.context.rank, Path(directory)
+        if self._writer is None:
+            self._writer = StateWriter(rank, self.context.device)
+        with self.resident():
+            kinds, counters = self._kinds(settings)
+            extra = {root / folder / name: content for name, content in self.beside().items()} if not rank else {}
+            file = RankFile(root / rank_file(folder, rank), report_file(root, folder, rank), id, extra)
+            self._writer.save(file, kinds, self._parameter_dtypes() if kinds else {})
+        layout = next((layout for layout, _ in kinds.values()), None)
+        return SavedGroup(
+            worker=type(self).__name__,
+            kinds=tuple(kinds),
+            tensors={} if layout is None or rank else {name: tuple(shape) for name, shape in layout.tensors.items()},
+            counters=counters,
+            beside=tuple(f"{folder}/{name}" for name in self.beside()) if kinds else (),
+        )
+
+    def _kinds(self: Any, settings: Mapping[str, Any] | None) -> tuple[Kinds, dict[str, Any] | None]:
+        engine = self.optimizing_engine()
+        layout = None if engine is None else engine.optimizer_layout()
+        if engine is not None and layout is not None:
+            storages = engine.optimizer_storage().items()
+            return {kind: (layout, tensors) for kind, tensors in storages}, engine.optimizer_counters()
+        if settings is None:
+            return {}, None
+        return {WEIGHTS: (self._weights_layout(settings), self.weights_storage())}, None
+
+    def _weights_layout(self: Any, settings: Mapping[str, Any]) -> Layout:
+        if self._weights is None:
+            built = type(self).has_runtime_layout(settings)
+            self._weights = self.runtime_layout() if built else self.weights_layout(settings, self.context.grid)
+        return self._weights
+
+    def beside(self) -> Mapping[str, bytes]:
+        """Files that an exported model has beside its weights, by name."""
+        return {}
+
+    def parameters(self) -> tuple[Layout, Mapping[str, Any]] | None:
+        """Layout and tensors of the parameters in the dtypes that an export has; None without parameters."""
+        return None
+
+    def _parameter_dtypes(self) -> dict[str, str]:
+        """Of this rank's parameters, as safetensors spells them; the most frequent by the name ""."""
+        if (found := self.parameters()) is None:
+            return {}
+        layout, storage = found
+        regions = layout.regions(self.context.rank)  # type: ignore[attr-defined]
+        dtypes = {region.box.tensor: dtype_name(storage[region.storage].dtype) for region in regions}
+        if not dtypes:
+            return {}
+        most = Counter(dtypes.values()).most_common(1)[0][0]
+        return {"": most, **{name: dtype for name, dtype in dtypes.items() if dtype != most}}
+
+    def damaged_files(self, directory: str, files: Mapping[str, FileEntry]) -> list[str]:
+        """Read files of a checkpoint; what is wrong with those that do not have their checksums."""
+        found = []
+        for name, entry in files.items():
+            try:
+                check_content(Path(directory), name, entry)
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
+    def load_state(
+        self: Any, directory: str, id: str, saved: SavedGroup, names: Sequence[str], settings: Mapping[str, Any]
+    ) -> None:
+        """Fill the optimizer's state, or the weights, from the boxes of a checkpoint; with the same number of ranks,
+        continue the random number generators. Collective.
+
+        Errors: CheckpointError, on all ranks, for another model or optimizer.
+        """
+        files = [Path(directory) / name for name in names]
+        with self.resident():
+            agree(self.context, lambda: self._read(files, id, saved, settings), "the checkpoint")
+            if not saved.kinds:
+                return
+            if (engine := self.optimizing_engine()) is not None:
+                engine.optimizer_moved(saved.counters)
+                self.on_state_loaded()
+            else:
+                self.on_weights_loaded()
+
+    def _read(self: Any, files: Sequence[Path], id: str, saved: SavedGroup, settings: Mapping[str, Any]) -> None:
+        tensors, rank = SavedTensors(files, id), self.context.rank
+        engine = self.optimizing_engine()
+        if engine is not None and saved.kinds:
+            layout, storages = engine.optimizer_layout(), engine.optimizer_storage()
+            if set(storages) != set(saved.kinds):
+                raise CheckpointError(
+                    f"{self.context.role} keeps {sorted(storages)} of its optimizer, the checkpoint has "
+                    f"{sorted(saved.kinds)}: give the optimizer of the saved run."
+                )
+            self._check_tensors(saved, layout)
+            for kind, storage in storages.items():
+                tensors.read_into(kind, layout.regions(rank), storage)
+        elif saved.kinds:
+            kind, layout = WEIGHTS if WEIGHTS in saved.kinds else "main", self._weights_layout(settings)
+            self._check_tensors(saved, layout)
+            tensors.read_into(kind, layout.regions(rank), self.weights_storage())
+        if len(files) == self.context.grid.size:
+            tensors.restore_random_state(rank)
+
+    def _check_tensors(self: Any, saved: SavedGroup, layout: Layout) -> None:
+        here = {name: tuple(shape) for name, shape in layout.tensors.items()}
+        there = dict(saved.tensors)
+        if differing := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
+            name = differing[0]
+            raise CheckpointError(
+                f"the checkpoint of {self.context.role} is of another model: {len(differing)} tensors differ, the "
+                f"first is {name}, {there.get(name, 'none')} in the checkpoint and {here.get(name, 'none')} here."
+            )
+
+    def on_state_loaded(self) -> None:
+        """Called after the optimizer's state and the parameters were loaded."""
