@@ -71,6 +71,10 @@ class WaitTimeoutError(HybridFlowError, TimeoutError):
     """A result did not arrive within its deadline."""
 
 
+class HostLostError(HybridFlowError, RuntimeError):
+    """A host process died, or its machine is gone: its models and their results are lost."""
+
+
 class WorkerError(HybridFlowError, RuntimeError):
     """A call failed in a worker: names role, rank and method and carries the remote traceback.
 

@@ -18,7 +18,7 @@ import ray.exceptions
 from hybridflow.cluster.liveness import WaitNotice, blamed, unfinished, whom
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.engines.process_groups import is_communication_error
-from hybridflow.errors import CheckpointError, HybridFlowError, WaitTimeoutError, WorkerError
+from hybridflow.errors import CheckpointError, HostLostError, HybridFlowError, WaitTimeoutError, WorkerError
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
@@ -146,7 +146,7 @@ def fetch(
     try:
         values = _get(everything, writers, calls, timeout)
     except ray.exceptions.RayError as error:
-        raise _lost(everything, writers, error) from None
+        raise _lost(everything, writers, error).as_cause() from None
     except ValueError as error:
         if "owner is unknown" not in str(error):  # Ray's words for a reference of another session
             raise
@@ -213,13 +213,14 @@ def _lost(refs: Sequence[Any], outputs: Sequence[RankOutput], error: Exception) 
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.RayError as own:
-            origin = output.origin
+            origin, cause = output.origin, None
             if isinstance(own, ray.exceptions.RayTaskError):  # our own host code never raises
                 why = f"could not take its arguments or give back its result: {str(own.cause).strip()}"
             else:
                 reason = str(own).strip().splitlines()[0]
                 why = f"was lost: its host process died or its data cannot be reached ({type(own).__name__}: {reason})"
-            return WorkerError(f"{origin} {why}", role=origin.role, rank=origin.rank, method=origin.method)
+                cause = HostLostError(reason)
+            return WorkerError(f"{origin} {why}", role=origin.role, rank=origin.rank, method=origin.method, cause=cause)
     return WorkerError(f"a result was lost: {type(error).__name__}: {error}")
 
 
