@@ -10,9 +10,11 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridflow.cluster.backend import Deadlines, SessionBackend
+from hybridflow.cluster.incidents import LostHost
 from hybridflow.cluster.ray_backend import RayBackend
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
@@ -37,6 +39,7 @@ class Session:
         self.pools: list[Any] = []
         self.groups: dict[str, Any] = {}
         self.controller_pool: Any = None
+        self.run_directory: Path | None = None
         self._closing: list[Callable[[], None]] = []
         atexit.register(self.shutdown)
 
@@ -59,8 +62,9 @@ class Session:
         Errors: ConfigError when one is open already."""
         if cls._current is not None:
             raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
-        cls._current = cls(RayBackend(address, devices, deadlines or Deadlines()))
-        return cls._current
+        cls._current = session = cls(RayBackend(address, devices, deadlines or Deadlines()))
+        session.iterations.incidents.directory = lambda: session.run_directory
+        return session
 
     @classmethod
     @contextlib.contextmanager
@@ -81,6 +85,11 @@ class Session:
     def iterations(self) -> Any:
         """Calls in flight: `future.Iterations`."""
         return self.backend.iterations
+
+    @property
+    def lost_hosts(self) -> list[LostHost]:
+        """Host processes of open pools that are gone: pool, rank there, node and time."""
+        return list(self.iterations.incidents.lost.values())
 
     @property
     def controller(self) -> Any:
