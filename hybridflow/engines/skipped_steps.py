@@ -19,6 +19,12 @@ class SkippedSteps:
     def __init__(self, context: RankContext, settings: config.Optimizer | None) -> None:
         self._context, self._settings, self._streak = context, settings, 0
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the last `max_skipped` steps were skipped; equal on all ranks."""
+        most = None if self._settings is None else self._settings.max_skipped
+        return most is not None and self._streak >= most
+
     def made(self) -> None:
         """A step was made."""
         self._streak = 0
@@ -39,8 +45,9 @@ class SkippedSteps:
                 *(context.role, context.method, number, steps, reason),
             )
         self._streak += not overflow
-        if settings is None or settings.max_skipped is None or self._streak < settings.max_skipped:
+        if not self.diverged:
             return
+        assert settings is not None
         raise DivergenceError(
             f"{context.role} skipped {self._streak} optimizer steps in a row, the last because {reason}. Its weights "
             f"are those of the last step that was made, which may have broken them: continue from a checkpoint before "

@@ -352,9 +352,15 @@ class ModelWorker(Worker):
         """Write a Hugging Face directory (safetensors, config, tokenizer) on a path that all ranks share; waits.
 
         With LoRA the adapters are written in peft's format, or with `merged` the whole model. Returns the absolute
-        path. Errors: CheckpointError; ConfigError for a reward that is a function.
+        path. Errors: CheckpointError, also for weights that are not finite and after a DivergenceError; ConfigError for
+        a reward that is a function.
         """
         group, engine = self.context.groups.everyone(), self.engine
+        if self._skipped.diverged:
+            raise CheckpointError(
+                f"{self.context.role} was not saved to {path}: it has diverged, and its last steps were all skipped. "
+                f"Continue from an earlier checkpoint, with a lower lr."
+            )
         with self.resident():
             if engine.adapters is not None and not merged:
                 engine.adapters.save(path, self.checkpoint)
