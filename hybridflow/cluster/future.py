@@ -209,11 +209,12 @@ def as_done(outputs: Sequence[RankOutput], seconds: float) -> Iterator[list[Rank
 
 def raise_failure(values: Sequence[Any], calls: Sequence[IssuedCall]) -> None:
     """Errors: WorkerError of the first failure among `values`, which are results and statuses of these calls."""
+    if skipped := skipped_steps(values):
+        _incidents(calls).write_skipped(skipped)
     if (failure := first_failure(values)) is not None:
         for call in calls:
             call.observed = True
             call.incidents.reported.add(failure.error.id)
-            call.incidents.write_skipped(skipped_steps(values))
         error = failure.error
         if isinstance(error.cause, WaitTimeoutError):
             stacks = _incidents(calls).write_stacks(calls)

@@ -2,7 +2,7 @@
 
 starting --address--> connecting --connected--> open --end of stream, error--> connecting again --refused--> lost
 
-Every `_SAMPLE_SECONDS` an open host is asked for its activity: a machine that vanished does not acknowledge the
+Every `SAMPLE_SECONDS` an open host is asked for its activity: a machine that vanished does not acknowledge the
 question, and the answers show which rank of a group its peers keep waiting for (`slow_ranks.py`).
 """
 
@@ -33,7 +33,7 @@ from hybridflow.cluster.liveness import ASK, WATCH, Doing
 from hybridflow.cluster.slow_ranks import SlowRanks
 
 logger = logging.getLogger(__name__)
-_SAMPLE_SECONDS = 2.0
+SAMPLE_SECONDS = 2.0
 _TICK_SECONDS = 0.5
 _GONE_SECONDS = 3.0  # without an acknowledgement from a machine
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
@@ -143,8 +143,7 @@ class HostMonitor:
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """One round: what has come over the connections, then what is due."""
-        events = selector.select(_TICK_SECONDS) if selector.get_map() else time.sleep(_TICK_SECONDS) or []
-        for key, _ in events:
+        for key, _ in selector.select(min(_TICK_SECONDS, SAMPLE_SECONDS)):
             watched: _Watched = key.data
             if watched.open:
                 self._receive(selector, watched)
@@ -159,7 +158,7 @@ class HostMonitor:
         for watched in everyone:
             if now > watched.until:
                 self._give_up(selector, watched, OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
-        if now >= self._sampled + _SAMPLE_SECONDS:
+        if now >= self._sampled + SAMPLE_SECONDS:
             self._sample(now, everyone)
 
     def _find_started(self, selector: selectors.BaseSelector, starting: Sequence[_Watched]) -> None:

@@ -342,11 +342,11 @@ def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluste
     assert isinstance(error, HostLostError)
     assert f"doomed.die on rank 1 (node {NODE}) was lost: its host process died" in str(error)
     assert (error.role, error.rank, error.method, error.node) == ("doomed", 1, "die", NODE)
-    with pytest.raises(HostLostError, match="doomed_trainer.update"):
+    with pytest.raises(HostLostError, match=r"doomed_trainer.update"):
         trainer.update(batch).get()
     assert time.monotonic() - start < WITHIN
     for _ in range(3):  # over the old link, and over new ones, which cannot be opened
-        with pytest.raises(HostLostError, match="here.sync_weights on rank 1 .* was lost: its host process died"):
+        with pytest.raises(HostLostError, match=r"here.sync_weights on rank 1 .* was lost: its host process died"):
             hf.sync_weights(here, there).get()
     assert [host.node for host in cluster.backend.lost(source.ranks.hosts)] == [0]
     assert [(lost.pool, lost.rank, lost.node) for lost in cluster.lost_hosts] == [(doomed.name, 1, NODE)]
@@ -386,7 +386,7 @@ def test_the_death_of_an_idle_host_is_logged_and_ends_the_next_call(cluster, bat
         assert "It held idle_source (rank 1), whose calls fail" in said
         [lost] = cluster.lost_hosts
         assert time.time() - lost.at < WITHIN
-        with pytest.raises(HostLostError, match="idle_source.good on rank 1 .* was lost") as caught:
+        with pytest.raises(HostLostError, match=r"idle_source.good on rank 1 .* was lost") as caught:
             source.good(batch)  # raised by the call: nothing is issued
         assert (caught.value.rank, caught.value.node) == (1, NODE)
         assert cluster.backend.lost(source.ranks.hosts) == [source.ranks.hosts[1]]
