@@ -61,6 +61,9 @@ class Optimizer:
 
     The learning rate rises linearly over `warmup_steps` optimizer steps and then follows `schedule` down to `min_lr`
     over `total_steps` (needed unless the schedule is constant).
+
+    A step is skipped when its gradients, or what they were computed from, are not finite. After `max_skipped` such
+    steps in a row the update raises a DivergenceError (None: never).
     """
 
     lr: NonNegative
@@ -70,6 +73,7 @@ class Optimizer:
     warmup_steps: Count = 0
     total_steps: Size | None = None
     min_lr: NonNegative = 0.0
+    max_skipped: Size | None = 5
 
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.total_steps is None:

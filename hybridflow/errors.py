@@ -55,6 +55,10 @@ class EmptyBatchError(BatchError):
     """An operation was given a batch without rows."""
 
 
+class DivergenceError(HybridFlowError, ArithmeticError):
+    """Training has diverged: too many optimizer steps in a row were skipped for numbers that are not finite."""
+
+
 class PromptError(HybridFlowError, ValueError):
     """A prompt or a prompt file cannot be used."""
 
@@ -71,12 +75,18 @@ class WaitTimeoutError(HybridFlowError, TimeoutError):
     """A result did not arrive within its deadline."""
 
 
+class HostLostError(HybridFlowError, RuntimeError):
+    """A host process died, or its machine is gone: its models and their results are lost."""
+
+
 class WorkerError(HybridFlowError, RuntimeError):
     """A call failed in a worker: names role, rank and method and carries the remote traceback.
 
-    Attributes: `role`, `rank` (in the group), `method`, `rows` (start and stop of the rank's rows in the call's batch,
-    None where they are not adjacent), `cause` (the original exception where it could be pickled, else None),
-    `remote_traceback` (text) and `id` (the same in every process that raises this error).
+    Attributes: `role`, `rank` (in the group), `node` (the machine's host name, "" where it is unknown), `method`,
+    `step` (the iteration of the driver's loop that issued the call, from 1; None outside a loop), `rows` (start and
+    stop of the rank's rows in the call's batch, None where they are not adjacent), `cause` (the original exception
+    where it could be pickled, else None), `remote_traceback` (text) and `id` (the same in every process that raises
+    this error).
     """
 
     def __init__(
@@ -86,12 +96,15 @@ class WorkerError(HybridFlowError, RuntimeError):
         role: str = "",
         rank: int = -1,
         method: str = "",
+        node: str = "",
+        step: int | None = None,
         rows: tuple[int, int] | None = None,
         cause: BaseException | None = None,
         remote_traceback: str = "",
     ) -> None:
         super().__init__(message)
         self.role, self.rank, self.method, self.rows = role, rank, method, rows
+        self.node, self.step = node, step
         self.cause, self.remote_traceback = cause, remote_traceback
         self.id = uuid.uuid4().hex
 
@@ -132,6 +145,12 @@ def _reduce_both(error: WorkerError):
 
 def _rebuild_as_cause(message: str, state: dict) -> WorkerError:
     return _rebuild_worker_error(message, state).as_cause()
+
+
+def rank_at(rank: int, node: str = "", step: int | None = None) -> str:
+    """`rank 1 (node gpu-7, step 12)`, with the parts that are known."""
+    known = [f"node {node}"] * bool(node) + [f"step {step}"] * (step is not None)
+    return f"rank {rank}" + (f" ({', '.join(known)})" if known else "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

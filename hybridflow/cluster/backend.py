@@ -26,12 +26,13 @@ class Deadlines:
 @dataclass(frozen=True)
 class HostProcess:
     """The process of one device: its `handle`, a reference to the `address` of its `LivenessServer`, the index of its
-    node in the pool, and the cluster's own name of that node."""
+    node in the pool, the cluster's own name of that node, and its host name."""
 
     handle: Any = field(repr=False)
     address: Any = field(default=None, repr=False)
     node: int = 0
     machine: str = ""
+    node_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class RankCall:
-    """One call on one rank. Its result has `rows` rows; `span` is the range of its input rows in the call's batch.
+    """One call on one rank, issued in iteration `step` of the driver's loop. Its result has `rows` rows; `span` is the
+    range of its input rows in the call's batch.
 
     The ranks in `agree` tell each other whether they have their inputs before any of them begins.
     """
@@ -71,6 +73,7 @@ class RankCall:
     agree: tuple[int, ...] = ()
     rows: int | None = None
     span: tuple[int, int] | None = None
+    step: int | None = None
 
 
 class SessionBackend(Protocol):

@@ -1,24 +1,24 @@
 """Future: the result of a call, or its Failure with role, rank and method; and waiting for results, on the driver and
-on hosts. Iterations: tracks calls in flight, limits iterations in flight, and measures each call."""
+on hosts."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import pickle
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from hybridflow.cluster.liveness import WaitNotice, blamed, unfinished, whom
-from hybridflow.cluster.row_refs import IssuedCall, RankOutput
-from hybridflow.engines.process_groups import is_communication_error
-from hybridflow.errors import CheckpointError, HybridFlowError, WaitTimeoutError, WorkerError
+from hybridflow.cluster.incidents import Incidents, LostHost
+from hybridflow.cluster.liveness import ANSWER_SECONDS, WaitNotice, blamed, unfinished, whom, with_text
+from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
+from hybridflow.engines.process_groups import SkippedStep, is_communication_error
+from hybridflow.errors import CheckpointError, HostLostError, HybridFlowError, WaitTimeoutError, WorkerError
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
@@ -38,11 +38,13 @@ class Failure:
 class Status:
     """Outcome of a call on one rank, which the driver keeps longer than the data.
 
-    `seconds` are the times of the method, without its wait for inputs, and of the stages that it recorded.
+    `seconds` are the times of the method, without its wait for inputs, and of the stages that it recorded; `skipped`
+    the optimizer steps that it skipped.
     """
 
     failure: Failure | None
     seconds: tuple[tuple[str, float], ...] = ()
+    skipped: tuple[SkippedStep, ...] = ()
 
 
 def first_failure(values: Sequence[Any]) -> Failure | None:
@@ -53,9 +55,9 @@ def first_failure(values: Sequence[Any]) -> Failure | None:
 
 
 def failure_of(
-    error: Exception, role: str, rank: int, method: str, rows: tuple[int, int] | None = None, upstream: bool = False
+    error: Exception, origin: CallOrigin, rows: tuple[int, int] | None = None, upstream: bool = False
 ) -> Failure:
-    """Keep the original error of a worker; wrap anything else with role, rank, method and traceback.
+    """Keep the original error of a worker; wrap anything else with role, rank, node, method, step and traceback.
 
     `rows` is the range of the rank's rows in the call's batch. An error of torch.distributed or its backends becomes a
     WaitTimeoutError: a peer did not take part.
@@ -63,22 +65,27 @@ def failure_of(
     if isinstance(error, WorkerError):
         return Failure(error, upstream)
     if isinstance(error, CheckpointError) and error.rank is not None:
-        rank = error.rank
+        origin = replace(origin, rank=error.rank, node=origin.node if error.rank == origin.rank else "")
     span = f", rows {rows[0]}..{rows[1] - 1}" if rows and rows[0] < rows[1] else ""
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, HybridFlowError):
         logger.debug("%s", text)
         if is_communication_error(error):
             error = WaitTimeoutError(f"a peer did not take part: {error}")
-    message = f"{role}.{method} failed on rank {rank}{span}: {type(error).__name__}: {error}"
+    message = f"{origin.role}.{origin.method} failed on {origin.at}{span}: {type(error).__name__}: {error}"
     try:
         pickle.loads(pickle.dumps(error))
         cause: Exception | None = error
     except Exception:  # an exception that cannot be pickled still has its text
-        logger.debug("the exception of %s cannot be pickled", method, exc_info=True)
+        logger.debug("the exception of %s cannot be pickled", origin, exc_info=True)
         cause = None
-    found = WorkerError(message, role=role, rank=rank, method=method, rows=rows, cause=cause, remote_traceback=text)
-    return Failure(found, upstream)
+    return Failure(worker_error(message, origin, rows=rows, cause=cause, remote_traceback=text), upstream)
+
+
+def worker_error(message: str, origin: CallOrigin, **more: Any) -> WorkerError:
+    """A WorkerError of the call and rank `origin`."""
+    known = {"role": origin.role, "rank": origin.rank, "method": origin.method, "node": origin.node}
+    return WorkerError(message, **known, step=origin.step, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +153,13 @@ def fetch(
     try:
         values = _get(everything, writers, calls, timeout)
     except ray.exceptions.RayError as error:
-        raise _lost(everything, writers, error) from None
+        raise _lost(everything, writers, error).as_cause() from None
     except ValueError as error:
         if "owner is unknown" not in str(error):  # Ray's words for a reference of another session
             raise
         raise _gone(outputs) from None
     if values is None:
-        raise WaitTimeoutError(f"waited {timeout:g} s for {whom(unfinished(outputs) or outputs)} without a result.")
+        raise late(timeout, outputs)
     if calls:
         raise_failure(values, calls)
     return values[: len(refs)]
@@ -172,9 +179,19 @@ def _get(
                 statuses = [status.ref for call in calls for status in call.statuses]
                 ready, _ = ray.wait(statuses, num_returns=len(statuses), timeout=0)
                 raise_failure(ray.get(ready), calls)
+                if (lost := _lost_peer(calls)) is not None:
+                    raise lost.as_cause() from None
                 notice.look(lambda: unfinished(writers) or writers)
             if end <= time.monotonic():
                 return None
+
+
+def late(seconds: float, outputs: Sequence[RankOutput]) -> WaitTimeoutError:
+    """The error of a wait that has ended, with the file of the processes' stacks unless the wait was a short one."""
+    writers = unfinished(outputs) or outputs
+    calls = list({id(output.call): output.call for output in writers if output.call is not None}.values())
+    text = f"waited {seconds:g} s for {whom(writers)} without a result."
+    return WaitTimeoutError(text + (_incidents(calls).write_stacks(calls) if seconds >= ANSWER_SECONDS else ""))
 
 
 def as_done(outputs: Sequence[RankOutput], seconds: float) -> Iterator[list[RankOutput]]:
@@ -192,11 +209,49 @@ def as_done(outputs: Sequence[RankOutput], seconds: float) -> Iterator[list[Rank
 
 def raise_failure(values: Sequence[Any], calls: Sequence[IssuedCall]) -> None:
     """Errors: WorkerError of the first failure among `values`, which are results and statuses of these calls."""
+    if skipped := skipped_steps(values):
+        _incidents(calls).write_skipped(skipped)
     if (failure := first_failure(values)) is not None:
         for call in calls:
             call.observed = True
-            call.reported.add(failure.error.id)
-        raise blamed(failure.error, calls).as_cause()
+            call.incidents.reported.add(failure.error.id)
+        error = failure.error
+        if isinstance(error.cause, WaitTimeoutError):
+            stacks = _incidents(calls).write_stacks(calls)
+            if (lost := _lost_peer(calls)) is None:
+                error = blamed(error, calls)  # takes a moment
+                lost = _lost_peer(calls)
+            error = with_text(lost or error, stacks)
+        raise error.as_cause()
+
+
+def skipped_steps(values: Sequence[Any]) -> list[SkippedStep]:
+    return [step for value in values if isinstance(value, Status) for step in value.skipped]
+
+
+def _incidents(calls: Sequence[IssuedCall]) -> Incidents:
+    return calls[0].incidents if calls else Incidents()
+
+
+def _lost_peer(calls: Sequence[IssuedCall]) -> WorkerError | None:
+    """The error of a rank whose host is lost: its peers only have timeouts, and Ray notices a vanished machine late."""
+    statuses = [status for call in calls for status in call.statuses]
+    refs = [status.ref for status in statuses]
+    ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+    try:
+        ray.get(ready)
+    except ray.exceptions.RayError as error:
+        return _lost(refs, statuses, error)
+    pending, known = set(waiting), _incidents(calls).lost
+    for status in statuses:
+        if status.ref in pending and status.address in known:
+            return host_lost(status.origin, known[status.address])
+    return None
+
+
+def host_lost(origin: CallOrigin, lost: LostHost) -> WorkerError:
+    """The error of a call on a lost host."""
+    return worker_error(f"{origin} was lost: {lost}", origin, cause=HostLostError(str(lost)))
 
 
 def _gone(outputs: Sequence[RankOutput]) -> WorkerError:
@@ -213,157 +268,12 @@ def _lost(refs: Sequence[Any], outputs: Sequence[RankOutput], error: Exception) 
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.RayError as own:
-            origin = output.origin
+            origin, cause = output.origin, None
             if isinstance(own, ray.exceptions.RayTaskError):  # our own host code never raises
                 why = f"could not take its arguments or give back its result: {str(own.cause).strip()}"
             else:
                 reason = str(own).strip().splitlines()[0]
                 why = f"was lost: its host process died or its data cannot be reached ({type(own).__name__}: {reason})"
-            return WorkerError(f"{origin} {why}", role=origin.role, rank=origin.rank, method=origin.method)
+                cause = HostLostError(reason)
+            return worker_error(f"{origin} {why}", origin, cause=cause)
     return WorkerError(f"a result was lost: {type(error).__name__}: {error}")
-
-
-_KEPT = 64
-_LOOK_BACK = 256  # statuses held before the driver looks for finished calls
-_MOST = 16384  # ... and before it waits
-
-PerRank = dict[tuple[str, int], float]
-"""(role.method, rank) -> seconds."""
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """The seconds of each call of one iteration, as metrics for a tracker."""
-
-    iterations: Iterations
-    iteration: int
-
-    def get(self) -> dict[str, float]:
-        """`time/<role>.<method>` in seconds; waits for the iteration. Errors: WorkerError of a call that failed."""
-        return {f"time/{name}": seconds for name, seconds in self.iterations.seconds(self.iteration).items()}
-
-
-@dataclass
-class _Iteration:
-    waiting: list[RankOutput] = field(default_factory=list)  # statuses not yet examined
-    seconds: PerRank = field(default_factory=dict)  # of finished calls
-
-
-@dataclass
-class Iterations:
-    """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
-
-    `current` is the index of the driver's iteration. `reported` are the ids of errors that the driver has raised and
-    does not raise again.
-    """
-
-    timeout: float
-    reported: set[str] = field(default_factory=set)
-    current: int = 0
-    _all: dict[int, _Iteration] = field(default_factory=lambda: {0: _Iteration()})
-    _look_at: int = _LOOK_BACK
-    _has_loader: bool = False
-    _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-    def sequence(self) -> int:
-        """The next number of a call: hosts run calls in this order."""
-        return next(self._sequence)
-
-    def new_call(self) -> IssuedCall:
-        """A call whose statuses are still to be filled in."""
-        return IssuedCall([], self.reported, self.timeout)
-
-    def stage_seconds(self) -> StageSeconds:
-        """The metrics of the current iteration, once it is done. Without a loader the iteration ends here."""
-        found = StageSeconds(self, self.current)
-        if not self._has_loader:
-            self._next(in_flight=2)
-        return found
-
-    def unsettled(self) -> list[RankOutput]:
-        """Statuses of all calls whose iteration has not been waited for."""
-        return [status for one in self._all.values() for status in one.waiting]
-
-    def issued(self, statuses: Sequence[RankOutput]) -> None:
-        """Track calls until their iteration is waited for; drops finished calls from time to time."""
-        now = self._all[self.current]
-        now.waiting.extend(statuses)
-        if len(now.waiting) < self._look_at:
-            return
-        self._look_at = len(now.waiting) + _LOOK_BACK
-        oldest = now.waiting[: len(now.waiting) // 2]
-        if len(now.waiting) < _MOST:
-            done = set(ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)[0])
-            oldest = [output for output in oldest if output.ref in done]
-        self._settle(now, oldest)
-        self._look_at = len(now.waiting) + _LOOK_BACK
-
-    def begin(self, in_flight: int = 2) -> None:
-        """Begin an iteration; wait until at most `in_flight`, including this one, are running.
-
-        Errors: WorkerError of a failed call in a finished iteration.
-        """
-        self._has_loader = True
-        self._next(in_flight)
-
-    def reset(self) -> None:
-        """Forget all calls: the hosts that ran them are gone."""
-        self.current += 1
-        self._all, self._look_at = {self.current: _Iteration()}, _LOOK_BACK
-
-    def drain(self) -> None:
-        """Wait for all calls issued so far; the loader has ended. Errors: as `begin`."""
-        self._has_loader = False
-        self._next(in_flight=1)
-
-    def _next(self, in_flight: int) -> None:
-        self.current += 1
-        self._all[self.current], self._look_at = _Iteration(), _LOOK_BACK
-        over = self.current - in_flight
-        for number in [number for number in self._all if number <= over]:
-            self._settle(self._all[number])
-            if number <= over - _KEPT:
-                del self._all[number]
-
-    def _settle(self, one: _Iteration, outputs: Sequence[RankOutput] | None = None) -> None:
-        """Wait for these calls of an iteration (default: all) and drop them, even after an error."""
-        outputs = one.waiting if outputs is None else outputs
-        gone = set(map(id, outputs))
-        one.waiting = [output for output in one.waiting if id(output) not in gone]
-        for output, status in self.wait(outputs):
-            for name, spent in status.seconds:
-                key = (f"{output.origin.role}.{name}", output.origin.rank)
-                one.seconds[key] = one.seconds.get(key, 0.0) + spent
-
-    def seconds(self, iteration: int) -> dict[str, float]:
-        """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits for a running iteration."""
-        out: dict[str, float] = {}
-        if (one := self._all.get(iteration)) is not None:
-            self._settle(one)
-            for (name, _), spent in one.seconds.items():
-                out[name] = max(out.get(name, 0.0), spent)
-        return out
-
-    def wait(self, outputs: Sequence[RankOutput]) -> list[tuple[RankOutput, Status]]:
-        """The statuses of all calls. Errors: WorkerError of the first failed call, WaitTimeoutError."""
-        done: list[tuple[RankOutput, Status]] = []
-        for finished in as_done(outputs, self.timeout):
-            statuses: list[Status] = fetch([output.ref for output in finished], finished, 60.0, follow=False)
-            self._raise_new(zip(finished, statuses, strict=True))
-            done += zip(finished, statuses, strict=True)
-        if len(done) < len({output.ref for output in outputs}):
-            late = whom(unfinished(outputs) or outputs)
-            raise WaitTimeoutError(f"waited {self.timeout:g} s for {late} without a result.")
-        return done
-
-    def _raise_new(self, statuses: Iterable[tuple[RankOutput, Status]]) -> None:
-        """Raise the first failure that the driver has not raised yet."""
-        new = [
-            (output, status)
-            for output, status in statuses
-            if status.failure
-            and status.failure.error.id not in self.reported
-            and not (output.call and output.call.observed)
-        ]
-        if new:
-            raise_failure([status for _, status in new], [output.call for output, _ in new if output.call])

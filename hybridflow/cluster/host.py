@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import socket
 import time
 import warnings
 from collections import deque
@@ -69,6 +70,7 @@ class Host:
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
     _joined: bool = False
+    _node: str = field(default_factory=socket.gethostname)
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
         return f"host {self.rank}"
@@ -112,7 +114,7 @@ class Host:
         """
         role, rank, start = ranks.name, ranks.members.index(self.rank), time.time()
         groups = ProcessGroups(self._store, ranks.key, ranks.members, rank, self.device, self.deadlines.collective)
-        context = RankContext(role, rank, ranks.grid, self.device, groups, uninitialized=uninitialized, nodes=nodes)
+        context = RankContext(role, rank, ranks.grid, self.device, groups, [], "", uninitialized, nodes, self._node)
         member = self._members[ranks.key] = Member(role, rank, context)
         try:
             if self.size and not self._joined:
@@ -132,6 +134,7 @@ class Host:
         """Run one method. Returns a Manifest, value or Failure, and the status, which outlives the data."""
         member = self._members[call.group]
         start = ready = time.time()
+        member.context.step, member.context.call = call.step, call.seq
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
         with self._liveness.during(f"{member.role}.{call.method}"):
@@ -139,8 +142,9 @@ class Host:
             if not isinstance(result, Failure):
                 ready = time.time()
                 result = self._run(member, call, result)
-        seconds = self._record(member, call, start, ready)
-        return result, Status(result if isinstance(result, Failure) else None, seconds)
+        seconds, skipped = self._record(member, call, start, ready), tuple(member.context.skipped)
+        member.context.skipped.clear()
+        return result, Status(result if isinstance(result, Failure) else None, seconds, skipped)
 
     def _record(self, member: Member, call: RankCall, start: float, ready: float) -> tuple[tuple[str, float], ...]:
         role, rank = member.role, member.rank
@@ -195,8 +199,8 @@ class Host:
     def _failure(
         self, member: Member, method: str, call: RankCall | None, error: Exception, upstream: bool = False
     ) -> Failure:
-        rows = call.span if call is not None else None
-        return failure_of(error, member.role, member.rank, method, rows, upstream)
+        origin = CallOrigin(member.role, member.rank, method, self._node, member.context.step)
+        return failure_of(error, origin, None if call is None else call.span, upstream)
 
     @ray.method(num_returns=2)
     def transfer(self, task: TransferTask, setup: Setup | None) -> tuple[Any, Status]:
@@ -205,6 +209,7 @@ class Host:
         sender, receiver = self._members.get(task.source), self._members.get(task.destination)
         mine = sender or receiver
         assert mine is not None
+        mine.context.step = task.step
         failed = partial(self._failure, mine, task.method, None)
         try:
             with self._liveness.during(f"{mine.role}.{task.method}"):
@@ -225,7 +230,7 @@ class Host:
         try:
             channel = WeightChannel(spec, process, self._store, self.device, deadlines.collective, deadlines.peers)
         except Exception as error:
-            return failure_of(error, origin.role, origin.rank, origin.method)
+            return failure_of(error, origin)
         self._channels[spec.name] = channel
         return None
 

@@ -1,8 +1,8 @@
 """Liveness: a thread of each host process reports the current activity while a call runs.
 
-A busy host takes no other call. Its `LivenessServer` tells each client the running call and its source line. A process
-that is stopped, gone, or inside a function that holds the interpreter lock does not answer. So errors and notices name
-the rank that holds up the others, not one that also waits.
+A busy host takes no other call. Its `LivenessServer` tells each client the running call and its source line, or the
+stacks of all threads. A process that is stopped, gone, or inside a function that holds the interpreter lock does not
+answer. So errors and notices name the rank that holds up the others, not one that also waits.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
+import selectors
 import socket
 import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -39,6 +42,8 @@ _AT_ONCE = 64  # processes that are asked at a time
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _COLLECTIVE = ("/torch/distributed/", "/engine3d/transfer/", "/pipeline_parallel/p2p_communication.py")
 SILENT = "no answer from its process, which is stopped, hangs, or cannot be reached"
+ASK, WATCH, STACKS = b"a", b"w", b"s"
+_LONGEST_ANSWER = 1 << 22
 STARTING = "its process has not started yet"
 
 
@@ -62,10 +67,13 @@ def listening_socket(host: str) -> socket.socket:
 
 
 class LivenessServer:
-    """Answers each connection with one line of JSON, a `Doing`, and closes it."""
+    """Serves clients one byte at a time: `ASK` is answered with one line of JSON, a `Doing`, and `STACKS` with the
+    stacks of all threads; then the connection is closed. After `WATCH` it stays open, until the process ends, for any
+    number of `ASK`.
+    """
 
     def __init__(self, host: str) -> None:
-        self._call, self._thread = "", threading.get_ident()
+        self._call, self._thread, self._closed = "", threading.get_ident(), False
         self._socket = listening_socket(host)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         threading.Thread(target=self._serve, name="liveness", daemon=True).start()
@@ -81,21 +89,64 @@ class LivenessServer:
             self._call = before
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self._closed:
+                for key, _ in selector.select(_LOOK_AGAIN_SECONDS):
+                    with suppress(OSError):  # the client is gone
+                        self._serve_one(selector, key)
+                self._close(selector, [key for key in _clients(selector) if time.monotonic() > key.data])
+            self._close(selector, _clients(selector))
+        self._socket.close()
+
+    def _serve_one(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        """Accept a client, or answer one; `key.data` is when it must have said what it wants."""
+        if key.fileobj is self._socket:
+            connection, _ = self._socket.accept()
+            connection.settimeout(ANSWER_SECONDS)
+            selector.register(connection, selectors.EVENT_READ, time.monotonic() + ANSWER_SECONDS)
+            return
+        client, watches = key.fileobj, key.data == math.inf
+        assert isinstance(client, socket.socket)
+        try:
+            asked = client.recv(1)
+            if asked == WATCH:
+                selector.modify(client, selectors.EVENT_READ, math.inf)
                 return
-            with connection, suppress(OSError):  # the client is gone
-                connection.settimeout(ANSWER_SECONDS)
-                connection.sendall(json.dumps(asdict(self._doing())).encode())
+            if asked == ASK:
+                client.sendall(json.dumps(asdict(self._doing())).encode() + b"\n")
+            elif asked == STACKS:
+                client.sendall(self._stacks().encode())
+        except OSError:
+            watches = False
+        if not (watches and asked):
+            self._close(selector, [key])
+
+    @staticmethod
+    def _close(selector: selectors.BaseSelector, keys: Sequence[selectors.SelectorKey]) -> None:
+        for key in keys:
+            selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
+
+    def _stacks(self) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        names[self._thread] = f"{names.get(self._thread)} (runs the calls: {self._doing()})"
+        return "\n".join(
+            f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
 
     def _doing(self) -> Doing:
         frame = sys._current_frames().get(self._thread)
         return Doing(self._call, _place(frame), _in_collective(frame))
 
     def close(self) -> None:
-        self._socket.close()
+        """The thread ends within a second, and with it all connections."""
+        self._closed = True
+
+
+def _clients(selector: selectors.BaseSelector) -> list[selectors.SelectorKey]:
+    return [key for key in selector.get_map().values() if key.data is not None]
 
 
 def _place(frame: FrameType | None) -> str:
@@ -124,27 +175,51 @@ def _in_collective(frame: FrameType | None) -> bool:
 
 def ask(address: Any) -> Doing | str:
     """The activity of the process at `address` (a reference to host and port), or why it does not answer."""
-    end = time.monotonic() + ANSWER_SECONDS
     try:
-        host, port = ray.get(address, timeout=ANSWER_SECONDS)
-        with socket.create_connection((host, port), timeout=max(0.01, end - time.monotonic())) as connection:
-            connection.settimeout(max(0.01, end - time.monotonic()))
-            with connection.makefile("rb") as answer:
-                return Doing(**json.loads(answer.read(1 << 16)))
+        return Doing(**json.loads(_answer(address, ASK)))
     except ray.exceptions.GetTimeoutError:
         return STARTING
     except (ray.exceptions.RayError, OSError, ValueError, TypeError):
         return SILENT
 
 
-def ask_all(parts: Sequence[RankOutput]) -> list[tuple[RankOutput, Doing | str]]:
+def _stacks_of(address: Any) -> str:
+    try:
+        return _answer(address, STACKS).decode(errors="replace")
+    except ray.exceptions.GetTimeoutError:
+        return f"{STARTING}\n"
+    except (ray.exceptions.RayError, OSError, ValueError, TypeError):
+        return f"{SILENT}\n"
+
+
+def _answer(address: Any, service: bytes) -> bytes:
+    """What the process at `address` says within `ANSWER_SECONDS`."""
+    end = time.monotonic() + ANSWER_SECONDS
+    host, port = ray.get(address, timeout=ANSWER_SECONDS)
+    said = bytearray()
+    with socket.create_connection((host, port), timeout=max(0.01, end - time.monotonic())) as connection:
+        connection.sendall(service)
+        while len(said) < _LONGEST_ANSWER:
+            connection.settimeout(max(0.01, end - time.monotonic()))
+            if not (part := connection.recv(1 << 16)):
+                break
+            said += part
+    return bytes(said)
+
+
+def ask_all(parts: Sequence[RankOutput], question: Callable[[Any], Any] = ask) -> list[tuple[RankOutput, Any]]:
     """The activities of the processes that run these parts' calls, where they can be asked."""
     asked = [part for part in parts if part.address is not None]
     if not asked:
         return []
     with ThreadPoolExecutor(min(_AT_ONCE, len(asked)), "liveness") as threads:
-        answers = list(threads.map(ask, [part.address for part in asked]))
+        answers = list(threads.map(question, [part.address for part in asked]))
     return list(zip(asked, answers, strict=True))
+
+
+def all_stacks(parts: Sequence[RankOutput]) -> list[tuple[RankOutput, str]]:
+    """The Python stacks of all threads of these processes, or why one does not answer."""
+    return ask_all(parts, _stacks_of)
 
 
 def unfinished(parts: Sequence[RankOutput]) -> list[RankOutput]:
@@ -206,10 +281,18 @@ def blamed(error: WorkerError, calls: Sequence[IssuedCall]) -> WorkerError:
     whose = "" if origin.role == error.role else f" of {origin.role}"
     found = copy.copy(error)
     found.args = (
-        f"{error.role}.{error.method} failed: rank {origin.rank}{whose} did not take part ({said}), and its peers "
+        f"{error.role}.{error.method} failed: {origin.at}{whose} did not take part ({said}), and its peers "
         f"waited in vain." + (f" Nor did {_ranks(others)}." if others else ""),
     )
     found.role, found.rank, found.method, found.rows = origin.role, origin.rank, origin.method, None
+    found.node, found.step = origin.node, origin.step
+    return found
+
+
+def with_text(error: WorkerError, more: str) -> WorkerError:
+    """A copy of the error with a further sentence."""
+    found = copy.copy(error)
+    found.args = (f"{error.args[0]}{more}",)
     return found
 
 

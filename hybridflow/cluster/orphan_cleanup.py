@@ -19,6 +19,7 @@ MARK = "HYBRIDFLOW_SESSION"
 _SHARED_MEMORY = Path("/dev/shm")
 _PROCESSES = Path("/proc")
 _GRACE_SECONDS = 3.0
+_KILL_SECONDS = 60.0
 
 
 class Watcher:
@@ -81,7 +82,8 @@ def remove(session: str, directory: str) -> None:
     deadline = time.monotonic() + _GRACE_SECONDS
     while processes(session, directory) and time.monotonic() < deadline:
         time.sleep(0.05)
-    while left := processes(session, directory):
+    deadline += _KILL_SECONDS
+    while (left := processes(session, directory)) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from hybridflow.cluster.backend import HostProcess, RankGroup
 from hybridflow.cluster.controller_worker import ControllerWorker
+from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.host import Event
+from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
@@ -132,10 +132,16 @@ class ResourcePool:
             raise PlacementError("this pool is closed: make a new ResourcePool.")
 
     def events(self) -> list[Event]:
-        """Calls that this pool's hosts ran, by start time; waits for running calls."""
+        """Calls that this pool's hosts ran, by start time; waits for running calls. Errors: WorkerError of a lost host,
+        WaitTimeoutError."""
         self.check_open()
-        asked = [self._reserved.hosts[i].handle.events.remote() for i in self.members]
-        found = ray.get(asked, timeout=self.session.backend.deadlines.peers)
+        iterations, hosts = self.session.iterations, [self._reserved.hosts[i] for i in self.members]
+        iterations.check_hosts("pool", "events", hosts)
+        outputs = [
+            RankOutput(host.handle.events.remote(), 0, iterations.origin("pool", rank, "events", host))
+            for rank, host in zip(self.members, hosts, strict=True)
+        ]
+        found = fetch([output.ref for output in outputs], outputs, self.session.backend.deadlines.peers)
         return sorted({event for host in found for event in host}, key=lambda e: (e.start, e.rank))
 
     def close(self) -> None:

@@ -25,11 +25,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup
 from hybridflow.cluster.connection import Termination, connect
-from hybridflow.cluster.future import Failure, Iterations, as_done, fetch, first_failure
+from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.host import Host
+from hybridflow.cluster.host_monitor import HostMonitor
+from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
-from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
+from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.cluster.weight_channels import WeightChannels, node_numbers
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
@@ -52,6 +54,7 @@ class RayBackend:
     def __init__(self, address: str | None, devices: int | None, deadlines: Deadlines) -> None:
         self.name, self.deadlines = uuid.uuid4().hex[:8], deadlines
         self.iterations = Iterations(deadlines.peers)
+        self.monitor = HostMonitor(self.iterations.incidents)
         self.channels = WeightChannels(self.iterations)
         self._store: dist.Store | None = None
         self._connected, self.directory = not ray.is_initialized(), ""
@@ -86,7 +89,9 @@ class RayBackend:
     def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], PlacementGroup | None]:
         if not per_node:
             host = self._start({"num_cpus": 0}, pool, 0, 0, False, 1)
-            return (HostProcess(host, host.address.remote()),), None
+            processes = (HostProcess(host, host.address.remote()),)
+            self.monitor.watch(pool, processes)
+            return processes, None
         reserved = self._reserve(per_node)
         nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
         threads = 1 if self.started_ray else max(1, (os.cpu_count() or 1) // len(nodes))
@@ -100,8 +105,13 @@ class RayBackend:
         for host in hosts:
             host.join.remote(self._store_address)
         machines = placement_group_table(reserved)["bundles_to_node_id"]
-        processes = [HostProcess(*each, machines[each[-1]]) for each in zip(hosts, addresses, nodes, strict=True)]
-        return tuple(processes), reserved
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        processes = tuple(
+            HostProcess(host, address, node, machines[node], names.get(machines[node], ""))
+            for host, address, node in zip(hosts, addresses, nodes, strict=True)
+        )
+        self.monitor.watch(pool, processes)
+        return processes, reserved
 
     def _start(self, options: dict[str, Any], pool: str, rank: int, size: int, use_cuda: bool, threads: int) -> Any:
         host = RemoteHost.options(runtime_env={"env_vars": self._environment(threads)}, **options)
@@ -126,6 +136,7 @@ class RayBackend:
         return names
 
     def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
+        self.monitor.forget(hosts)
         if not ray.is_initialized():
             return
         with contextlib.suppress(ray.exceptions.RayError):
@@ -168,7 +179,13 @@ class RayBackend:
     def operations(self, worker_class: type, settings: Mapping[str, Any]) -> dict[str, Operation]:
         return operations(worker_class)
 
+    def lost(self, hosts: Sequence[HostProcess]) -> list[HostProcess]:
+        """Those of these host processes that are gone; takes a few seconds at most."""
+        return self.monitor.find_lost(hosts)
+
     def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
+        self.iterations.check_hosts(ranks.name, "__init__", ranks.hosts)
+        self.monitor.built(ranks)
         nodes, settings = node_numbers([host.machine for host in ranks.hosts]), dict(ranks.settings)
         sent, seq = replace(ranks, settings=settings, hosts=()), self.iterations.sequence()
         with _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
@@ -179,12 +196,13 @@ class RayBackend:
         return self.tell(ranks, method, *arguments)()
 
     def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        self.iterations.check_hosts(ranks.name, method, ranks.hosts)
         refs = [host.handle.apply.remote(ranks.key, method, *arguments) for host in ranks.hosts]
         return partial(self._results, ranks, method, refs)
 
     def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any]) -> list[Any]:
         call = self.iterations.new_call()
-        call.statuses += _outputs(ranks, method, refs, call)
+        call.statuses += self._outputs(ranks, method, refs, call)
         try:
             return fetch(refs, call.statuses)
         except WaitTimeoutError as error:
@@ -194,14 +212,16 @@ class RayBackend:
             ) from None
 
     def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
+        method = next((call.method for call in calls if call is not None), "")
+        self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
         for rank, (host, call) in enumerate(zip(ranks.hosts, calls, strict=True)):
             if call is None:
                 out.append(None)
                 continue
             with _arguments_sent(f"{ranks.name}.{call.method}", call.settings):
-                ref, status = host.handle.call.remote(call)
-            origin = CallOrigin(ranks.name, rank, call.method)
+                ref, status = host.handle.call.remote(replace(call, step=self.iterations.step))
+            origin = self.iterations.origin(ranks.name, rank, call.method, host)
             issued.statuses.append(RankOutput(status, None, origin, issued, host.address))
             out.append(RankOutput(ref, call.rows, origin, issued, host.address))
         self.iterations.issued(issued.statuses)
@@ -209,9 +229,10 @@ class RayBackend:
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:
         self.channels.close(ranks.key)
+        self.monitor.dropped(ranks)
         dropping = [host.handle.drop.remote(ranks.key) for host in ranks.hosts]
         answers = []
-        for output in itertools.chain.from_iterable(as_done(_outputs(ranks, "close", dropping), wait)):
+        for output in itertools.chain.from_iterable(as_done(self._outputs(ranks, "close", dropping), wait)):
             with contextlib.suppress(ray.exceptions.RayError):  # the host may be gone
                 answers.append(ray.get(output.ref))
         if (failure := first_failure(answers)) is not None:
@@ -221,6 +242,7 @@ class RayBackend:
     def close(self) -> None:
         """Leave the cluster; stop it if it was started here. Can be called again."""
         atexit.unregister(self.close)
+        self.monitor.close()
         if ray.is_initialized() and self._connected:
             ray.shutdown()
         self.iterations = Iterations(self.deadlines.peers)
@@ -228,12 +250,13 @@ class RayBackend:
         self._store = None
         self.termination.give_back()
 
-
-def _outputs(ranks: RankGroup, method: str, refs: Sequence[Any], call: IssuedCall | None = None) -> list[RankOutput]:
-    return [
-        RankOutput(ref, 0, CallOrigin(ranks.name, rank, method), call, host.address)
-        for rank, (ref, host) in enumerate(zip(refs, ranks.hosts, strict=True))
-    ]
+    def _outputs(
+        self, ranks: RankGroup, method: str, refs: Sequence[Any], call: IssuedCall | None = None
+    ) -> list[RankOutput]:
+        return [
+            RankOutput(ref, 0, self.iterations.origin(ranks.name, rank, method, host), call, host.address)
+            for rank, (ref, host) in enumerate(zip(refs, ranks.hosts, strict=True))
+        ]
 
 
 def _free(kind: str, wanted: int) -> int:

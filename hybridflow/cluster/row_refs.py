@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.batch.row_split import RowPlan
+from hybridflow.errors import rank_at
 from hybridflow.models.spec import Cost
 
 Index = NDArray[np.int64]
@@ -24,26 +25,33 @@ _KEYS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
-    """The call and rank that produced an output, for error messages."""
+    """The call and rank that produced an output, for error messages; `node` and `step` as in a WorkerError."""
 
     role: str
     rank: int
     method: str
+    node: str = ""
+    step: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.role}.{self.method} on rank {self.rank}"
+        return f"{self.role}.{self.method} on {self.at}"
+
+    @property
+    def at(self) -> str:
+        """The rank, where it runs, and the step."""
+        return rank_at(self.rank, self.node, self.step)
 
 
 @dataclass(slots=True, eq=False)
 class IssuedCall:
     """One call that the driver issued; `statuses` are the outcomes on all ranks, collected or not.
 
-    `observed`: the driver has raised its failure. `reported`, shared by all calls of a session, holds the ids of raised
-    errors. `timeout` bounds a wait for its results, in seconds.
+    `observed`: the driver has raised its failure. `incidents` are those of the session (`incidents.Incidents`).
+    `timeout` bounds a wait for its results, in seconds.
     """
 
     statuses: list[RankOutput]
-    reported: set[str]
+    incidents: Any
     timeout: float
     observed: bool = False
 

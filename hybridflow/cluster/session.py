@@ -10,9 +10,11 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridflow.cluster.backend import Deadlines, SessionBackend
+from hybridflow.cluster.incidents import LostHost
 from hybridflow.cluster.ray_backend import RayBackend
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
@@ -41,6 +43,7 @@ class Session:
         self.controller_pool: Any = None
         self.parts: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
+        self.run_directory: Path | None = None
         self._closing: list[Callable[[], None]] = []
         self._recoverable: Callable[[BaseException], bool] | None = None
         self.deferred: BaseException | None = None
@@ -65,8 +68,9 @@ class Session:
         Errors: ConfigError when one is open already."""
         if cls._current is not None:
             raise ConfigError("a session is open already: call hybridflow.shutdown() first, then hybridflow.init(...).")
-        cls._current = cls(RayBackend(address, devices, deadlines or Deadlines()))
-        return cls._current
+        cls._current = session = cls(RayBackend(address, devices, deadlines or Deadlines()))
+        session.iterations.incidents.directory = lambda: session.run_directory
+        return session
 
     @classmethod
     @contextlib.contextmanager
@@ -87,6 +91,11 @@ class Session:
     def iterations(self) -> Any:
         """Calls in flight: `future.Iterations`."""
         return self.backend.iterations
+
+    @property
+    def lost_hosts(self) -> list[LostHost]:
+        """Host processes of open pools that are gone: pool, rank there, node and time."""
+        return list(self.iterations.incidents.lost.values())
 
     @property
     def controller(self) -> Any:
@@ -114,7 +123,7 @@ class Session:
     @contextlib.contextmanager
     def recovering(self, recoverable: Callable[[BaseException], bool]) -> Iterator[None]:
         """Inside, `recoverable` errors of calls are deferred to the loop, which can replace the hosts that failed."""
-        self._recoverable, self.deferred = recoverable, None
+        self._recoverable, self.deferred, self.iterations.defer = recoverable, None, self.defer
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.cluster.backend import HostProcess, RankGroup
-from hybridflow.cluster.future import Failure, Future, Iterations, Status
+from hybridflow.cluster.future import Failure, Future, Status
+from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan import WeightPlan, plan
@@ -83,6 +84,7 @@ class TransferTask:
     destination: str
     payload: str
     required: bool = False
+    step: int | None = None
 
 
 @dataclass
@@ -256,9 +258,9 @@ class _OpenChannel:
         except ray.exceptions.RayError:  # a host that is gone
             return True
 
-    def open(self, method: str) -> tuple[RankOutput, ...]:
+    def open(self, origins: Sequence[CallOrigin]) -> tuple[RankOutput, ...]:
         """Ask every host to open its end; returns their answers."""
-        asked = [(host.handle, CallOrigin(*origin, method)) for host, origin in self.hosts]
+        asked = zip([host.handle for host, _ in self.hosts], origins, strict=True)
         return tuple(RankOutput(handle.open_channel.remote(self.spec, at), None, at) for handle, at in asked)
 
     def close(self) -> None:
@@ -288,6 +290,8 @@ class WeightChannels:
         `layouts` returns both sides' layouts at a payload's first transfer; an error in it is raised before anything is
         issued. With `required`, the destination runs no calls after a failure.
         """
+        for ranks in (source, destination):
+            self._iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         key, setup = (source.key, destination.key), None
         if self.failed(source, destination):
             self._channels.pop(key).close()
@@ -297,20 +301,23 @@ class WeightChannels:
             opened = ()
             if channel is None:
                 channel = self._channels[key] = self._make(source, destination)
-                opened = channel.open(method)
+                opened = channel.open(self._origins(channel, method))
             setup = ray.put(Setup(*sides, opened))  # one object for all hosts
         seq = self._iterations.sequence()
         task = TransferTask(seq, method, channel.spec.name, source.key, destination.key, payload, required)
+        task = replace(task, step=self._iterations.step)
         issued, results = self._iterations.new_call(), []
-        for host, origin in channel.hosts:
+        for (host, _), at in zip(channel.hosts, self._origins(channel, method), strict=True):
             ref, status = host.handle.transfer.remote(task, setup)
-            at = CallOrigin(*origin, method)
             issued.statuses.append(RankOutput(status, None, at, issued, host.address))
             results.append(RankOutput(ref, None, at, issued, host.address))
         self._iterations.issued(issued.statuses)
         channel.known.add(payload)
         channel.last = issued
         return Future(tuple(results[:1]))
+
+    def _origins(self, channel: _OpenChannel, method: str) -> list[CallOrigin]:
+        return [self._iterations.origin(*origin, method, host) for host, origin in channel.hosts]
 
     def failed(self, source: RankGroup, destination: RankGroup) -> bool:
         """Whether the latest transfer between them has failed."""

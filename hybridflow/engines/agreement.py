@@ -17,7 +17,7 @@ from hybridflow.algorithms.masked import not_finite, response_mask
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.process_groups import RankContext, gather
-from hybridflow.errors import BatchError, HybridFlowError, WorkerError
+from hybridflow.errors import BatchError, HybridFlowError, WorkerError, rank_at
 
 F = TypeVar("F")
 
@@ -72,10 +72,12 @@ def _group(context: RankContext) -> dist.ProcessGroup:
 def _worker_error(context: RankContext, error: Exception) -> WorkerError:
     where = f"{context.role}.{context.method}".rstrip(".")
     return WorkerError(
-        f"{where} failed on rank {context.rank}: {type(error).__name__}: {error}",
+        f"{where} failed on {rank_at(context.rank, context.node, context.step)}: {type(error).__name__}: {error}",
         role=context.role,
         rank=context.rank,
         method=context.method,
+        node=context.node,
+        step=context.step,
         cause=error if isinstance(error, HybridFlowError) else None,  # these survive pickling
         remote_traceback="".join(traceback.format_exception(error)),
     )

@@ -102,13 +102,28 @@ class ProcessGroups:
         self._holders.clear()
 
 
+@dataclass(frozen=True)
+class SkippedStep:
+    """An optimizer step that all ranks skipped: `number` of the call, `row_ids` of its mini-batch on all ranks (empty
+    where the batch has none)."""
+
+    role: str
+    method: str
+    step: int | None
+    call: int
+    number: int
+    reason: str
+    row_ids: tuple[int, ...] = ()
+
+
 @dataclass
 class RankContext:
     """Context of a worker: role, rank in the group's grid, device and process groups.
 
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
-    are close to each other. `method` is the operation that runs, for messages. With `uninitialized` the weights will
-    be written from outside: engines neither read nor draw any.
+    are close to each other. `method` is the operation that runs, `node` this machine and `step` the driver's iteration,
+    for messages; `call` is the call's number, `skipped` the steps that it skipped. With `uninitialized` the weights
+    will be written from outside: engines neither read nor draw any.
     """
 
     role: str
@@ -120,6 +135,10 @@ class RankContext:
     method: str = ""
     uninitialized: bool = False
     nodes: tuple[int, ...] = ()
+    node: str = ""
+    step: int | None = None
+    call: int = 0
+    skipped: list[SkippedStep] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

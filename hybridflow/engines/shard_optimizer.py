@@ -63,6 +63,7 @@ class ShardOptimizer:
         self.scale = LossScale() if fp16 else None
         self.steps = 0
         self.result: dict[str, float] = {}
+        self.overflowed = False  # the last step was skipped, and a smaller loss scale may cure it
         self._offloaded: Residency | None = None
         main = shards.main
         parameters = [
@@ -116,6 +117,7 @@ class ShardOptimizer:
 
     def _prepare(self, refused: bool) -> bool:
         """Measure and clip the gradients of all parameters; False when there is no update."""
+        self.overflowed = False
         if refused:
             self.result = {"grad_norm": math.nan, "lr": self.lr, "skipped": 1.0}
             return False
@@ -123,6 +125,7 @@ class ShardOptimizer:
         norm = math.sqrt(self.shards.square_sum().item()) / scale
         skipped = not math.isfinite(norm)
         if self.scale is not None:
+            self.overflowed = skipped and self.scale.value > 1.0
             self.scale.update(overflow=skipped)
         self.result = {"grad_norm": norm, "lr": self.lr, "skipped": float(skipped)}
         if skipped:

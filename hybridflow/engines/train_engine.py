@@ -214,6 +214,11 @@ class TrainEngine:
         """Why the last step was skipped, the same on all ranks; "" when it was made."""
         return self._check.reason(self.step_result)
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped for gradients that were too large for float16 at the loss scale."""
+        return self._training().overflowed
+
     def _ready_to_step(self) -> ShardOptimizer:
         optimizer = self._training()
         self._require(*get_args(TrainState))

@@ -26,6 +26,7 @@ from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup
 from hybridflow.cluster.future import Future, Known
+from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
@@ -81,7 +82,7 @@ class TraceBackend:
         self.program = GraphBuilder()
         self.sampled: SampledRows | None = None
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
-        self._sequence, self._reported = itertools.count(1), set[str]()
+        self._sequence, self.incidents = itertools.count(1), Incidents()
         self._recording = self._has_loader = False
         self._trained_most = 0
         self._sources: dict[IssuedCall, Source] = {}
@@ -142,7 +143,7 @@ class TraceBackend:
         """Nothing is open."""
 
     def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
-        issued = IssuedCall([], self._reported, self.deadlines.peers)
+        issued = IssuedCall([], self.incidents, self.deadlines.peers)
         return [None if call is None else self._answer(ranks, call, issued) for call in calls]
 
     def _answer(self, ranks: RankGroup, call: RankCall, issued: IssuedCall) -> RankOutput:

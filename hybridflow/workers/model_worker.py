@@ -28,6 +28,7 @@ from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
 from hybridflow.engines.lora.adapters import CONFIG
+from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
@@ -118,7 +119,7 @@ class UpdateCall:
 
     def reads(self, settings: Settings, call: Settings) -> tuple[str, ...] | None:
         own = self._loss(call).reads
-        return None if own is None else ("prompt_ids", "response_ids", *own, *self.also_reads)
+        return None if own is None else ("prompt_ids", "response_ids", *own, *self.also_reads, "row_id?")
 
     def check(self, settings: Settings, call: Settings) -> None:
         """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and
@@ -277,6 +278,7 @@ class ModelWorker(Worker):
         )  # the directory may be gone when `save` runs
         self.spec = read_spec(self.checkpoint, self.head, train)
         weights = UNINITIALIZED if self.context.uninitialized else self.checkpoint
+        self._skipped = SkippedSteps(self.context, optim)
         self.engine = build_engine(self.context, train, self.spec, weights, optim)
         if offload:
             self._idle = ("parameters",) if optim is None else ("parameters", "optimizer", "gradients")
@@ -331,23 +333,23 @@ class ModelWorker(Worker):
     def _update(self, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
         """Epochs over the mini-batches of `batch`, one optimizer step each.
 
-        Metrics are averaged over the completed steps (nan without any); `skipped` counts the others.
+        Metrics are averaged over the completed steps (nan without any); `skipped` counts the others. Errors:
+        DivergenceError on all ranks after too many skipped steps in a row.
         """
         total: dict[str, float] = {}
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(batch, outputs, loss)
-        minibatches, skipped, context = batch.chunks() * epochs, 0, self.context
+        minibatches, skipped, engine = batch.chunks() * epochs, 0, self.engine
         for number, minibatch in enumerate(minibatches, 1):
             metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
             step = self._step(last=number == len(minibatches))
             metrics |= {f"{self.prefix}/{name}": value for name, value in step.items() if name != "skipped"}
             if step["skipped"]:
                 skipped, metrics = skipped + 1, dict.fromkeys(metrics, 0.0)
-                if context.rank == 0:
-                    logger.warning(
-                        "%s.%s skipped step %d of %d; no weight and no optimizer state has changed: %s.",
-                        *(context.role, context.method, number, len(minibatches), self.engine.skip_reason),
-                    )
+                rows: list[int] = minibatch["row_id"].tolist() if "row_id" in minibatch else []
+                self._skipped.skipped(number, len(minibatches), engine.skip_reason, rows, engine.overflowed)
+            else:
+                self._skipped.made()
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         made = len(minibatches) - skipped
@@ -363,9 +365,15 @@ class ModelWorker(Worker):
         """Write a Hugging Face directory (safetensors, config, tokenizer) on a path that all ranks share; waits.
 
         With LoRA the adapters are written in peft's format, or with `merged` the whole model. Returns the absolute
-        path. Errors: CheckpointError; ConfigError for a reward that is a function.
+        path. Errors: CheckpointError, also for weights that are not finite and after a DivergenceError; ConfigError for
+        a reward that is a function.
         """
         group, engine = self.context.groups.everyone(), self.engine
+        if self._skipped.diverged:
+            raise CheckpointError(
+                f"{self.context.role} was not saved to {path}: it has diverged, and its last steps were all skipped. "
+                f"Continue from an earlier checkpoint, with a lower lr."
+            )
         with self.resident():
             if engine.adapters is not None and not merged:
                 engine.adapters.save(path, self.checkpoint)

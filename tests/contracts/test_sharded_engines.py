@@ -203,11 +203,14 @@ def test_what_is_not_finite_on_one_rank_changes_nothing(processes, models, name,
     assert_poison_changes_nothing(processes, strategy, sizes, models[key], key[1], optimizer)
 
 
-def test_one_rank_warns_of_weights_that_are_not_finite_on_any(processes, models, tmp_path):
+def test_all_ranks_refuse_to_save_weights_that_are_not_finite_on_any(processes, models, tmp_path):
     args = (processes.name(), CASES["fsdp-4"][0], 4, models["llama", "lm"], tmp_path / "saved")
-    [warning], *others = processes.run(4, state_tasks.saved_with_nan, *args)
-    assert not any(others)
-    assert "lm_head.weight (1), model.norm.weight (1)" in ", ".join(sorted(warning.split(", in ")[1][:-1].split(", ")))
+    found = processes.run(4, state_tasks.saved_with_nan, *args)
+    assert len(set(found)) == 1
+    error, left = found[0]
+    assert "has weights that are not finite, in " in error
+    assert "lm_head.weight (1)" in error or "model.norm.weight (1)" in error
+    assert not left
 
 
 @pairs

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import signal
+import socket
 import threading
 import time
 
@@ -19,6 +22,7 @@ from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.errors import (
     BatchError,
     ConfigError,
+    HostLostError,
     MissingColumnError,
     PlacementError,
     RewardError,
@@ -27,6 +31,7 @@ from hybridflow.errors import (
 )
 from hybridflow.protocols import ALL_TO_ALL, DP_PROTO, ONE_TO_ALL, ONE_TO_ONE, register
 
+NODE = socket.gethostname()
 WITHIN = 5.0
 """Seconds: issue 2, an error reaches every rank."""
 
@@ -99,6 +104,16 @@ class Source:
         if self.context.rank == 1:
             os._exit(3)
         return batch
+
+    @register(ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(ONE_TO_ALL)
+    def dies_in_a_collective(self):
+        if self.context.rank == 1:
+            os._exit(3)
+        dist.all_reduce(torch.ones(1), group=self.context.groups.everyone())
 
     @register(ALL_TO_ALL)
     def lonely(self, join_in):
@@ -186,8 +201,9 @@ def test_one_failed_input_reaches_every_rank_and_the_next_call_works(source, tra
     for future in queued:
         for part in future.outputs:
             error = error_of(type(future)((part,)))
-            assert "source.bad failed on rank 1, rows 2..3: ValueError: the source is dry" in str(error)
+            assert f"source.bad failed on rank 1 (node {NODE}), rows 2..3: ValueError: the source is dry" in str(error)
             assert (error.role, error.rank, error.method) == ("source", 1, "bad")
+            assert (error.node, error.step) == (NODE, None)
     assert time.monotonic() - start < WITHIN
     metrics = after.get()
     assert (metrics["sum"], metrics["ranks"]) == (28.0, 4.0)
@@ -240,12 +256,15 @@ def test_an_error_has_the_class_of_its_cause(source, batch):
 def test_an_exception_that_cannot_be_pickled_keeps_its_text(source, batch):
     error = error_of(source.score(batch, kind="odd"))
     assert error.cause is None
-    assert "source.score failed on rank 1, rows 2..3: OddError: 1 and 2" in str(error)
+    assert f"source.score failed on rank 1 (node {NODE}), rows 2..3: OddError: 1 and 2" in str(error)
 
 
 def test_a_result_that_cannot_be_pickled_names_the_call(source):
     error = error_of(source.unpicklable_result())
-    assert "source.unpicklable_result on rank 0 could not take its arguments or give back its result" in str(error)
+    assert (
+        f"source.unpicklable_result on rank 0 (node {NODE}) could not take its arguments or give back its result"
+        in str(error)
+    )
     assert "lock" in str(error)
     assert source.sleep(0).get() == ["slept"] * 4
 
@@ -282,7 +301,9 @@ def test_waiting_has_a_limit(source):
 
 
 def test_a_rank_that_cannot_be_built_is_an_error_of_the_placement(pool, place, source):
-    with pytest.raises(WorkerError, match=r"unbuildable.__init__ failed on rank 1: MemoryError: no room here"):
+    with pytest.raises(
+        WorkerError, match=r"unbuildable.__init__ failed on rank 1 \(node .*\): MemoryError: no room here"
+    ):
         hf.place(Unbuildable, pool, where="here")
     assert "unbuildable" not in pool.session.groups
     assert source.sleep(0).get(timeout=120) == ["slept"] * 4
@@ -318,15 +339,19 @@ def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluste
     source, trainer, here, there = doomed_groups
     start = time.monotonic()
     error = error_of(source.die(batch))
-    assert "doomed.die on rank 1 was lost: its host process died" in str(error)
-    assert (error.role, error.rank, error.method) == ("doomed", 1, "die")
-    later = error_of(trainer.update(batch))
+    assert isinstance(error, HostLostError)
+    assert f"doomed.die on rank 1 (node {NODE}) was lost: its host process died" in str(error)
+    assert (error.role, error.rank, error.method, error.node) == ("doomed", 1, "die", NODE)
+    with pytest.raises(HostLostError, match=r"doomed_trainer.update"):
+        trainer.update(batch).get()
     assert time.monotonic() - start < WITHIN
-    assert "doomed_trainer.update" in str(later)
     for _ in range(3):  # over the old link, and over new ones, which cannot be opened
-        error = error_of(hf.sync_weights(here, there))
-        assert "here.sync_weights on rank 1 was lost: its host process died" in str(error)
+        with pytest.raises(HostLostError, match=r"here.sync_weights on rank 1 .* was lost: its host process died"):
+            hf.sync_weights(here, there).get()
+    assert [host.node for host in cluster.backend.lost(source.ranks.hosts)] == [0]
+    assert [(lost.pool, lost.rank, lost.node) for lost in cluster.lost_hosts] == [(doomed.name, 1, NODE)]
     doomed.close()
+    assert not cluster.lost_hosts
     doomed.close()
     assert repr(doomed) == "ResourcePool([2], closed)"
     with pytest.raises(PlacementError, match="doomed is closed with its pool: place it again"):
@@ -343,6 +368,62 @@ def test_a_dead_host_is_named_and_a_new_pool_works(doomed, doomed_groups, cluste
         assert again.good(batch).get()["x"].tolist() == list(range(8))
     with pytest.raises(PlacementError, match="closed"):
         fresh.check_open()
+
+
+def test_the_death_of_an_idle_host_is_logged_and_ends_the_next_call(cluster, batch, settle, caplog):
+    """A notebook between two cells: nothing runs when the process is killed."""
+    with hf.ResourcePool([2]) as pool:
+        source = hf.place(Source, pool, name="idle_source")
+        pids = source.pid().get()
+        with caplog.at_level(logging.ERROR, "hybridflow"):
+            os.kill(pids[1], signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while not cluster.lost_hosts and time.monotonic() < deadline:
+                time.sleep(0.01)
+        [record] = caplog.records
+        said = record.getMessage()
+        assert f"host 1 of pool {pool.name} on node {NODE} is lost" in said
+        assert "It held idle_source (rank 1), whose calls fail" in said
+        [lost] = cluster.lost_hosts
+        assert time.time() - lost.at < WITHIN
+        with pytest.raises(HostLostError, match=r"idle_source.good on rank 1 .* was lost") as caught:
+            source.good(batch)  # raised by the call: nothing is issued
+        assert (caught.value.rank, caught.value.node) == (1, NODE)
+        assert cluster.backend.lost(source.ranks.hosts) == [source.ranks.hosts[1]]
+        with pytest.raises(HostLostError):
+            pool.events()
+    assert not cluster.lost_hosts
+
+
+def test_a_host_that_dies_inside_a_collective_is_named_instead_of_its_peers(cluster, batch, settle):
+    with hf.ResourcePool([2]) as pool:
+        trainer, source = (hf.place(cls, pool, name=f"dying_{cls.role}") for cls in (Trainer, Source))
+        trainer.update(batch).get()
+        cluster.iterations.begin()
+        cluster.iterations.begin()
+        with pytest.raises(HostLostError) as caught:
+            source.dies_in_a_collective().get()
+        assert (caught.value.role, caught.value.rank, caught.value.step) == ("dying_source", 1, 2)
+        assert f"rank 1 (node {NODE}, step 2)" in str(caught.value)
+        settle()
+
+
+def test_an_error_names_the_step_of_the_loop(source, batch, cluster, settle):
+    for step in (1, 2):
+        cluster.iterations.begin()
+        error = error_of(source.good(source.bad(batch)))
+        assert error.step == step
+        assert f"source.bad failed on rank 1 (node {NODE}, step {step}), rows" in str(error)
+    settle()
+    assert error_of(source.bad(batch)).step is None
+
+
+def test_pools_that_are_closed_are_not_lost(cluster, caplog):
+    with caplog.at_level(logging.WARNING, "hybridflow"), hf.ResourcePool([1]) as pool:
+        hf.place(Vector, pool, name="short")
+    time.sleep(1.0)
+    assert not caplog.records
+    assert not cluster.lost_hosts
 
 
 def test_building_has_a_limit_and_names_who_does_not_answer(cluster, batch, monkeypatch):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import hybridflow as hf
 from hybridflow.algorithms.losses.loss import Totals
 from hybridflow.algorithms.registry import policy_loss
+from hybridflow.errors import DivergenceError
 from tests import tiny_models
 from tests.tiny_models import make_rows
 
@@ -115,6 +117,14 @@ def test_what_is_wrong_with_a_loss_is_said_by_the_call(actor, rows):
 
 
 @pytest.fixture
+def run_directory(cluster, tmp_path) -> Iterator[Path]:
+    """The session's run directory, as a tracker would set it."""
+    cluster.run_directory = tmp_path
+    yield tmp_path
+    cluster.run_directory = None
+
+
+@pytest.fixture
 def said(capfd) -> Callable[[str], str]:
     """Waits until a text is on the console; returns the line that has it."""
     seen = ""
@@ -130,7 +140,7 @@ def said(capfd) -> Callable[[str], str]:
     return said
 
 
-def test_a_step_that_is_skipped_is_counted_and_said(actor, rows, said):
+def test_a_step_that_is_skipped_is_counted_and_said(actor, rows, said, run_directory):
     old = rows["old_log_probs"]
     bad = torch.where(torch.arange(len(old.values)) < len(old.values) - 1, old.values, math.nan)
     batch = hf.BatchRef.from_batch(rows.with_columns(old_log_probs=old.with_values(bad)))
@@ -141,9 +151,60 @@ def test_a_step_that_is_skipped_is_counted_and_said(actor, rows, said):
     assert "no weight and no optimizer state has changed: old_log_probs: row " in line, line
     assert " is nan on rank " in line, line
     assert "skipped step 6 of 6" in said("skipped step 6 of 6")
+    written = [json.loads(line) for line in (run_directory / "skipped.jsonl").read_text().splitlines()]
+    assert [(one["role"], one["method"], one["step"]) for one in written] == [("losses", "update_actor", None)] * 2
+    assert [one["minibatch"] for one in written] == [3, 6]
+    for one in written:  # of both data parallel ranks
+        assert sorted(one["row_ids"]) == rows["row_id"][6:9].tolist()
+        assert one["reason"].startswith("old_log_probs: row ")
     none = actor.update_actor(batch).get()
     assert none.pop("actor/skipped") == 1
     assert all(math.isnan(value) for value in none.values())
+
+
+def test_a_run_that_only_skips_steps_stops_on_all_ranks(pool, policy, rows, run_directory, cluster, settle):
+    """The streak counts over calls, and a step that was made ends it."""
+    old, batch = rows["old_log_probs"], hf.BatchRef.from_batch(rows)
+    bad = hf.BatchRef.from_batch(rows.with_columns(old_log_probs=old.with_values(old.values * math.nan)))
+    settings: dict[str, Any] = {"model": policy, "train": hf.Megatron(), "optim": hf.SGD(lr=0.0, max_skipped=3)}
+    actor = hf.ActorWorker.on(pool[:2], name="streak", **settings)
+    for given, skipped in ((bad, 2.0), (batch, 0.0), (bad, 2.0)):
+        assert actor.update_actor(given, epochs=2).get()["actor/skipped"] == skipped
+    cluster.iterations.begin()
+    for part in (update := actor.update_actor(bad, epochs=2)).outputs:
+        with pytest.raises(
+            DivergenceError, match="streak skipped 3 optimizer steps in a row, .* old_log_probs"
+        ) as caught:
+            type(update)((part,)).get()
+        assert (caught.value.role, caught.value.step) == ("streak", 1)
+    written = [json.loads(line) for line in (run_directory / "skipped.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in written] == [None] * 4 + [1]
+    assert all(sorted(one["row_ids"]) == rows["row_id"].tolist() for one in written)
+    with pytest.raises(hf.errors.CheckpointError, match=r"streak was not saved to .*: it has diverged"):
+        actor.save(run_directory / "saved")
+    assert actor.update_actor(batch).get()["actor/skipped"] == 0
+    assert actor.save(run_directory / "saved")
+    settle()
+    actor.close()
+
+
+@pytest.mark.parametrize("train", [hf.Megatron(tp=2), hf.FSDP()], ids=["megatron", "fsdp"])
+def test_a_learning_rate_that_breaks_the_model_stops_the_run(pool, policy, rows, train, cluster, settle):
+    actor = hf.ActorWorker.on(pool[:2], name="broken", model=policy, train=train, optim=hf.Adam(lr=1e30))
+    batch, steps = hf.BatchRef.from_batch(rows), 0
+
+    def run() -> None:
+        nonlocal steps
+        for _ in range(20):
+            cluster.iterations.begin()
+            steps += 1
+            actor.update_actor(batch)
+
+    with pytest.raises(DivergenceError, match=r"Use a lower lr \(now 1e\+30\)"):
+        run()
+    assert steps <= 9  # 1 + 5, and those in flight
+    settle()
+    actor.close()
 
 
 def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tmp_path):
@@ -154,8 +215,9 @@ def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tm
         assert " computed old_log_probs: row 0 is nan" in said("losses.compute_log_prob: rank ")
         assert actor.update_actor(batch).get()["actor/skipped"] == 1
         assert "losses.update_actor skipped" in said("the model's log_probs and the loss are not finite on rank 0, 1")
-        actor.save(tmp_path / "saved")
-        assert str(tmp_path / "saved") in said("was saved with numbers that are not finite, in ")
+        with pytest.raises(hf.errors.CheckpointError, match="has weights that are not finite, in "):
+            actor.save(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
     finally:
         actor.session.backend.ask(actor.ranks, "mend")
     assert actor.update_actor(batch).get()["actor/skipped"] == 0

@@ -6,14 +6,16 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hybridflow as hf
-from hybridflow.cluster import liveness
+from hybridflow.cluster import host_monitor, liveness, slow_ranks
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.errors import RewardError, WaitTimeoutError, WorkerError
 from hybridflow.protocols import DP_PROTO, ONE_TO_ALL, register
@@ -35,6 +37,16 @@ class Trainer(hf.Worker):
             time.sleep(8.0)
         dist.all_reduce(torch.ones(1), group=self.context.groups.everyone())
         return batch
+
+    @register(DP_PROTO, reads=("x",))
+    def many_updates(self, batch, slow, seconds):
+        """Rank `slow` takes twice the time of its peers in every step."""
+        end = time.monotonic() + seconds
+        stop = torch.zeros(1)
+        while not stop:
+            time.sleep(0.4 if self.context.rank == slow else 0.2)
+            stop.fill_(time.monotonic() > end)
+            dist.all_reduce(stop, dist.ReduceOp.MAX, group=self.context.groups.everyone())
 
     @register(DP_PROTO, reads=("x",))
     def fails(self, batch):
@@ -77,6 +89,13 @@ def names(error: BaseException, rank: int) -> None:
         assert isinstance(error, TimeoutError)
 
 
+def stacks_of(error: BaseException) -> str:
+    """The file of stacks that an error names."""
+    path = str(error).partition("\n")[0].partition("Stacks of its processes: ")[2]
+    assert Path(path).name.startswith("stacks-trainer.")
+    return Path(path).read_text()
+
+
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_stopped_rank_is_named_by_errors_and_on_the_console(pool, place, batch, rank, monkeypatch, caplog):
     trainer = place(Trainer, pool, name="trainer")
@@ -87,6 +106,12 @@ def test_a_stopped_rank_is_named_by_errors_and_on_the_console(pool, place, batch
     with caplog.at_level(logging.WARNING, "hybridflow"), stopped(pids[rank]), pytest.raises(WorkerError) as caught:
         trainer.update(batch).get()
     names(caught.value, rank)
+    assert caught.value.node == socket.gethostname()
+    stacks = stacks_of(caught.value)
+    parts = stacks.split("=" * 16)[1:]
+    assert [f"trainer.update on rank {other}" in part for other, part in enumerate(parts)] == [True] * RANKS
+    assert ["no answer from its process" in part for part in parts] == [other == rank for other in range(RANKS)]
+    assert all("thread liveness" in part for other, part in enumerate(parts) if other != rank)
     assert f"waited 1 s so far for trainer.update (rank {rank}: no answer" in caplog.records[0].getMessage()
 
 
@@ -98,6 +123,23 @@ def test_a_stopped_rank_is_named_where_ranks_agree_on_their_inputs(pool, place, 
     with stopped(trainer.pid().get()[0]), pytest.raises(WaitTimeoutError) as caught:
         trainer.update(good).get(timeout=2.0)
     names(caught.value, 0)
+    assert "in agree_on" in stacks_of(caught.value)  # where its peers wait
+
+
+def test_stacks_are_in_the_run_directory_and_a_full_one_hides_no_error(pool, place, batch, cluster, settle, tmp_path):
+    trainer = place(Trainer, pool, name="trainer")
+    trainer.update(batch).get()
+    for directory in (tmp_path, Path("/dev/full")):
+        cluster.run_directory = directory
+        try:
+            with stopped(trainer.pid().get()[3]), pytest.raises(WorkerError) as caught:
+                trainer.update(batch).get()
+        finally:
+            cluster.run_directory = None
+        names(caught.value, 3)
+        settle()
+    [file] = tmp_path.iterdir()
+    assert "no answer from its process" in file.read_text()
 
 
 def test_a_stopped_rank_is_named_by_a_loop_that_waits_for_its_iteration(pool, place, batch, cluster):
@@ -135,3 +177,18 @@ def test_an_error_of_the_workers_own_is_no_fault_of_a_peer(pool, place, batch):
     with pytest.raises(RewardError) as caught:
         trainer.fails(batch).get()
     assert not isinstance(caught.value, TimeoutError)
+
+
+def test_a_slow_rank_is_named_while_the_call_runs(pool, place, batch, monkeypatch, caplog):
+    """Samples are taken every 0.2 s here, and a rank is named after 4 s of them."""
+    monkeypatch.setattr(host_monitor, "SAMPLE_SECONDS", 0.2)
+    monkeypatch.setattr(slow_ranks, "LEAST_SECONDS", 4.0)
+    trainer = place(Trainer, pool, name="trainer")
+    with caplog.at_level(logging.WARNING, "hybridflow.cluster.host_monitor"):
+        trainer.many_updates(batch, slow=2, seconds=10.0).get()
+    [record] = caplog.records
+    said = record.getMessage()
+    assert said.startswith("trainer is slow: in its calls of the last ")
+    assert f"waited for rank 2 (node {socket.gethostname()}) for " in said
+    assert "last at integration/test_silent_ranks.py:" in said
+    assert said.endswith("in many_updates, in trainer.many_updates.")

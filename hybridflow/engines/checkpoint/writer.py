@@ -100,13 +100,11 @@ def save_tensors(
     """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
 
     `start` writes what is beside them, a `*config.json` at least, into the empty directory that it is given, on rank 0.
-    Otherwise as `save_checkpoint`. Weights that are not finite are saved too, and rank 0 logs a warning that names
-    their tensors.
+    Otherwise as `save_checkpoint`. Errors: CheckpointError also for weights that are not finite.
     """
     save = _Save(Path(os.path.realpath(directory)), group, rank)
     partial = save.partial
     dtypes = dtypes or _dtypes(layout, storage, group, rank, None)
-    broken: dict[str, int] = {}
     with save.step():
         if rank == 0:
             save.begin()
@@ -122,7 +120,7 @@ def save_tensors(
             buffers = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
         execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
         with save.step():
-            broken |= _not_finite(buffers)
+            _check_finite(buffers, rank)
             if rank < len(turn):
                 file = partial / turn[rank][0]
                 with writing(file):
@@ -133,7 +131,6 @@ def save_tensors(
     with save.step():
         if rank == 0:
             save.complete()
-    _warn_of(broken, save.target, group, rank)
 
 
 def file_contents(
@@ -173,25 +170,20 @@ def _of_files(turn: Sequence[tuple[str, Sequence[str]]], layout: Layout) -> Layo
     return Layout(shapes, len(turn), regions)
 
 
-def _not_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Tensors with numbers that are not finite, and how many."""
-    found = {}
+def _check_finite(tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Errors: CheckpointError naming the tensors with numbers that are not finite, and how many."""
+    found = []
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():
             known = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot compare float8
             if not all(end.isfinite() for end in known.aminmax()):  # makes no copy, as isfinite would
-                found[name] = int((~known.isfinite()).sum())
-    return found
-
-
-def _warn_of(broken: dict[str, int], target: Path, group: dist.ProcessGroup | None, rank: int) -> None:
-    """Log one warning for all ranks. Collective over `group`."""
-    everyone = [broken] if group is None else gather(broken, group)
-    found = {name: count for of_rank in everyone for name, count in of_rank.items()}
-    if found and rank == 0:
-        named = ", ".join(f"{name} ({count})" for name, count in list(found.items())[:5])
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        logger.warning("%s was saved with numbers that are not finite, in %s%s.", target, named, more)
+                found.append(f"{name} ({int((~known.isfinite()).sum())})")
+    if found:
+        more = f" and {len(found) - 5} more tensors" if len(found) > 5 else ""
+        raise CheckpointError(
+            f"rank {rank} has weights that are not finite, in {', '.join(found[:5])}{more}: training has diverged, and "
+            f"no model can start from these. Continue from an earlier checkpoint, with a lower lr."
+        )
 
 
 def _start(

@@ -302,21 +302,20 @@ def test_a_saved_model_is_the_same_model(models, tmp_path, kind, largest):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_that_are_not_finite_are_saved_with_a_warning(models, tmp_path, caplog, dtype):
+def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, dtype):
     source = models["llama"]
     spec, name = spec_of(source), "model.norm.weight"
     weights = loaded(spec, source)
-    save_checkpoint(tmp_path / "good", whole(spec), weights, like=source, dtype=dtype)
-    assert not caplog.records
+    save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtype=dtype)
     weights[name][:2] = torch.tensor([math.nan, -math.inf])
     weights["lm_head.weight"][1, 0] = math.inf
-    save_checkpoint(tmp_path / "bad", whole(spec), weights, like=source, dtype=dtype, max_file_bytes=60_000)
-    [record] = caplog.records
-    assert record.levelname == "WARNING"
-    assert f"{tmp_path / 'bad'} was saved with numbers that are not finite" in record.message
-    assert f"{name} (2)" in record.message
-    assert "lm_head.weight (1)" in record.message
-    assert state(tmp_path / "bad")[name].isnan().sum() == 1
+    with pytest.raises(CheckpointError, match="rank 0 has weights that are not finite, in ") as caught:
+        save_checkpoint(tmp_path / "saved", whole(spec), weights, like=source, dtype=dtype)
+    assert f"{name} (2)" in str(caught.value)
+    assert "lm_head.weight (1)" in str(caught.value)
+    assert "What was there before is unchanged" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert state(tmp_path / "saved")[name].isfinite().all()
 
 
 def test_another_dtype_is_written_and_announced(models, tmp_path):

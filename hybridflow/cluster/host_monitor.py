@@ -1,0 +1,292 @@
+"""HostMonitor: one thread of the driver holds a connection to each host process, and notices at once when one ends.
+
+starting --address--> connecting --connected--> open --end of stream, error--> connecting again --refused--> lost
+
+Every `SAMPLE_SECONDS` an open host is asked for its activity: a machine that vanished does not acknowledge the
+question, and the answers show which rank of a group its peers keep waiting for (`slow_ranks.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from hybridflow.cluster import liveness
+from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.incidents import Incidents, LostHost
+from hybridflow.cluster.liveness import ASK, WATCH, Doing
+from hybridflow.cluster.slow_ranks import SlowRanks
+
+logger = logging.getLogger(__name__)
+SAMPLE_SECONDS = 2.0
+_TICK_SECONDS = 0.5
+_GONE_SECONDS = 3.0  # without an acknowledgement from a machine
+_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
+_END_SECONDS = 5.0
+_LONGEST = 1 << 16
+
+
+@dataclass(eq=False)
+class _Watched:
+    """One host and its connection. `seen`: it was connected once; `until`: the deadline of a connection attempt."""
+
+    pool: str
+    rank: int
+    host: HostProcess
+    address: tuple[str, int] | None = None
+    socket: socket.socket | None = None
+    open: bool = False
+    seen: bool = False
+    until: float = math.inf
+    said: bytes = b""
+    asked: float | None = None
+    doing: Doing | None = None
+    done: bool = False  # lost, or out of reach from here
+
+    def take(self, said: bytes) -> None:
+        """A part of an answer. A line that is not one is ignored."""
+        *lines, self.said = (self.said + said).split(b"\n")
+        self.said = self.said[-_LONGEST:]
+        for line in lines:
+            self.asked = None
+            with contextlib.suppress(ValueError, TypeError):
+                self.doing = Doing(**json.loads(line))
+
+
+class HostMonitor:
+    """Watches hosts until they are forgotten; a loss is logged and recorded in `incidents`. Its thread starts with the
+    first host and ends with `close`."""
+
+    def __init__(self, incidents: Incidents) -> None:
+        self._incidents, self._lock = incidents, threading.Lock()
+        self._watched: dict[Any, _Watched] = {}
+        self._groups: dict[str, tuple[RankGroup, SlowRanks]] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._sampled = 0.0
+
+    def watch(self, pool: str, hosts: Sequence[HostProcess]) -> None:
+        """Watch all hosts of a pool, in rank order."""
+        with self._lock:
+            self._watched |= {host.address: _Watched(pool, rank, host) for rank, host in enumerate(hosts)}
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="host monitor", daemon=True)
+                self._thread.start()
+
+    def forget(self, hosts: Sequence[HostProcess]) -> None:
+        """Stop watching hosts, which are about to be stopped."""
+        addresses = {host.address for host in hosts}
+        with self._lock:
+            for address in addresses & self._watched.keys():
+                self._watched.pop(address).done = True  # the thread closes its socket
+            for address in addresses:
+                self._incidents.lost.pop(address, None)
+            gone = [key for key, (ranks, _) in self._groups.items() if addresses & {h.address for h in ranks.hosts}]
+            for key in gone:
+                del self._groups[key]
+
+    def built(self, ranks: RankGroup) -> None:
+        """These ranks are on their hosts from now on."""
+        with self._lock:
+            self._groups[ranks.key] = ranks, SlowRanks(ranks.name, [host.node_name for host in ranks.hosts])
+
+    def dropped(self, ranks: RankGroup) -> None:
+        with self._lock:
+            self._groups.pop(ranks.key, None)
+
+    def find_lost(self, hosts: Sequence[HostProcess]) -> list[HostProcess]:
+        """Those of the hosts that are lost, also if that was not noticed yet; asks the others."""
+        left = [host for host in hosts if host.address not in self._incidents.lost]
+        if left:
+            with ThreadPoolExecutor(min(64, len(left)), "host monitor") as threads:
+                for host, gone in zip(left, threads.map(_refuses, left), strict=True):
+                    with self._lock:
+                        watched = self._watched.get(host.address)
+                    if gone and watched is not None and (watched.seen or watched.address is None):
+                        self._lose(watched)
+        return [host for host in hosts if host.address in self._incidents.lost]
+
+    def close(self) -> None:
+        """End the thread and close all connections. Can be called again."""
+        self._closed = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_SECONDS)
+
+    # The thread
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            while not self._closed:
+                try:
+                    self._look(selector)
+                except Exception:  # hosts stay watched by Ray
+                    if not self._closed:
+                        logger.warning("the hosts could not be watched for a moment", exc_info=True)
+                        time.sleep(_TICK_SECONDS)
+            for key in list(selector.get_map().values()):
+                _disconnect(selector, key.data)
+
+    def _look(self, selector: selectors.BaseSelector) -> None:
+        """One round: what has come over the connections, then what is due."""
+        for key, _ in selector.select(min(_TICK_SECONDS, SAMPLE_SECONDS)):
+            watched: _Watched = key.data
+            if watched.open:
+                self._receive(selector, watched)
+            else:
+                self._connected(selector, watched)
+        with self._lock:
+            everyone = list(self._watched.values())
+        for key in [key for key in selector.get_map().values() if key.data.done]:
+            _disconnect(selector, key.data)
+        self._find_started(selector, [w for w in everyone if w.address is None and not w.done])
+        now = time.monotonic()
+        for watched in everyone:
+            if now > watched.until:
+                self._give_up(selector, watched, OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+        if now >= self._sampled + SAMPLE_SECONDS:
+            self._sample(now, everyone)
+
+    def _find_started(self, selector: selectors.BaseSelector, starting: Sequence[_Watched]) -> None:
+        """Connect to hosts whose processes have started."""
+        if not starting or not ray.is_initialized():  # Ray's functions would start a cluster
+            return
+        refs = [watched.host.address for watched in starting]
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
+        for watched in starting:
+            if watched.host.address in ready:
+                try:
+                    watched.address = ray.get(watched.host.address, timeout=liveness.ANSWER_SECONDS)
+                    self._connect(selector, watched)
+                except ray.exceptions.GetTimeoutError:
+                    continue
+                except ray.exceptions.RayError:
+                    self._lose(watched)
+
+    def _connect(self, selector: selectors.BaseSelector, watched: _Watched) -> None:
+        assert watched.address is not None
+        watched.open, watched.said, watched.asked = False, b"", None
+        watched.until = time.monotonic() + liveness.ANSWER_SECONDS
+        watched.socket = _new_socket(watched.address[0])
+        code = watched.socket.connect_ex(watched.address)
+        selector.register(watched.socket, selectors.EVENT_WRITE, watched)
+        if code not in (0, errno.EINPROGRESS):
+            self._give_up(selector, watched, OSError(code, os.strerror(code)))
+
+    def _connected(self, selector: selectors.BaseSelector, watched: _Watched) -> None:
+        assert watched.socket is not None
+        if code := watched.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._give_up(selector, watched, OSError(code, os.strerror(code)))
+            return
+        watched.socket.send(WATCH)
+        watched.open = watched.seen = True
+        watched.until = math.inf
+        selector.modify(watched.socket, selectors.EVENT_READ, watched)
+
+    def _receive(self, selector: selectors.BaseSelector, watched: _Watched) -> None:
+        assert watched.socket is not None
+        try:
+            said = watched.socket.recv(_LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if said:
+            watched.take(said)
+        else:  # its end, or only that of the connection
+            _disconnect(selector, watched)
+            if not watched.done:
+                self._connect(selector, watched)
+
+    def _give_up(self, selector: selectors.BaseSelector, watched: _Watched, why: OSError) -> None:
+        """A connection attempt failed: the host is lost, unless it was never within reach."""
+        _disconnect(selector, watched)
+        watched.until = math.inf
+        if watched.seen:
+            self._lose(watched)
+        else:
+            logger.debug("host %d on node %s cannot be watched: %s", watched.rank, watched.host.node_name, why)
+            watched.done = True
+
+    def _lose(self, watched: _Watched) -> None:
+        """Record and log a loss, once."""
+        host = watched.host
+        with self._lock:
+            if watched.host.address not in self._watched or host.address in self._incidents.lost:
+                return
+            watched.done = True
+            self._incidents.lost[host.address] = LostHost(watched.pool, watched.rank, host.node_name, time.time())
+            groups = [
+                f"{ranks.name} (rank {rank})"
+                for ranks, _ in self._groups.values()
+                for rank, at in enumerate(ranks.hosts)
+                if at.address == host.address
+            ]
+        logger.error(
+            "host %d of pool %s on node %s is lost: its process died or its machine is gone. It held %s, whose calls "
+            "fail from now on. Close the pool and make a new one.",
+            *(watched.rank, watched.pool, host.node_name or "(unknown)", ", ".join(groups) or "no group"),
+        )
+
+    def _sample(self, now: float, everyone: Sequence[_Watched]) -> None:
+        """Look for ranks that their peers wait for, and ask all hosts for their activity once more."""
+        self._sampled = now
+        activity = {watched.host.address: watched.doing for watched in everyone if watched.asked is None}
+        with self._lock:
+            groups = list(self._groups.values())
+        for ranks, slow in groups:
+            if len(ranks.hosts) > 1:
+                slow.add(now, [activity.get(host.address) for host in ranks.hosts])
+                if text := slow.notice(now):
+                    logger.warning("%s", text)
+        for watched in everyone:
+            if watched.open and watched.asked is None and watched.socket is not None:
+                with contextlib.suppress(OSError):  # the next round reads the error
+                    watched.socket.send(ASK)
+                    watched.asked = now
+
+
+def _disconnect(selector: selectors.BaseSelector, watched: _Watched) -> None:
+    if watched.socket is not None:
+        with contextlib.suppress(KeyError, ValueError):
+            selector.unregister(watched.socket)
+        watched.socket.close()
+    watched.socket, watched.open, watched.doing = None, False, None
+
+
+def _new_socket(host: str) -> socket.socket:
+    """A socket that fails within `_GONE_SECONDS` when the other machine is gone."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limits = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": int(1000 * _GONE_SECONDS)}
+    for name, value in limits.items():
+        if (option := getattr(socket, name, None)) is not None:  # systems have some of them
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
+def _refuses(host: HostProcess) -> bool:
+    """Whether the process is gone: nothing listens at its address. A stopped process still does."""
+    try:
+        where, port = ray.get(host.address, timeout=liveness.ANSWER_SECONDS)
+        socket.create_connection((where, port), timeout=liveness.ANSWER_SECONDS).close()
+    except ray.exceptions.GetTimeoutError:  # it has not started yet
+        return False
+    except (ray.exceptions.RayError, OSError):
+        return True
+    return False

@@ -1,0 +1,182 @@
+"""Iterations: tracks the driver's calls in flight, limits iterations in flight, and measures each call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from hybridflow.cluster.future import Status, as_done, fetch, host_lost, late, raise_failure, skipped_steps
+from hybridflow.cluster.incidents import Incidents
+from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
+
+_KEPT = 64
+_LOOK_BACK = 256  # statuses held before the driver looks for finished calls
+_MOST = 16384  # ... and before it waits
+
+PerRank = dict[tuple[str, int], float]
+"""(role.method, rank) -> seconds."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """The seconds of each call of one iteration, as metrics for a tracker."""
+
+    iterations: Iterations
+    iteration: int
+
+    def get(self) -> dict[str, float]:
+        """`time/<role>.<method>` in seconds; waits for the iteration. Errors: WorkerError of a call that failed."""
+        return {f"time/{name}": seconds for name, seconds in self.iterations.seconds(self.iteration).items()}
+
+
+@dataclass
+class _Iteration:
+    waiting: list[RankOutput] = field(default_factory=list)  # statuses not yet examined
+    seconds: PerRank = field(default_factory=dict)  # of finished calls
+
+
+@dataclass
+class Iterations:
+    """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
+
+    `current` is the index of the driver's iteration, `done_before` the steps of its loop that an earlier run made.
+    `defer` returns whether the loop handles an error of a call.
+    """
+
+    timeout: float
+    incidents: Incidents = field(default_factory=Incidents)
+    current: int = 0
+    done_before: int = 0
+    defer: Callable[[BaseException], bool] = lambda error: False
+    _loop_start: int = 0
+    _all: dict[int, _Iteration] = field(default_factory=lambda: {0: _Iteration()})
+    _look_at: int = _LOOK_BACK
+    _has_loader: bool = False
+    _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def sequence(self) -> int:
+        """The next number of a call: hosts run calls in this order."""
+        return next(self._sequence)
+
+    @property
+    def step(self) -> int | None:
+        """The iteration of the loader's loop, from 1; None outside a loop."""
+        return self.done_before + self.current - self._loop_start if self._has_loader else None
+
+    def new_call(self) -> IssuedCall:
+        """A call whose statuses are still to be filled in."""
+        return IssuedCall([], self.incidents, self.timeout)
+
+    def origin(self, role: str, rank: int, method: str, host: Any) -> CallOrigin:
+        """The origin of a call that is issued now to a rank in this `HostProcess`."""
+        return CallOrigin(role, rank, method, host.node_name, self.step)
+
+    def check_hosts(self, role: str, method: str, hosts: Sequence[Any], deferrable: bool = False) -> None:
+        """Errors: WorkerError (HostLostError) when one of a group's host processes is known to be lost, unless it is
+        `deferrable` and the loop handles it."""
+        for rank, host in enumerate(hosts):
+            if (lost := self.incidents.lost.get(host.address)) is not None:
+                error = host_lost(self.origin(role, rank, method, host), lost).as_cause()
+                if not (deferrable and self.defer(error)):
+                    raise error
+                return
+
+    def stage_seconds(self) -> StageSeconds:
+        """The metrics of the current iteration, once it is done. Without a loader the iteration ends here."""
+        found = StageSeconds(self, self.current)
+        if not self._has_loader:
+            self._next(in_flight=2)
+        return found
+
+    def unsettled(self) -> list[RankOutput]:
+        """Statuses of all calls whose iteration has not been waited for."""
+        return [status for one in self._all.values() for status in one.waiting]
+
+    def issued(self, statuses: Sequence[RankOutput]) -> None:
+        """Track calls until their iteration is waited for; drops finished calls from time to time."""
+        now = self._all[self.current]
+        now.waiting.extend(statuses)
+        if len(now.waiting) < self._look_at:
+            return
+        self._look_at = len(now.waiting) + _LOOK_BACK
+        oldest = now.waiting[: len(now.waiting) // 2]
+        if len(now.waiting) < _MOST:
+            done = set(ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)[0])
+            oldest = [output for output in oldest if output.ref in done]
+        self._settle(now, oldest)
+        self._look_at = len(now.waiting) + _LOOK_BACK
+
+    def begin(self, in_flight: int = 2) -> None:
+        """Begin an iteration; wait until at most `in_flight`, including this one, are running.
+
+        Errors: WorkerError of a failed call in a finished iteration.
+        """
+        if not self._has_loader:
+            self._has_loader, self._loop_start = True, self.current
+        self._next(in_flight)
+
+    def reset(self) -> None:
+        """Forget all calls: the hosts that ran them are gone."""
+        self.current += 1
+        self._all, self._look_at, self._has_loader = {self.current: _Iteration()}, _LOOK_BACK, False
+
+    def drain(self) -> None:
+        """Wait for all calls issued so far; the loader has ended. Errors: as `begin`."""
+        self._has_loader = False
+        self._next(in_flight=1)
+
+    def _next(self, in_flight: int) -> None:
+        self.current += 1
+        self._all[self.current], self._look_at = _Iteration(), _LOOK_BACK
+        over = self.current - in_flight
+        for number in [number for number in self._all if number <= over]:
+            self._settle(self._all[number])
+            if number <= over - _KEPT:
+                del self._all[number]
+
+    def _settle(self, one: _Iteration, outputs: Sequence[RankOutput] | None = None) -> None:
+        """Wait for these calls of an iteration (default: all) and drop them, even after an error."""
+        outputs = one.waiting if outputs is None else outputs
+        gone = set(map(id, outputs))
+        one.waiting = [output for output in one.waiting if id(output) not in gone]
+        for output, status in self.wait(outputs):
+            for name, spent in status.seconds:
+                key = (f"{output.origin.role}.{name}", output.origin.rank)
+                one.seconds[key] = one.seconds.get(key, 0.0) + spent
+
+    def seconds(self, iteration: int) -> dict[str, float]:
+        """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits for a running iteration."""
+        out: dict[str, float] = {}
+        if (one := self._all.get(iteration)) is not None:
+            self._settle(one)
+            for (name, _), spent in one.seconds.items():
+                out[name] = max(out.get(name, 0.0), spent)
+        return out
+
+    def wait(self, outputs: Sequence[RankOutput]) -> list[tuple[RankOutput, Status]]:
+        """The statuses of all calls. Errors: WorkerError of the first failed call, WaitTimeoutError."""
+        done: list[tuple[RankOutput, Status]] = []
+        for finished in as_done(outputs, self.timeout):
+            statuses: list[Status] = fetch([output.ref for output in finished], finished, 60.0, follow=False)
+            self.incidents.write_skipped(skipped_steps(statuses))
+            self._raise_new(zip(finished, statuses, strict=True))
+            done += zip(finished, statuses, strict=True)
+        if len(done) < len({output.ref for output in outputs}):
+            raise late(self.timeout, outputs)
+        return done
+
+    def _raise_new(self, statuses: Iterable[tuple[RankOutput, Status]]) -> None:
+        """Raise the first failure that the driver has not raised yet."""
+        new = [
+            (output, status)
+            for output, status in statuses
+            if status.failure
+            and status.failure.error.id not in self.incidents.reported
+            and not (output.call and output.call.observed)
+        ]
+        if new:
+            raise_failure([status for _, status in new], [output.call for output, _ in new if output.call])
