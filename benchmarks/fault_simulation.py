@@ -1,9 +1,9 @@
 """The share of a run's time that is training, by published failure rate: expected, and simulated event by event.
 
 Each run of `--days` on `--devices` saves at the interval that `hf.planner.checkpoint_interval` finds for two kinds of
-saves: asynchronous (`async`, 2 s of standstill, complete after 60 s) and synchronous (`sync`, 30 s). Detection takes 5 s
-and a restart 300 s. `worst` is the worst of `--seeds` runs, `below_97` the number of them under 97 %. Prints one JSON
-line.
+saves: asynchronous (`async`, 2 s of standstill, complete after 60 s) and synchronous (`sync`, 30 s). Detection takes
+5 s and a restart 300 s. `worst` is the worst of `--seeds` runs, `below_97` the number of them under 97 %. Prints one
+JSON line.
 """
 
 from __future__ import annotations

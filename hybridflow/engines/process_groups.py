@@ -107,7 +107,8 @@ class RankContext:
     """Context of a worker: role, rank in the group's grid, device and process groups.
 
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
-    are close to each other. `method` is the operation that runs, for messages. With `uninitialized` the weights will
+    are close to each other. `method` is the operation that runs, and `failed_stage` the part of it that raised, for
+    messages. With `uninitialized` the weights will
     be written from outside: engines neither read nor draw any.
     """
 
@@ -118,6 +119,7 @@ class RankContext:
     groups: ProcessGroups
     stages: list[tuple[str, float, float]] = field(default_factory=list)
     method: str = ""
+    failed_stage: str = ""
     uninitialized: bool = False
     nodes: tuple[int, ...] = ()
 
@@ -127,6 +129,9 @@ class RankContext:
         start = time.time()
         try:
             yield
+        except BaseException:
+            self.failed_stage = self.failed_stage or name
+            raise
         finally:
             self.stages.append((name, start, time.time()))
 

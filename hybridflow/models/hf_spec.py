@@ -248,7 +248,8 @@ def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Dec
     """What a Hugging Face directory has, for this strategy: a ModelSpec of the families that every backend computes, a
     TransformersSpec of all others.
 
-    Errors: CheckpointError without a readable `config.json`, or if it asks for code; ModelError for a model that the strategy cannot take.
+    Errors: CheckpointError without a readable `config.json`, or if it asks for code; ModelError for a model that the
+    strategy cannot take.
     """
     config = read_config(directory)
     try:

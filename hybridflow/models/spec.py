@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,7 +296,7 @@ _CODE = ("auto_map", "custom_generate")
 _KERNELS = ("attn_implementation", "experts_implementation")  # a name with a slash is a kernel on the hub
 
 
-def check_no_code(directory: str | Path) -> None:
+def check_no_code(directory: str | os.PathLike[str]) -> None:
     """Errors: CheckpointError for a Hugging Face directory whose files ask for code of its authors.
 
     Also where transformers has a class for the same `model_type`: it may compute something else.

@@ -1,4 +1,4 @@
-"""How often to save a checkpoint, and what failures cost a run: a closed form, and a simulation of discrete events. Pure.
+"""How often to save a checkpoint, and what failures cost a run: in closed form, and by simulated events. Pure.
 
 Failures come at random, at the same rate for every device and at any time; one stops the whole run. It loses the work
 since the last checkpoint that was complete by then, and starts again from there.
@@ -22,10 +22,12 @@ PUBLISHED = {
     "opt": 992 * 60 * 24 / 105,
     "rsc": 1_024 * 7.9,
 }
-"""Hours of one device between failures. llama3: 419 unexpected interruptions of 16,384 H100 in 54 days ("The Llama 3 Herd
-of Models", 2024, section 3.3.4, table 5); opt: 35 manual and about 70 automatic restarts of 992 A100 in two months
-("OPT", Zhang et al. 2022, section 2.5); rsc: jobs of 1,024 A100 ran 7.9 hours ("Revisiting Reliability in Large-Scale
-Machine Learning Research Clusters", Kokolis et al. 2025)."""
+"""Hours of one device between failures.
+
+llama3: 419 unexpected interruptions of 16,384 H100 in 54 days ("The Llama 3 Herd of Models", 2024, section 3.3.4, table
+5); opt: 35 manual and about 70 automatic restarts of 992 A100 in two months ("OPT", Zhang et al. 2022, section 2.5);
+rsc: 7.9 hours between failures of jobs on 1,024 A100 ("Revisiting Reliability in Large-Scale Machine Learning Research
+Clusters", Kokolis et al. 2025)."""
 _SECONDS = 3600.0
 _MOST_EVENTS = 20_000_000
 _Phase: TypeAlias = Literal["training", "saving", "restarting", "waiting"]
@@ -71,8 +73,8 @@ def checkpoint_interval(failures: FailureModel, costs: CheckpointCosts) -> float
     """Seconds of training between saves that maximise `effective_share`.
 
     The exact optimum for exponential failures (Daly 2006, "A higher order estimate of the optimum checkpoint interval
-    for restart dumps"); sqrt(2 blocking M) of Young 1974 to first order, with M seconds between failures. As at most one
-    save is under way, the interval is at least `costs.behind`.
+    for restart dumps"); sqrt(2 blocking M) of Young 1974 to first order, with M seconds between failures. At most one
+    save is under way, so the interval is at least `costs.behind`.
     """
     x = costs.blocking / failures.seconds
     return max(costs.behind, failures.seconds * _optimum(x))

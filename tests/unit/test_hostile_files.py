@@ -112,12 +112,18 @@ def test_without_the_check_transformers_would_not_ask_on_the_terminal(tmp_path, 
     """The second line of defence: transformers is told not to, and takes its own class."""
     home = hostile(tmp_path / "model", touched)
     config = json.loads((home / "config.json").read_text())
-    asks = config | {"auto_map": {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}}
+    asks = config | {
+        "auto_map": {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    }
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     assert type(make_model(asks)).__name__ == "LlamaForCausalLM"
     assert type(hf_config(asks)).__name__ == "LlamaConfig"
     monkeypatch.setattr("hybridflow.data.tokenizer.check_no_code", lambda _: None)
-    change(home / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["tokenization_evil.Evil"] * 2})
+    change(
+        home / "tokenizer_config.json",
+        tokenizer_class="Evil",
+        auto_map={"AutoTokenizer": ["tokenization_evil.Evil"] * 2},
+    )
     with pytest.raises(CheckpointError):
         load_tokenizer(home)
 
@@ -157,7 +163,7 @@ def test_pickled_weights_are_never_opened(tmp_path, touched):
     spec = read_spec(home, "lm", hf.FSDP())
     (home / "model.safetensors").rename(home / "pytorch_model.bin")
     (home / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match="it has only pytorch_model.bin"):
+    with pytest.raises(CheckpointError, match=r"it has only pytorch_model\.bin"):
         Checkpoint(home).check(spec)
     (home / "model.safetensors").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match="not a safetensors file"):
@@ -170,5 +176,5 @@ def test_a_dataset_with_a_script_is_refused(tmp_path, touched):
     (home / "questions.py").write_text(f"open({str(touched)!r}, 'w')\n")
     with pytest.raises(PromptError, match="scripts are no longer supported"):
         open_records(str(home), split="train")
-    with pytest.raises(PromptError, match="without .parquet or .jsonl"):
+    with pytest.raises(PromptError, match=r"without \.parquet or \.jsonl"):
         open_records(str(home))

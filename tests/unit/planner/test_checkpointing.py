@@ -125,7 +125,9 @@ def test_the_simulation_agrees_with_the_expectation(model, cost, factor):
 
 @given(
     st.integers(0, 1000),
-    st.builds(FailureModel, devices=st.just(1024), device_hours=st.floats(200, 1e5), spares=st.none() | st.integers(0, 4)),
+    st.builds(
+        FailureModel, devices=st.just(1024), device_hours=st.floats(200, 1e5), spares=st.none() | st.integers(0, 4)
+    ),
     costs,
     st.floats(30, 1e5),
 )
