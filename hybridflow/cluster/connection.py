@@ -92,11 +92,14 @@ def _show_token(address: str, host: str) -> None:
         GcsClient(address=address)
     except ray.exceptions.AuthenticationError:
         here = host in ("localhost", "127.0.0.1", ray.util.get_node_ip_address())
-        if not (here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False)):
-            raise ConfigError(
-                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
-                f"~/.ray/auth_token to the cluster's."
-            ) from None
+        if here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+            with contextlib.suppress(ray.exceptions.AuthenticationError):
+                GcsClient(address=address)
+                return
+        raise ConfigError(
+            f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            f"~/.ray/auth_token to the cluster's."
+        ) from None
 
 
 def _private_token() -> None:

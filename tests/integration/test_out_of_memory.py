@@ -33,6 +33,10 @@ class Broken:
 
     role = "broken"
 
+    @register(ONE_TO_ALL, blocking=True)
+    def compute(self):
+        return 1
+
     def resident_bytes(self):
         raise RuntimeError("half built")
 
@@ -42,6 +46,10 @@ class NeverBuilt:
 
     def __init__(self):
         raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    @register(ONE_TO_ALL, blocking=True)
+    def compute(self):
+        return 1
 
 
 def test_the_driver_learns_phase_contents_and_settings(cluster, pool, place):

@@ -31,6 +31,17 @@ except ConfigError as error:
     print(error)
 """
 
+JOIN = """
+import sys
+import hybridflow as hf
+from hybridflow.errors import ConfigError
+try:
+    hf.init(address=sys.argv[1])
+    print("joined")
+except ConfigError as error:
+    print(error)
+"""
+
 
 def output(program: str, *arguments: str, **environment: str) -> str:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -72,3 +83,12 @@ def test_rays_token_is_made_for_this_user_alone(named, tmp_path):
 def test_a_token_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / ".ray").write_text("in the way")
     assert "cannot be made this user's alone" in output(TOKEN, HOME=str(tmp_path))
+
+
+def test_joining_a_cluster_takes_its_token(cluster, pool):
+    """`hf.init` sends the user's token to a cluster on this machine; without it, and with another, it says so."""
+    address = ray.get_runtime_context().gcs_address
+    asks = f"the Ray cluster at {address} asks for a token"
+    assert output(JOIN, address) == "joined"
+    assert asks in output(JOIN, address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+    assert asks in output(JOIN, address, RAY_AUTH_MODE="disabled")
