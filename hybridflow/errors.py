@@ -71,6 +71,10 @@ class ProtocolError(HybridFlowError, ValueError):
     """A transfer protocol returned something that does not fit its group."""
 
 
+class DeviceMemoryError(HybridFlowError, RuntimeError):
+    """A device ran out of memory: names the phase, what was in memory and planned, and the settings to change."""
+
+
 class WaitTimeoutError(HybridFlowError, TimeoutError):
     """A result did not arrive within its deadline."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import TagToken, YAMLError, scan
 
 from hybridflow.errors import ConfigError, nearest
 
@@ -28,14 +28,16 @@ def read(defaults: str, arguments: Sequence[str]) -> Any:
     """`COMMON` and a recipe's `defaults` (YAML), changed by `key=value` arguments.
 
     The options in a role's section (`actor.train.pp=2`) are checked later, by the strategy class.
-    Errors: ConfigError for an unknown key, with the nearest known one.
+    Errors: ConfigError for an unknown key, with the nearest known one, and for a YAML tag, which could name an object.
     """
     settings = OmegaConf.merge(OmegaConf.create(COMMON), OmegaConf.create(defaults))
     for argument in arguments:
-        key, given, _ = argument.partition("=")
+        key, given, value = argument.partition("=")
         if not given or not key:
             raise ConfigError(f"{argument!r} is no setting: write key=value, like steps=100.")
         try:
+            if any(isinstance(token, TagToken) for token in scan(value)):
+                raise ConfigError(f"{argument}: a YAML tag ('!') names a type. Leave it out, or quote the value.")
             change = OmegaConf.from_dotlist([argument])
             _check(settings, change, key)
             settings = OmegaConf.merge(settings, change)

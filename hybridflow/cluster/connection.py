@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -23,9 +24,13 @@ import ray._private.utils as utils
 import ray.exceptions
 from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+from ray._private.authentication.authentication_token_setup import (
+    AUTH_MODE_ENV_VAR,
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.worker import global_worker
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 
 from hybridflow.cluster.orphan_cleanup import marked
 from hybridflow.errors import ConfigError
@@ -42,7 +47,7 @@ def connect(session: str, address: str | None, devices: int | None) -> str:
     """Join the cluster at `address`, or start a local one with `devices` logical devices.
 
     Returns the directory of a started cluster, "" for a joined one. Processes of a local cluster listen on the loopback
-    address only. Errors: ConfigError.
+    address only, and answer to clients with this user's token (unless RAY_AUTH_MODE=disabled). Errors: ConfigError.
     """
     # Ray would otherwise wrap every worker in `uv run` or set CUDA_VISIBLE_DEVICES="" for zero-GPU actors
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -53,6 +58,7 @@ def connect(session: str, address: str | None, devices: int | None) -> str:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
+    _private_token()
     with marked(session), _loopback_only():
         ray.init(
             "local",
@@ -86,11 +92,39 @@ def _show_token(address: str, host: str) -> None:
         GcsClient(address=address)
     except ray.exceptions.AuthenticationError:
         here = host in ("localhost", "127.0.0.1", ray.util.get_node_ip_address())
-        if not (here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False)):
-            raise ConfigError(
-                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
-                f"~/.ray/auth_token to the cluster's."
-            ) from None
+        if here and maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+            with contextlib.suppress(ray.exceptions.AuthenticationError):
+                GcsClient(address=address)
+                return
+        raise ConfigError(
+            f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            f"~/.ray/auth_token to the cluster's."
+        ) from None
+
+
+def _private_token() -> None:
+    """Ray's own token file, or a new one, which only this user can read: Ray would open it to every user.
+
+    A token that the environment names is left alone. Errors: ConfigError for a file that cannot be protected.
+    """
+    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if named or os.environ.get(AUTH_MODE_ENV_VAR, "token").lower() != "token":
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
+                file.write(generate_new_authentication_token())
+                file.flush()
+                with contextlib.suppress(FileExistsError):  # another driver was faster
+                    os.link(file.name, path)
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's token {path} cannot be made this user's alone: {error}. Set RAY_AUTH_TOKEN_PATH to a file that can."
+        ) from None
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager

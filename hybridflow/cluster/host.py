@@ -27,12 +27,13 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.future import Failure, Status, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
+from hybridflow.cluster.out_of_memory import DeviceUse, explain
 from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.errors import BatchError, HybridFlowError, MissingColumnError, PlacementError
+from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError, PlacementError
 
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a running store
@@ -114,8 +115,10 @@ class Host:
         """
         role, rank, start = ranks.name, ranks.members.index(self.rank), time.time()
         groups = ProcessGroups(self._store, ranks.key, ranks.members, rank, self.device, self.deadlines.collective)
-        context = RankContext(role, rank, ranks.grid, self.device, groups, [], "", uninitialized, nodes, self._node)
-        member = self._members[ranks.key] = Member(role, rank, context)
+        context = RankContext(
+            role, rank, ranks.grid, self.device, groups, uninitialized=uninitialized, nodes=nodes, node=self._node
+        )
+        member = self._members[ranks.key] = Member(role, rank, context, ranks.settings)
         try:
             if self.size and not self._joined:
                 raise PlacementError("this host could not join the others of its pool; its log says why.")
@@ -171,7 +174,7 @@ class Host:
             return self._failure(member, call.method, call, error)
 
     def _run(self, member: Member, call: RankCall, settings: dict[str, Any]) -> Any:
-        member.context.method = call.method
+        member.context.method, member.context.failed_stage = call.method, ""
         try:
             result = getattr(member.worker, call.method)(**settings)
             return self._written(result, call) if call.writes else result
@@ -199,8 +202,29 @@ class Host:
     def _failure(
         self, member: Member, method: str, call: RankCall | None, error: Exception, upstream: bool = False
     ) -> Failure:
+        if isinstance(error, torch.OutOfMemoryError):
+            error = self._memory_error(member, method, error)
         origin = CallOrigin(member.role, member.rank, method, self._node, member.context.step)
         return failure_of(error, origin, None if call is None else call.span, upstream)
+
+    def _memory_error(self, member: Member, method: str, error: torch.OutOfMemoryError) -> DeviceMemoryError:
+        free, total = torch.cuda.mem_get_info() if self.use_cuda else (0, 0)
+        resident: dict[tuple[str, str], int] = {}
+        for each in self._members.values():
+            try:
+                found = getattr(each.worker, "resident_bytes", dict)()
+            except Exception:  # a worker that is half built
+                logger.debug("the memory of %s is unknown", each.role, exc_info=True)
+                continue
+            resident |= {(each.role, kind): size for kind, size in found.items()}
+        shares = {
+            each.role: getattr(each.settings.get("generate"), "memory_fraction", None)
+            for each in self._members.values()
+        }
+        use = DeviceUse(total, free, resident, {role: share for role, share in shares.items() if share is not None})
+        stage = member.context.failed_stage
+        found = DeviceMemoryError(explain(member.role, method, stage, use, member.settings, str(error)))
+        return found.with_traceback(error.__traceback__)
 
     @ray.method(num_returns=2)
     def transfer(self, task: TransferTask, setup: Setup | None) -> tuple[Any, Status]:

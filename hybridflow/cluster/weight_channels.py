@@ -94,6 +94,7 @@ class Member:
     role: str
     rank: int
     context: RankContext
+    settings: Mapping[str, Any] = field(default_factory=dict)
     worker: Any = None
     failure: Failure | None = None
     incomplete: Failure | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridflow.errors import CheckpointError, ConfigError, PromptError, nearest
+from hybridflow.models.spec import check_no_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,21 +145,24 @@ def as_tokenizer(given: TokenizerLike) -> Tokenizer:
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a directory or of a name on the Hugging Face Hub.
 
-    Errors: CheckpointError when the directory has no tokenizer, and for a name that the hub does not give here.
+    Errors: CheckpointError when the directory has no tokenizer or asks for code of its authors, and for a name that the
+    hub does not give here.
     """
     name, path = os.fspath(directory), Path(directory)
     named = not path.exists() and not path.is_absolute() and not name.startswith(".") and name.count("/") == 1
     if not named and not has_tokenizer(directory):
         raise CheckpointError(f"{directory} has no tokenizer: none of {', '.join(_FILES)} is there.")
+    check_no_code(directory)
     from transformers import AutoTokenizer
 
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(name))
+        return Tokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     except (OSError, ValueError) as error:
         if not named:
             raise CheckpointError(f"the tokenizer of {directory} cannot be read: {error}.") from error
         raise CheckpointError(
-            f"{name} is neither a directory nor a model whose tokenizer the hub gives here: {type(error).__name__}."
+            f"{name} is neither a directory nor a model whose tokenizer the hub gives here without "
+            f"running code of its authors: {type(error).__name__}."
         ) from error
 
 

@@ -185,6 +185,10 @@ class FlatGradients:
     def resident(self) -> bool:
         return self.memory.resident_bytes == self.memory.total_bytes
 
+    @property
+    def resident_bytes(self) -> int:
+        return self.memory.resident_bytes
+
     def offload(self, zero: bool) -> None:
         self.memory.release() if zero else self.memory.offload()
 

@@ -121,9 +121,9 @@ class RankContext:
     """Context of a worker: role, rank in the group's grid, device and process groups.
 
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
-    are close to each other. `method` is the operation that runs, `node` this machine and `step` the driver's iteration,
-    for messages; `call` is the call's number, `skipped` the steps that it skipped. With `uninitialized` the weights
-    will be written from outside: engines neither read nor draw any.
+    are close to each other. `method` is the operation that runs, `failed_stage` the part of it that raised, `node` this
+    machine and `step` the driver's iteration, for messages; `call` is the call's number, `skipped` the steps that it
+    skipped. With `uninitialized` the weights will be written from outside: engines neither read nor draw any.
     """
 
     role: str
@@ -133,6 +133,7 @@ class RankContext:
     groups: ProcessGroups
     stages: list[tuple[str, float, float]] = field(default_factory=list)
     method: str = ""
+    failed_stage: str = ""
     uninitialized: bool = False
     nodes: tuple[int, ...] = ()
     node: str = ""
@@ -146,6 +147,9 @@ class RankContext:
         start = time.time()
         try:
             yield
+        except BaseException:
+            self.failed_stage = self.failed_stage or name
+            raise
         finally:
             self.stages.append((name, start, time.time()))
 

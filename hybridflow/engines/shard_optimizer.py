@@ -211,11 +211,14 @@ class ShardOptimizer:
     def offload(self) -> None:
         """Move state that does not share memory with the parameters to host memory."""
         if self._offloaded is None:
-            kinds = self.storage() if self.torch.state else {"main": self.shards.main}
-            own = {kind: tensors for kind, tensors in kinds.items() if self.shards.separate or kind != "main"}
-            tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
-            self._offloaded = Residency(tensors, device=self.shards.memory.device)
+            self._offloaded = self._own()
             self._offloaded.offload()
+
+    def _own(self) -> Residency:
+        kinds = self.storage() if self.torch.state else {"main": self.shards.main}
+        own = {kind: tensors for kind, tensors in kinds.items() if self.shards.separate or kind != "main"}
+        tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
+        return Residency(tensors, device=self.shards.memory.device)
 
     def reload(self) -> None:
         if self._offloaded is not None:
@@ -225,6 +228,11 @@ class ShardOptimizer:
     @property
     def resident(self) -> bool:
         return self._offloaded is None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes in device memory besides the parameters."""
+        return self._own().total_bytes if self.resident else 0
 
     def close(self) -> None:
         """Free the state, on the device and on the host, also of tensors that others still refer to."""

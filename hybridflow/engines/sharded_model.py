@@ -35,8 +35,8 @@ class Shards(Protocol):
     of 16-bit parameters (the same on all ranks, also where `main` is empty).
 
     `gradients` has `tensors` (float32, by the names of `storage`, of the parameters that have any now; may be
-    collective), `drop()` to set them to zero, and `resident`, `offload(zero)`, `reload(zero)` for their memory: what is
-    `zero` is not copied.
+    collective), `drop()` to set them to zero, and `resident`, `resident_bytes`, `offload(zero)`, `reload(zero)` for
+    their memory: what is `zero` is not copied.
     """
 
     model: Any

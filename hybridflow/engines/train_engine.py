@@ -312,6 +312,14 @@ class TrainEngine:
         """
         return self._shards.memory
 
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of each `TrainState` now in device memory."""
+        found = {"parameters": self._shards.memory.resident_bytes}
+        if self._optimizer is not None:
+            found["gradients"] = self._shards.gradients.resident_bytes
+            found["optimizer"] = self._optimizer.resident_bytes
+        return found
+
     def offload(self, what: Collection[TrainState]) -> None:
         """Move these to host memory; the engine does not compute until they are back."""
         if "parameters" in what:

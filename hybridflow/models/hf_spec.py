@@ -191,7 +191,7 @@ def make_model(
     made = hf_config(config)
     ways = {"attn_implementation": attention, "experts_implementation": experts}
     try:
-        return AutoModelForCausalLM.from_config(made, dtype=dtype, **ways)
+        return AutoModelForCausalLM.from_config(made, dtype=dtype, trust_remote_code=False, **ways)
     except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError, AssertionError) as error:
         raise ModelError(f"transformers cannot make this {made.model_type} model: {error}") from None
 
@@ -248,7 +248,8 @@ def read_spec(directory: str | Path, head: Head, strategy: TrainStrategy) -> Dec
     """What a Hugging Face directory has, for this strategy: a ModelSpec of the families that every backend computes, a
     TransformersSpec of all others.
 
-    Errors: CheckpointError without a readable `config.json`; ModelError for a model that the strategy cannot take.
+    Errors: CheckpointError without a readable `config.json`, or if it asks for code; ModelError for a model that the
+    strategy cannot take.
     """
     config = read_config(directory)
     try:

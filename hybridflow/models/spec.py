@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -267,19 +268,57 @@ class ModelSpec:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face directory. Errors: CheckpointError when it is not there or no mapping."""
+    """The `config.json` of a Hugging Face directory.
+
+    Errors: CheckpointError when it is not there or no mapping; those of `check_no_code`.
+    """
     path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} is not a Hugging Face checkpoint directory: {path} does not exist."
-        ) from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+    if not path.is_file():
+        raise CheckpointError(f"{directory} is not a Hugging Face checkpoint directory: {path} does not exist.")
+    config = _read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not the settings of a model.")
+    check_no_code(directory)
     return config
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from None
+
+
+_SETTINGS_FILES = tuple(
+    f"{name}config.json" for name in ("", "tokenizer_", "generation_", "processor_", "preprocessor_", "adapter_")
+)
+_CODE = ("auto_map", "custom_generate")
+_KERNELS = ("attn_implementation", "experts_implementation")  # a name with a slash is a kernel on the hub
+
+
+def check_no_code(directory: str | os.PathLike[str]) -> None:
+    """Errors: CheckpointError for a Hugging Face directory whose files ask for code of its authors.
+
+    Also where transformers has a class for the same `model_type`: it may compute something else.
+    """
+    for path in (Path(directory) / name for name in _SETTINGS_FILES):
+        if path.is_file() and (found := next(_code(_read_json(path)), None)) is not None:
+            raise CheckpointError(
+                f"{path} asks by {found[0]!r} for code of the model's authors, {found[1]!r:.200}, which hybridflow "
+                f"never runs. If transformers has a class of its own for this model and computes the same, delete the "
+                f"key in a copy of the directory and use that."
+            )
+
+
+def _code(value: Any) -> Iterator[tuple[str, Any]]:
+    """Keys, at any depth, that name code, and what they say."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        hub_kernel = str(key).lstrip("_") in _KERNELS and "/" in str(inner)
+        if hub_kernel or (key in _CODE and inner):
+            yield key, inner
+        yield from _code(inner)
+    for inner in value if isinstance(value, list) else ():
+        yield from _code(inner)
 
 
 def _number(config: Mapping[str, Any], name: str, default: float) -> float:

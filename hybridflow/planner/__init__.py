@@ -10,10 +10,22 @@ Read in this order:
 3. Searches: the search `problem`; `auto_mapping` (HybridFlow) places groups by the cost of `stages`, `call_search`
    (ReaL) places calls by `evaluation`, `similarity` (PUZZLE) cuts groups that share all devices.
 4. `planning` is the entry; `explain` reports infeasible problems and runner-up layouts.
+
+On its own: `checkpointing`, the interval between checkpoints and the share of time that failures leave.
 """
 
 from __future__ import annotations
 
+from hybridflow.planner.checkpointing import (
+    PUBLISHED,
+    CheckpointCosts,
+    FailureModel,
+    SimulatedRun,
+    checkpoint_every,
+    checkpoint_interval,
+    effective_share,
+    simulate_run,
+)
 from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.cost.layer_profile import LayerProfile
@@ -24,6 +36,7 @@ from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
 
 __all__ = [
-    "Apart", "Cap", "ClusterSpec", "Coefficients", "DeviceSpec", "LayerProfile", "NodeSpec", "Observation",
-    "OneLayout", "Parallel", "Pin", "Together", "Workload", "calibrate", "plan",
+    "PUBLISHED", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "DeviceSpec", "FailureModel",
+    "LayerProfile", "NodeSpec", "Observation", "OneLayout", "Parallel", "Pin", "SimulatedRun", "Together", "Workload",
+    "calibrate", "checkpoint_every", "checkpoint_interval", "effective_share", "plan", "simulate_run",
 ]  # fmt: skip

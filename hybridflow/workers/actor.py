@@ -286,8 +286,8 @@ class ActorWorker(ModelWorker):
         """Measured bytes, memory and seconds of each rank's latest transition to generation; None before the first."""
         return None if self.hybrid is None else self.hybrid.report
 
-    def _memory(self) -> dict[str, int]:
-        found = super()._memory()
+    def resident_bytes(self) -> dict[str, int]:
+        found = super().resident_bytes()
         if self.generation is not None:
             engine = self.generation.engine
             found |= {"generation": engine.memory().resident_bytes, "kv_cache": engine.cache_bytes}

@@ -386,16 +386,18 @@ class ModelWorker(Worker):
 
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
-        """GiB on each rank: `memory/parameters` (training parameters now in device memory); for an actor
+        """GiB now in device memory on each rank: `memory/parameters` (of training), with an optimizer
+        `memory/gradients` and `memory/optimizer` (what shares no memory with the parameters); for an actor
         `memory/generation` (its weights) and `memory/kv_cache`; on CUDA allocated memory and its peak."""
-        found = self._memory()
+        found = self.resident_bytes()
         if self.context.device.type == "cuda":
             found |= {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
         return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
 
-    def _memory(self) -> dict[str, int]:
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of each kind of state now in device memory."""
         engine = getattr(self, "engine", None)  # a reward function has no engine
-        return {} if engine is None else {"parameters": engine.memory().resident_bytes}
+        return {} if engine is None else engine.resident_bytes()
 
     def close(self) -> None:
         if (close := getattr(getattr(self, "engine", None), "close", None)) is not None:

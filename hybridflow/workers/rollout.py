@@ -243,8 +243,11 @@ class RolloutWorker(Worker):
     @register(ONE_TO_ALL, blocking=True)
     def memory(self) -> dict[str, float]:
         """GiB now in device memory on each rank: `memory/generation` (its weights) and `memory/kv_cache`."""
-        found = {"generation": self.engine.memory().resident_bytes, "kv_cache": self.engine.cache_bytes}
-        return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
+        return {f"memory/{name}": size / (1 << 30) for name, size in self.resident_bytes().items()}
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of each kind of state now in device memory."""
+        return {"generation": self.engine.memory().resident_bytes, "kv_cache": self.engine.cache_bytes}
 
     def weights_storage(self) -> Mapping[str, Tensor]:
         return self.engine.storage()

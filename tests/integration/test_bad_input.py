@@ -173,6 +173,10 @@ def drop_a_tensor(home: Path) -> None:
     save_file(tensors, home / MODEL, metadata={"format": "pt"})
 
 
+def ask_for_code(home: Path) -> None:
+    (home / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
+
+
 def rename_family(home: Path) -> None:
     config = json.loads((home / "config.json").read_text())
     (home / "config.json").write_text(json.dumps(config | {"model_type": "quen3"}))
@@ -190,9 +194,10 @@ def rename_family(home: Path) -> None:
             ["it has only pytorch_model.bin", "Convert"],
         ),
         (lambda home: (home / "config.json").unlink(), errors.CheckpointError, ["config.json does not exist"]),
+        (ask_for_code, errors.CheckpointError, ["tokenizer_config.json asks by 'auto_map' for code", "never runs"]),
         (rename_family, errors.ModelError, ["model_type 'quen3' is not supported", "Did you mean 'qwen3'?"]),
     ],
-    ids=["truncated", "a tensor short", "no weights", "pickled weights", "no config", "family"],
+    ids=["truncated", "a tensor short", "no weights", "pickled weights", "no config", "code", "family"],
 )
 def test_checkpoints_that_cannot_be_loaded(pool, bare, tmp_path, damage, error, says):
     home = damaged(bare, tmp_path / "model", damage)

@@ -178,6 +178,10 @@ class LocalGradients:
     def resident(self) -> bool:
         return self._away is None
 
+    @property
+    def resident_bytes(self) -> int:
+        return Residency(self.tensors, device=self._device).total_bytes if self.resident else 0
+
     def offload(self, zero: bool) -> None:
         if self._away is None:
             if zero:

@@ -31,6 +31,7 @@ from hybridflow.engines.lora.targets import ALL, module_names, modules, parts, s
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, make_model
+from hybridflow.models.spec import check_no_code
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -206,8 +207,9 @@ def is_adapter_directory(directory: str | os.PathLike[str]) -> bool:
 def read_config(directory: str | os.PathLike[str]) -> tuple[str, LoRA]:
     """The model that saved adapters belong to, and the option that continues from them.
 
-    Errors: CheckpointError for an unreadable config, or adapters of another kind.
+    Errors: CheckpointError for an unreadable config, adapters of another kind, and a directory that asks for code.
     """
+    check_no_code(directory)
     path = Path(directory) / CONFIG
     try:
         config = json.loads(path.read_text())

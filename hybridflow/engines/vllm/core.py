@@ -94,6 +94,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         model=str(checkpoint),
         hf_overrides={"architectures": [model_class]},  # whatever head the checkpoint has
         skip_tokenizer_init=True,
+        trust_remote_code=False,
         load_format="dummy",
         dtype=resolved_dtype(strategy, device.type),
         tensor_parallel_size=strategy.tp,
