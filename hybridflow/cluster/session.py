@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridflow.cluster.backend import Deadlines, SessionBackend
@@ -25,7 +26,8 @@ CONTROLLER = "hybridflow"
 class Session:
     """The pools and groups of a driver, which register themselves in `pools` and `groups`.
 
-    `controller_pool` is that of the controller worker; a session that `traces` only records calls.
+    `controller_pool` is that of the controller worker; a session that `traces` only records calls. `trackers` are the
+    unfinished ones, `run_directory` is that of the first.
     """
 
     _current: ClassVar[Session | None] = None
@@ -37,6 +39,8 @@ class Session:
         self.pools: list[Any] = []
         self.groups: dict[str, Any] = {}
         self.controller_pool: Any = None
+        self.trackers: list[Any] = []
+        self.run_directory: Path | None = None
         self._closing: list[Callable[[], None]] = []
         atexit.register(self.shutdown)
 
