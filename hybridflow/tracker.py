@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import io
-import json
 import logging
 import math
 import numbers
 import os
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,8 @@ from rich.text import Text
 
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError
-from hybridflow.kept_files import KeptFiles
+from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
+from hybridflow.metric_loggers import Destinations, LoggerThread, find_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -37,49 +38,71 @@ class _Resolvable(Protocol):
 Metrics = Mapping[str, float] | _Resolvable
 """A flat dict of metrics, or anything whose `get()` returns one (a future of a group call)."""
 
-_KEPT = ("metrics.jsonl", "samples.jsonl", "notes.json", "reward.png")
+_KEPT = ("metrics.jsonl", "samples.jsonl", "notes.json", "reward.png", "tensorboard")
+_FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
 
 
 class Tracker:
-    """Writes a run's metrics to `directory` and shows them.
+    """Writes a run's metrics to `directory`, sends them `to` loggers and shows them.
 
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
       figures of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
+    - `to`: "tensorboard" (event files in the directory), "wandb" and "mlflow" (extras of the package), or objects of
+      `hybridflow.metric_loggers.MetricLogger`. Each is called in a thread of its own.
 
-    Files of an earlier run in the directory are renamed to `metrics.<n>.jsonl` and so on. `total` is the number of
-    iterations, for the display. `console=False` shows nothing.
+    `load_state` continues the run that `state` was taken of. Without it, the first write renames the files of an
+    earlier run in the directory to `metrics.<n>.jsonl` and so on. `total` is the number of iterations, for the display.
+    `console=False` shows nothing.
 
-    A failed write (full disk, removed directory) does not stop the run: each kind of error is logged once, the metrics
-    are kept and written later, and the end of the run names the missing ones.
+    A failed write (full disk, removed directory, lost network) does not stop the run: each kind of error is logged
+    once, the metrics are kept and written later, and the end of the run names the missing ones.
 
     `log` is one iteration behind; `finish` writes the last one and draws the curve. Without a call or `with`, it runs
     at the end of the session (`hf.shutdown()`) or of the program.
+
+    Errors: ConfigError for a directory that cannot be written, an unknown logger, and one whose package is missing.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, total: int | None = None, console: bool = True) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        to: Destinations = (),
+        total: int | None = None,
+        console: bool = True,
+    ) -> None:
         if (session := Session.existing()) is not None and session.traces:
-            directory, console = session.backend.scratch(), False
+            directory, to, console = session.backend.scratch(), (), False
+        self._loggers = find_loggers(to)
         self.directory = Path(directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise ConfigError(f"Tracker({str(directory)!r}): this is a file. Give a directory for the run.")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _set_aside(self.directory)
-            (self.directory / "metrics.jsonl").touch()
+            (self.directory / "metrics.jsonl").open("ab").close()
         except OSError as error:
             why = f"{error.strerror}: {error.filename}"
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
-        self._files, self._closed = KeptFiles(self.directory), False
+        self._files, self._closed = KeptFiles(self.directory, _KEPT), False
         self._display = RunDisplay(total) if console else None
+        self._threads: list[LoggerThread] = []
         self._pending: tuple[tuple[Metrics, ...], int] | None = None
-        self._step, self._start = 0, time.perf_counter()
-        self._last = self._start
+        self._step = self._resumed = self._logged = self._written = 0
+        self._last = self._start = time.perf_counter()
         self._rewards: list[tuple[int, float]] = []
         self._notes: dict[str, Any] = {}
+        self._run = uuid.uuid4().hex
         self._session: Session | None = None
-        atexit.register(self._finish_late)
+        self._register()
+
+    @property
+    def written(self) -> int:
+        """The step of the last line in `metrics.jsonl`; 0 before the first."""
+        if not self._files.waiting("metrics.jsonl"):
+            self._written = self._logged
+        return self._written
 
     def log(self, *metrics: Metrics) -> None:
         """Log the metrics of one iteration; later arguments win.
@@ -91,7 +114,7 @@ class Tracker:
         if self._closed:
             raise ConfigError("this run's tracker is finished: make a new Tracker to log more.")
         self._step += 1
-        session = Session.existing()
+        session = self._register()
         if session is not None and session is not self._session:  # a session may end before the program
             self._session = session
             session.before_shutdown(self._finish_late)
@@ -102,8 +125,7 @@ class Tracker:
 
     def samples(self, rows: Sequence[Mapping[str, Any]], *, title: str = "samples") -> None:
         """Show rows (prompts, responses, rewards, ...) as a table, and append them to `samples.jsonl`."""
-        lines = [json.dumps({"step": self._step, "title": title, **row}, default=_plain) for row in rows]
-        self._files.append("samples.jsonl", lines)
+        self._files.append("samples.jsonl", [as_line({"step": self._step, "title": title, **row}) for row in rows])
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.samples(rows, title)
@@ -111,21 +133,51 @@ class Tracker:
     def note(self, **figures: Any) -> None:
         """Write values of the whole run (accuracy before and after) to `notes.json`."""
         self._notes |= figures
-        self._files.replace("notes.json", (json.dumps(self._notes, default=_plain, indent=2) + "\n").encode())
+        self._files.replace("notes.json", as_document(self._notes))
+
+    def flush(self) -> None:
+        """Wait for the metrics of the last iteration and write them. Errors: as `log`."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._write(*pending)
+        self._files.write()
+        self._wait_for_loggers(_FLUSH_SECONDS)
+
+    def state(self) -> dict[str, Any]:
+        """State for `load_state`, after `flush`: plain data, for JSON."""
+        self.flush()
+        seconds = time.perf_counter() - self._start
+        return RunState(self._run, self._step, seconds, self._rewards, self._notes).as_json()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue the run after the step of `state`, in the same files; discards the iteration that is pending.
+
+        Lines of later steps, of a part of the run that was lost, go to `metrics.<n>.jsonl` and so on. Can be called
+        again, and after `finish`. Errors: ConfigError when it is not a state; the tracker is then unchanged.
+        """
+        saved = RunState.read(state)
+        self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
+        self._step = self._resumed = self._logged = self._written = saved.step
+        self._pending, self._closed = None, False
+        self._last = time.perf_counter()
+        self._start = self._last - saved.seconds
+        notes = as_document(self._notes) if self._notes else b""
+        self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""})
+        for thread in self._threads:
+            thread.put("open", self.directory, saved.run, saved.step)
+        self._register()
 
     def finish(self) -> None:
         """Wait for the last iteration, draw the reward curve, close. Can be called again."""
         if self._closed:
             return
         try:
-            if self._pending is not None:
-                pending, self._pending = self._pending, None
-                self._write(*pending)
+            self.flush()
             if self._rewards:
                 with self._files.forgiving("reward.png"):
                     self._files.replace("reward.png", drawn_curve(self._rewards))
         finally:
-            self._close()
+            self._close(_failed())
 
     def _finish_late(self) -> None:
         """`finish` at program exit: logs errors; does not wait if the program failed."""
@@ -146,7 +198,7 @@ class Tracker:
         if kind is None:
             self.finish()
         else:  # the pending results may never arrive
-            self._close()
+            self._close(True)
 
     def _write(self, metrics: tuple[Metrics, ...], step: int) -> None:
         figures: dict[str, float] = {}
@@ -159,22 +211,56 @@ class Tracker:
             line["perf/tokens_per_second"] = line["response/tokens"] / max(line["time/iteration"], 1e-9)
         # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
-        self._files.append("metrics.jsonl", [json.dumps(plain)])
+        self._written, self._logged = self.written, step
+        self._files.append("metrics.jsonl", [as_line(plain)])
         if math.isfinite(line.get("reward/mean", math.nan)):
             self._rewards.append((step, line["reward/mean"]))
+        if not self._threads:
+            self._threads = [LoggerThread(name, one, self._end_first) for name, one in self._loggers.items()]
+            for thread in self._threads:
+                thread.put("open", self.directory, self._run, self._resumed)
+        for thread in self._threads:
+            thread.put("log", step, {name: value for name, value in line.items() if name != "step"})
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.iteration(line)
 
-    def _close(self) -> None:
+    def _register(self) -> Session | None:
+        """Note this tracker in the session, if there is one, and for the end of the program."""
+        self._end_first()
+        session = Session.existing()
+        if session is not None and self not in session.trackers:
+            session.trackers.append(self)
+            session.run_directory = session.run_directory or self.directory
+        return session
+
+    def _end_first(self) -> None:
+        """Run `finish` at program exit before functions that were registered earlier, such as those of loggers."""
+        atexit.unregister(self._finish_late)
+        if not self._closed:
+            atexit.register(self._finish_late)
+
+    def _close(self, failed: bool) -> None:
         atexit.unregister(self._finish_late)
         self._closed = True
+        if (session := Session.existing()) is not None and self in session.trackers:
+            session.trackers.remove(self)
         self._files.write()
         if missing := self._files.missing():
             logger.warning("%s lacks what could not be written: %s.", self.directory, missing)
+        for thread in self._threads:
+            thread.put("close", failed)
+        for name in self._wait_for_loggers(_CLOSE_SECONDS):
+            logger.warning("%s has not answered for %.0f s: it may lack metrics.", name, _CLOSE_SECONDS)
+        self._threads = []
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.close()
+
+    def _wait_for_loggers(self, seconds: float) -> list[str]:
+        """Wait until the loggers have been called for all metrics; the names of those that have not been."""
+        due = time.monotonic() + seconds
+        return [thread.name for thread in self._threads if not thread.wait(max(due - time.monotonic(), 0.0))]
 
 
 def drawn_curve(points: Sequence[tuple[int, float]], window: int = 5) -> bytes:
@@ -217,24 +303,6 @@ def _is_there(part: Metrics) -> bool:
     """Whether `get` returns without waiting; assumed for values that cannot tell."""
     done = getattr(part, "done", None)
     return done is None or bool(done())
-
-
-def _plain(value: Any) -> Any:
-    """Tensors and arrays as numbers and lists; anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _set_aside(directory: Path) -> None:
-    """Rename the files of an earlier run, all with the first free number."""
-    here = [directory / name for name in _KEPT if (directory / name).exists()]
-    if not here:
-        return
-    n = 1
-    while any((directory / f"{Path(name).stem}.{n}{Path(name).suffix}").exists() for name in _KEPT):
-        n += 1
-    for path in here:
-        path.rename(path.with_name(f"{path.stem}.{n}{path.suffix}"))
-    logger.info("%s had an earlier run: its files are now called *.%d.*", directory, n)
 
 
 _SHOWN = (

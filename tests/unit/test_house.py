@@ -36,7 +36,7 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
-    ("kept_files",),
+    ("kept_files", "metric_loggers"),
     ("tracker", "loader", "driver"),
     ("tracing",),
     ("profiling",),

@@ -1,0 +1,229 @@
+"""Loggers that a Tracker sends metrics to besides its files: TensorBoard, Weights & Biases, MLflow, or a user's own."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.kept_files import KeptFiles
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class MetricLogger(Protocol):
+    """Receives the metrics of a run, from one thread. An exception does not stop the run: the call is made again later.
+
+    `open` comes before the first `log`, and again after each `Tracker.load_state`; `run` is the same id in every part
+    of a resumed run, and points after `step` are of a lost part (0: a new run). Metrics may be NaN or infinite.
+    """
+
+    def open(self, directory: Path, run: str, step: int) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self, failed: bool) -> None: ...
+
+
+class TensorBoard:
+    """Event files in `<directory>/tensorboard`, made of complete records: `tensorboard --logdir DIRECTORY`."""
+
+    def __init__(self) -> None:
+        self._event = _installed("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summary = _installed("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        self._record = _installed("tensorboard.summary.writer.record_writer", "tensorboard").RecordWriter
+
+    def open(self, directory: Path, run: str, step: int) -> None:
+        self._files = KeptFiles(folder := directory / "tensorboard")
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+        number = max([int(time.time()), *(int(found) + 1 for found in numbers if found.isdecimal())])
+        self._name = f"events.out.tfevents.{number:010d}"  # readers take files in the order of their names
+        self._write(file_version="brain.Event:2")
+        start = self._event.SessionLog(status=self._event.SessionLog.START)
+        self._write(step=step + 1, session_log=start)  # hides the points from this step on in earlier files
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=self._summary(value=values))
+
+    def close(self, failed: bool) -> None:
+        self._files.write()
+        if missing := self._files.missing():
+            raise OSError(f"not written: {missing}")
+
+    def _write(self, **fields: Any) -> None:
+        event = self._event.Event(wall_time=time.time(), **fields)
+        self._record(record := io.BytesIO()).write(event.SerializeToString())
+        self._files.append(self._name, [record.getvalue()])
+
+
+class WandB:
+    """Weights & Biases, in the project `WANDB_PROJECT` (else "hybridflow"); `WANDB_MODE=offline` needs no account.
+
+    A resumed run keeps its id. Points of a lost part stay, since W&B cannot remove them: `step` is the x-axis.
+    """
+
+    def __init__(self) -> None:
+        self._wandb, self._run = _installed("wandb", "wandb"), None
+        if self._wandb.setup().settings.mode == "online" and not self._wandb.login(prompt=False, verify=False):
+            raise ConfigError(
+                "Tracker(to='wandb'): no API key was found. Call `wandb login` once, or set WANDB_API_KEY, or set "
+                "WANDB_MODE=offline and upload the run later with `wandb sync`."
+            )
+
+    def open(self, directory: Path, run: str, step: int) -> None:
+        if self._run is not None and self._run.id == run:
+            return
+        self.close(False)
+        settings = self._wandb.Settings(console="off")  # standard output stays the display's
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "hybridflow"), name=directory.name, id=run, dir=directory,
+            resume="allow", reinit="create_new", settings=settings,
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")  # W&B's own step never goes back
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self._run is not None
+        self._run.log({"step": step, **metrics})
+
+    def close(self, failed: bool) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=int(failed))
+            self._run = None
+
+
+class MLflow:
+    """MLflow, at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME` (else "hybridflow").
+
+    A resumed run is found by its tag `hybridflow.run`. Points of a lost part stay, since MLflow cannot remove them.
+    """
+
+    def __init__(self) -> None:
+        self._mlflow = _installed("mlflow", "mlflow")
+
+    def open(self, directory: Path, run: str, step: int) -> None:
+        self._client = self._mlflow.MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "hybridflow")
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        runs = self._client.search_runs([experiment], f"tags.`hybridflow.run` = '{run}'", max_results=1)
+        tags = {"hybridflow.run": run}
+        opened = runs[0] if runs else self._client.create_run(experiment, tags=tags, run_name=directory.name)
+        self._id = opened.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        plain = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in metrics.items()}
+        points = [self._mlflow.entities.Metric(name, value, now, step) for name, value in plain.items()]
+        for first in range(0, len(points), 1000):  # MLflow's limit
+            self._client.log_batch(self._id, metrics=points[first : first + 1000])
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+_LOGGERS: dict[str, Callable[[], MetricLogger]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+Destinations = str | MetricLogger | Iterable[str | MetricLogger]
+"""Names of loggers ("tensorboard", "wandb", "mlflow") and objects that are MetricLoggers."""
+
+
+def find_loggers(to: Destinations) -> dict[str, MetricLogger]:
+    """The loggers by name. Errors: ConfigError for an unknown or repeated one, and for a missing package."""
+    found: dict[str, MetricLogger] = {}
+    for item in to if isinstance(to, Iterable) and not isinstance(to, str | MetricLogger) else (to,):
+        if isinstance(item, str):
+            if item not in _LOGGERS:
+                raise ConfigError(f"Tracker(to={item!r}): there is no such logger.{nearest(item, _LOGGERS)}")
+            name, one = item, _LOGGERS[item]()
+        elif isinstance(item, MetricLogger) and not isinstance(item, type):
+            name, one = type(item).__name__, item
+        else:
+            raise ConfigError(
+                f"Tracker(to=...) was given {item!r:.80}: give names ({', '.join(_LOGGERS)}) or objects with the "
+                f"methods open, log and close of hybridflow.metric_loggers.MetricLogger."
+            )
+        if name in found:
+            raise ConfigError(f"Tracker(to=...) names {name!r} twice: name each logger once.")
+        found[name] = one
+    return found
+
+
+class LoggerThread:
+    """Calls one logger from a thread of its own: neither its errors nor its delays stop the run.
+
+    Calls that fail are kept and made again with each next one; each kind of error is logged once. `opened` is called in
+    the thread after each successful `open`.
+    """
+
+    def __init__(self, name: str, target: MetricLogger, opened: Callable[[], None]) -> None:
+        self.name, self._target, self._after_open = name, target, opened
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._kept: list[tuple[str, tuple[Any, ...]]] = []
+        self._is_open, self._why, self._reported = False, "", set[type]()
+        self._mark: threading.Event | None = None
+        threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
+
+    def put(self, method: str, *arguments: Any) -> None:
+        """Call this method of the logger, later; after "close" the thread ends."""
+        self._calls.put((method, arguments))
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all earlier calls have been tried; does not wait if an earlier `wait` still does."""
+        if self._mark is None or self._mark.is_set():
+            self._mark = threading.Event()
+            self._calls.put(("", (self._mark,)))
+            self._mark.wait(seconds)
+        return self._mark.is_set()
+
+    def _work(self) -> None:
+        closed = False
+        while True:
+            method, arguments = self._calls.get()
+            if not method:
+                arguments[0].set()
+                if closed:
+                    return
+                continue
+            if method == "open":
+                self._kept, self._is_open = [], False
+            self._kept.append((method, arguments))
+            self._kept = [call for call in self._kept if not self._succeeds(*call)]
+            if method == "close":
+                closed = True
+                if lost := sum(method == "log" for method, _ in self._kept):
+                    logger.warning("%s lacks the metrics of %d iterations (%s).", self.name, lost, self._why)
+
+    def _succeeds(self, method: str, arguments: tuple[Any, ...]) -> bool:
+        if method != "open" and not self._is_open:
+            return False
+        try:
+            getattr(self._target, method)(*arguments)
+        except Exception as error:
+            self._why = f"{type(error).__name__}: {error}"
+            if type(error) not in self._reported:
+                self._reported.add(type(error))
+                logger.warning("%s failed: %s. The run continues; metrics are sent again later.", self.name, self._why)
+            return False
+        if method == "open":
+            self._is_open = True
+            self._after_open()
+        return True
+
+
+def _installed(module: str, package: str) -> Any:
+    """The module. Errors: ConfigError naming the extra when it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        what = package if package == "tensorboard" else f'"hybridflow[{package}]"'
+        raise ConfigError(f"Tracker(to={package!r}): {error}. Install it: pip install {what}") from error
