@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybridflow.algorithms.registry import PPO as PPO
     from hybridflow.batch.batch import Batch as Batch
     from hybridflow.batch.ragged import Ragged as Ragged
+    from hybridflow.checkpoints import Checkpoints as Checkpoints
     from hybridflow.cluster.batch_ref import BatchRef as BatchRef
     from hybridflow.cluster.group import WorkerGroup as WorkerGroup
     from hybridflow.cluster.pool import ResourcePool as ResourcePool
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from hybridflow.protocols import THREE_D_PP_ONLY as THREE_D_PP_ONLY
     from hybridflow.protocols import THREE_D_PROTO as THREE_D_PROTO
     from hybridflow.protocols import register as register
+    from hybridflow.run_state import load as load
+    from hybridflow.run_state import save as save
     from hybridflow.tracing.auto import auto as auto
     from hybridflow.tracing.trace import trace as trace
     from hybridflow.tracing.trace import trace_spec as trace_spec
@@ -66,6 +69,7 @@ _NAMESPACES = ("algorithms", "errors", "planner", "protocols", "rewards")
 _WHERE = {
     "algorithms.registry": ("GAE", "PPO"),
     "batch.batch": ("Batch",),
+    "checkpoints": ("Checkpoints",),
     "batch.ragged": ("Ragged",),
     "cluster.batch_ref": ("BatchRef",),
     "cluster.group": ("WorkerGroup",),
@@ -78,6 +82,7 @@ _WHERE = {
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "register"),
     ),
+    "run_state": ("load", "save"),
     "tracing.auto": ("auto",),
     "tracing.trace": ("trace", "trace_spec"),
     "tracker": ("Tracker",),

@@ -31,7 +31,14 @@ from hybridflow.engines.checkpoint.manifest import (
     step_directory,
     step_of,
 )
-from hybridflow.errors import CheckpointError, ConfigError, HostLostError, HybridFlowError, WaitTimeoutError
+from hybridflow.errors import (
+    CheckpointError,
+    ConfigError,
+    HostLostError,
+    HybridFlowError,
+    WaitTimeoutError,
+    WorkerError,
+)
 from hybridflow.run_state import RunParts, Saving, restore, verified
 from hybridflow.settings import require
 
@@ -148,10 +155,10 @@ class Checkpoints:
                 raise CheckpointError(f"resume={self._mode!r}: {chosen} is not a checkpoint and has none.")
             return found
         newest, steps = self.newest, getattr(loader, "steps", None)
-        if newest is not None and (self.directory / _ENDED).exists() and steps is not None:
-            if (step_of(newest) or 0) >= steps:
-                logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
-                return []
+        ended = newest is not None and steps is not None and (step_of(newest) or 0) >= steps
+        if ended and (self.directory / _ENDED).exists():
+            logger.warning("%s: this run has ended; its checkpoints are set aside.", self.directory)
+            return []
         return saved_steps(self.directory)
 
     def _load(self, session: Session, candidates: Sequence[Path]) -> Path | None:
@@ -260,35 +267,32 @@ class Checkpoints:
 
     def _save(self, session: Session) -> None:
         self._report(wait=True)  # one at a time
-        target, trackers = step_directory(self.directory, self._step), list(session.trackers)
+        target = step_directory(self.directory, self._step)
         if target.exists():
             return
-        names = {id(part): name for name, part in session.parts.items()}
-        step, given = self._step, self._metrics
-
-        def finish() -> dict[str, Any]:
-            for tracker in trackers:
-                tracker.flush(step)
-            return {names[id(one)]: {**one.state(), "step": step} for one in trackers if id(one) in names}
-
+        given = self._metrics
         try:
             parts = RunParts.of(session, self._only)
-            self._saving = Saving(session, target, parts, step, lambda: _numbers(given), finish)
+            self._saving = Saving(session, target, parts, self._step, lambda: _numbers(given))
         except CheckpointError as error:
             self._failed(error)
-        self._saved = step
+        except WorkerError as error:
+            if not session.defer(error):
+                raise
+        self._saved = self._step
 
     def _report(self, wait: bool = False) -> None:
         """Take note of a save that has ended. Errors: CheckpointError when it failed, unless failures are logged."""
         saving = self._saving
         if saving is None or (saving.running and not wait):
-            return None
+            return
         self._saving = None
         try:
             saving.result()
         except CheckpointError as error:
-            return self._failed(error)
-        self._prune()
+            self._failed(error)
+        else:
+            self._prune()
 
     def _failed(self, error: CheckpointError) -> None:
         if self._on_failure == "raise":

@@ -34,7 +34,8 @@ from hybridflow.engines.checkpoint.manifest import (
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.workers.saved_state import rank_file
+from hybridflow.tracker import Tracker
+from hybridflow.workers.saved_state import has_state, rank_file
 from hybridflow.workers.worker import Worker
 
 _LOOK_SECONDS, _CANCEL_SECONDS = 0.05, 10.0
@@ -57,7 +58,7 @@ class RunParts:
         for name, part in named:
             if isinstance(part, WorkerGroup):
                 groups[part.name] = part
-            elif _has_state(part):
+            elif has_state(part):
                 session.attach(part, name)
                 objects |= {known: one for known, one in session.parts.items() if one is part}
             else:
@@ -65,10 +66,6 @@ class RunParts:
                     f"parts={part!r:.80}: a part is a worker group, or has state() and load_state(state)."
                 )
         return cls(groups, objects)
-
-
-def _has_state(part: Any) -> bool:
-    return callable(getattr(part, "state", None)) and callable(getattr(part, "load_state", None))
 
 
 def folder_of(name: str, taken: Iterable[str] = ()) -> str:
@@ -88,7 +85,7 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     session = Session.current()
     target = Path(os.path.abspath(path))
     if not session.traces:
-        Saving(session, target, RunParts.of(session, parts), step=0).result()
+        Saving(session, target, RunParts.of(session, parts)).result()
     return str(target)
 
 
@@ -96,15 +93,14 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
 class Saving:
     """A checkpoint that is being written: made when the ranks have their calls; a thread completes it.
 
-    `finish(manifest)` is called before the manifest is written, when everything before it has succeeded.
+    The states of trackers are taken then: they are behind the calls. `metrics` returns those of the iteration.
     """
 
     session: Session
     target: Path
     parts: RunParts
-    step: int
+    step: int | None = None
     metrics: Callable[[], Mapping[str, float | None]] = dict
-    finish: Callable[[], Mapping[str, Any]] = dict
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     error: BaseException | None = None
     cancelled: bool = False
@@ -123,12 +119,12 @@ class Saving:
             self.partial.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.target} cannot be written: {error.filename}: {error.strerror}.") from error
-        states = {name: _plain(name, part.state()) for name, part in self.parts.objects.items()}
+        now = {name: part for name, part in self.parts.objects.items() if not isinstance(part, Tracker)}
+        self._states = {name: _plain(name, part.state()) for name, part in now.items()}
         self._random = random_state()
         self._sources = {name: group.weights_source for name, group in self.parts.groups.items()}
         self._results = {name: self._issue(name, group) for name, group in self.parts.groups.items()}
         self._calls = list(self.session.iterations.unsettled())
-        self._states = states
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -137,8 +133,8 @@ class Saving:
         if issubclass(group.worker_class, Worker):
             settings = dict(group.settings) if self._sources[name] is None else None
             where = (str(self.partial), self._folders[name], self.id)
-            return backend.tell(group.ranks, "save_state", *where, settings)
-        return backend.tell(group.ranks, "state") if _has_state(group.worker_class) else None
+            return backend.tell(group.ranks, "write_checkpoint", *where, settings)
+        return backend.tell(group.ranks, "state") if has_state(group.worker_class) else None
 
     def _run(self) -> None:
         try:
@@ -163,11 +159,12 @@ class Saving:
                 report = self._report(report_file(self.partial, self._folders[name], rank))
                 files |= {file: FileEntry(**entry) for file, entry in report["files"].items()}
                 dtypes = {**report["dtypes"], **dtypes}
-            groups[name] = replace(
-                saved, ranks=ranks, dtypes=dtypes, follows=None if saved.kinds else self._sources[name] or None
-            )
-        states = {**self._states, **self.finish()}
-        return Manifest(self.step, self.id, groups, files, states, self._random, self.metrics())
+            values = tuple(one.values[0] for one in answers[name]) if saved.values is not None else None
+            follows = None if saved.kinds else self._sources[name] or None
+            groups[name] = replace(saved, values=values, ranks=ranks, dtypes=dtypes, follows=follows)
+        trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
+        states = self._states | {name: part.state(self.step) for name, part in trackers.items()}
+        return Manifest(self.step or 0, self.id, groups, files, states, self._random, self.metrics())
 
     def _check_calls(self) -> None:
         """Errors: WorkerError of a call before the save: its state is not one to continue from."""
@@ -289,7 +286,8 @@ def restore(session: Session, directory: Path, manifest: Manifest, parts: RunPar
         if issubclass(group.worker_class, Worker):
             bare = replace(one, ranks=(), beside=())
             arguments = (str(directory), manifest.id, bare, one.ranks, dict(group.settings))
-            waiting.append(backend.tell(group.ranks, "load_state", *arguments))
+            _check_values(group, one.values)
+            waiting.append(backend.tell(group.ranks, "read_checkpoint", *arguments))
             if one.kinds:
                 group.weights_changed()
         elif one.values is not None:
@@ -304,15 +302,20 @@ def restore(session: Session, directory: Path, manifest: Manifest, parts: RunPar
 
 
 def _saves(group: WorkerGroup) -> bool:
-    return issubclass(group.worker_class, Worker) or _has_state(group.worker_class)
+    return issubclass(group.worker_class, Worker) or has_state(group.worker_class)
 
 
 def _values(session: Session, group: WorkerGroup, values: Sequence[Any]) -> list[Callable[[], list[Any]]]:
-    """Give each rank what its `state()` returned. Errors: ConfigError for another number of ranks."""
-    if len(values) != group.grid.size:
+    """Give each rank what its `state()` returned."""
+    _check_values(group, values)
+    hosts = zip(group.ranks.hosts, values, strict=True)
+    return [session.backend.tell(replace(group.ranks, hosts=(host,)), "load_state", value) for host, value in hosts]
+
+
+def _check_values(group: WorkerGroup, values: Sequence[Any] | None) -> None:
+    """Errors: ConfigError for values of another number of ranks."""
+    if values is not None and len(values) != group.grid.size:
         raise ConfigError(
             f"{group.name} has {group.grid.size} ranks, its state in the checkpoint is that of {len(values)}: a class "
             f"with state() continues on as many ranks."
         )
-    hosts = zip(group.ranks.hosts, values, strict=True)
-    return [session.backend.tell(replace(group.ranks, hosts=(host,)), "load_state", value) for host, value in hosts]

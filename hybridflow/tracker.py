@@ -9,6 +9,7 @@ import math
 import numbers
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow.cluster.session import Session
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, WorkerError
 from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.metric_loggers import Destinations, LoggerThread, find_loggers
 
@@ -95,6 +96,7 @@ class Tracker:
         self._notes: dict[str, Any] = {}
         self._run = uuid.uuid4().hex
         self._session: Session | None = None
+        self._lock = threading.RLock()  # a checkpoint's thread asks for the state
         self._register()
 
     @property
@@ -113,15 +115,20 @@ class Tracker:
         """
         if self._closed:
             raise ConfigError("this run's tracker is finished: make a new Tracker to log more.")
-        self._step += 1
         session = self._register()
         if session is not None and session is not self._session:  # a session may end before the program
             self._session = session
             session.before_shutdown(self._finish_late)
-        stages = () if session is None else (session.iterations.stage_seconds(),)
-        earlier, self._pending = self._pending, ((*stages, *metrics), self._step)
-        if earlier is not None:
-            self._write(*earlier)
+        with self._lock:
+            self._step += 1
+            stages = () if session is None else (session.iterations.stage_seconds(),)
+            earlier, self._pending = self._pending, ((*stages, *metrics), self._step)
+            try:
+                if earlier is not None:
+                    self._write(*earlier)
+            except WorkerError as error:
+                if session is None or not session.defer(error):
+                    raise
 
     def samples(self, rows: Sequence[Mapping[str, Any]], *, title: str = "samples") -> None:
         """Show rows (prompts, responses, rewards, ...) as a table, and append them to `samples.jsonl`."""
@@ -135,19 +142,23 @@ class Tracker:
         self._notes |= figures
         self._files.replace("notes.json", as_document(self._notes))
 
-    def flush(self) -> None:
-        """Wait for the metrics of the last iteration and write them. Errors: as `log`."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._write(*pending)
-        self._files.write()
-        self._wait_for_loggers(_FLUSH_SECONDS)
+    def flush(self, step: int | None = None) -> None:
+        """Wait for the metrics of the last iteration, if it is not after `step`, and write them. Errors: as `log`."""
+        with self._lock:
+            if self._pending is not None and (step is None or self._pending[1] <= step):
+                pending, self._pending = self._pending, None
+                self._write(*pending)
+            self._files.write()
+            self._wait_for_loggers(_FLUSH_SECONDS)
 
-    def state(self) -> dict[str, Any]:
-        """State for `load_state`, after `flush`: plain data, for JSON."""
-        self.flush()
-        seconds = time.perf_counter() - self._start
-        return RunState(self._run, self._step, seconds, self._rewards, self._notes).as_json()
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        """State for `load_state` at the end of iteration `step` (the last one), after `flush`: plain data, for JSON."""
+        with self._lock:
+            self.flush(step)
+            step = self._step if step is None else step
+            rewards = [(at, reward) for at, reward in self._rewards if at <= step]
+            seconds = time.perf_counter() - self._start
+            return RunState(self._run, step, seconds, rewards, self._notes).as_json()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue the run after the step of `state`, in the same files; discards the iteration that is pending.
@@ -229,9 +240,9 @@ class Tracker:
         """Note this tracker in the session, if there is one, and for the end of the program."""
         self._end_first()
         session = Session.existing()
-        if session is not None and self not in session.trackers:
-            session.trackers.append(self)
+        if session is not None and not self._closed:
             session.run_directory = session.run_directory or self.directory
+            session.attach(self)
         return session
 
     def _end_first(self) -> None:
@@ -243,8 +254,6 @@ class Tracker:
     def _close(self, failed: bool) -> None:
         atexit.unregister(self._finish_late)
         self._closed = True
-        if (session := Session.existing()) is not None and self in session.trackers:
-            session.trackers.remove(self)
         self._files.write()
         if missing := self._files.missing():
             logger.warning("%s lacks what could not be written: %s.", self.directory, missing)

@@ -29,7 +29,7 @@ class Session:
 
     `controller_pool` is that of the controller worker; a session that `traces` only records calls. `parts` are the
     loaders, trackers and other objects of the driver that checkpoints contain, `states` those of a loaded checkpoint
-    for parts that are not attached yet. `trackers` are the unfinished ones, `run_directory` is that of the first.
+    for parts that are not attached yet. `run_directory` is that of the first tracker.
     """
 
     _current: ClassVar[Session | None] = None
@@ -43,7 +43,6 @@ class Session:
         self.controller_pool: Any = None
         self.parts: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
-        self.trackers: list[Any] = []
         self.run_directory: Path | None = None
         self._closing: list[Callable[[], None]] = []
         self._recoverable: Callable[[BaseException], bool] | None = None

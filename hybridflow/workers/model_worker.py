@@ -253,6 +253,10 @@ class ModelWorker(Worker):
     def on_weights_loaded(self) -> None:
         self.engine.weights_loaded()
 
+    @property
+    def has_tensors(self) -> bool:
+        return getattr(self, "engine", None) is not None  # a reward function has none
+
     def beside(self) -> Mapping[str, bytes]:
         engine = getattr(self, "engine", None)
         if engine is None or engine.adapters is None:

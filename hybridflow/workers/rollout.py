@@ -252,6 +252,10 @@ class RolloutWorker(Worker):
     def weights_storage(self) -> Mapping[str, Tensor]:
         return self.engine.storage()
 
+    @property
+    def has_tensors(self) -> bool:
+        return True
+
     def on_weights_loaded(self) -> None:
         self.engine.weights_changed()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,25 @@ def rank_file(folder: str, rank: int) -> str:
     return f"{folder}/rank-{rank:05d}.safetensors"
 
 
+def has_state(part: Any) -> bool:
+    """Whether an object, or a class, has `state()` and `load_state(state)`."""
+    return callable(getattr(part, "state", None)) and callable(getattr(part, "load_state", None))
+
+
 class SavedState:
     """Mixin of `Worker`, which has `context`, `resident`, `optimizing_engine` and the weights' layout and storage."""
 
     _writer: StateWriter | None = None
     _weights: Layout | None = None
 
-    def save_state(self: Any, directory: str, folder: str, id: str, settings: Mapping[str, Any] | None) -> SavedGroup:
+    @property
+    def has_tensors(self) -> bool:
+        """Whether it has weights or an optimizer's state."""
+        return False
+
+    def write_checkpoint(
+        self: Any, directory: str, folder: str, id: str, settings: Mapping[str, Any] | None
+    ) -> SavedGroup:
         """Take a snapshot and begin to write it to an unfinished checkpoint: the optimizer's state, or with `settings`
         the weights of a group that does not train. Returns the group's entry, without files.
 
@@ -46,8 +59,8 @@ class SavedState:
         rank, root = self.context.rank, Path(directory)
         if self._writer is None:
             self._writer = StateWriter(rank, self.context.device)
-        with self.resident():
-            kinds, counters = self._kinds(settings)
+        with self.resident() if self.has_tensors else nullcontext():
+            kinds, counters = self._kinds(settings) if self.has_tensors else ({}, None)
             extra = {root / folder / name: content for name, content in self.beside().items()} if not rank else {}
             file = RankFile(root / rank_file(folder, rank), report_file(root, folder, rank), id, extra)
             self._writer.save(file, kinds, self._parameter_dtypes() if kinds else {})
@@ -58,6 +71,7 @@ class SavedState:
             tensors={} if layout is None or rank else {name: tuple(shape) for name, shape in layout.tensors.items()},
             counters=counters,
             beside=tuple(f"{folder}/{name}" for name in self.beside()) if kinds else (),
+            values=(self.state(),) if has_state(self) else None,
         )
 
     def _kinds(self: Any, settings: Mapping[str, Any] | None) -> tuple[Kinds, dict[str, Any] | None]:
@@ -106,7 +120,7 @@ class SavedState:
                 found.append(str(error))
         return found
 
-    def load_state(
+    def read_checkpoint(
         self: Any, directory: str, id: str, saved: SavedGroup, names: Sequence[str], settings: Mapping[str, Any]
     ) -> None:
         """Fill the optimizer's state, or the weights, from the boxes of a checkpoint; with the same number of ranks,
@@ -115,8 +129,10 @@ class SavedState:
         Errors: CheckpointError, on all ranks, for another model or optimizer.
         """
         files = [Path(directory) / name for name in names]
-        with self.resident():
+        with self.resident() if self.has_tensors else nullcontext():
             agree(self.context, lambda: self._read(files, id, saved, settings), "the checkpoint")
+            if saved.values is not None and has_state(self):
+                self.load_state(saved.values[self.context.rank])
             if not saved.kinds:
                 return
             if (engine := self.optimizing_engine()) is not None:
@@ -127,8 +143,8 @@ class SavedState:
 
     def _read(self: Any, files: Sequence[Path], id: str, saved: SavedGroup, settings: Mapping[str, Any]) -> None:
         tensors, rank = SavedTensors(files, id), self.context.rank
-        engine = self.optimizing_engine()
-        if engine is not None and saved.kinds:
+        engine = self.optimizing_engine() if saved.kinds else None
+        if engine is not None:
             layout, storages = engine.optimizer_layout(), engine.optimizer_storage()
             if set(storages) != set(saved.kinds):
                 raise CheckpointError(

@@ -142,7 +142,7 @@ class StateWriter:
         assert self._image is not None
         try:
             _check_finite(self._places)
-            whole = memoryview(self._image.numpy())
+            whole = self._image.numpy().data
             parts = (whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES))
             entries = {file.path: write_file(file.path, parts)}
             entries |= {path: write_file(path, (content,)) for path, content in file.extra.items()}
