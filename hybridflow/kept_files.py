@@ -97,6 +97,8 @@ class KeptFiles:
 
     def write(self) -> None:
         """Retry all pending writes."""
+        if self._first == self._set_aside and not (self._contents or any(self._lines.values())):
+            return  # nothing is written yet: the run may still be continued
         if self._first is not None:
             with self.forgiving(self.directory):
                 self._first()

@@ -84,7 +84,7 @@ class WandB:
         if self._run is not None and self._run.id == run:
             return
         self.close(False)
-        settings = self._wandb.Settings(console="off")  # standard output stays the display's
+        settings = self._wandb.Settings(console="off", init_timeout=30)  # standard output stays the display's
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "hybridflow"), name=directory.name, id=run, dir=directory,
             resume="allow", reinit="create_new", settings=settings,
@@ -170,38 +170,39 @@ class LoggerThread:
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._kept: list[tuple[str, tuple[Any, ...]]] = []
         self._is_open, self._why, self._reported = False, "", set[type]()
-        self._mark: threading.Event | None = None
+        self._mark = threading.Event()
+        self._mark.set()
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
     def put(self, method: str, *arguments: Any) -> None:
-        """Call this method of the logger, later; after "close" the thread ends."""
+        """Call this method of the logger, later."""
         self._calls.put((method, arguments))
 
-    def wait(self, seconds: float) -> bool:
-        """Whether all earlier calls have been tried; does not wait if an earlier `wait` still does."""
-        if self._mark is None or self._mark.is_set():
+    def wait(self, seconds: float, *, again: bool = False) -> bool:
+        """Whether all earlier calls have been tried; without `again`, only if no earlier wait has been in vain."""
+        if again or self._mark.is_set():
             self._mark = threading.Event()
             self._calls.put(("", (self._mark,)))
             self._mark.wait(seconds)
         return self._mark.is_set()
 
     def _work(self) -> None:
-        closed = False
         while True:
-            method, arguments = self._calls.get()
-            if not method:
-                arguments[0].set()
-                if closed:
-                    return
-                continue
-            if method == "open":
-                self._kept, self._is_open = [], False
-            self._kept.append((method, arguments))
+            calls = [self._calls.get()]
+            while not self._calls.empty():  # one attempt for all: a failing one may take minutes
+                calls.append(self._calls.get())
+            for method, arguments in calls:
+                if method == "open":  # earlier calls are of a part that is lost
+                    self._kept, self._is_open = [], False
+                if method:
+                    self._kept.append((method, arguments))
             self._kept = [call for call in self._kept if not self._succeeds(*call)]
-            if method == "close":
-                closed = True
-                if lost := sum(method == "log" for method, _ in self._kept):
-                    logger.warning("%s lacks the metrics of %d iterations (%s).", self.name, lost, self._why)
+            lost = sum(method == "log" for method, _ in self._kept)
+            if lost and any(method == "close" for method, _ in calls):
+                logger.warning("%s lacks the metrics of %d iterations (%s).", self.name, lost, self._why)
+            for method, arguments in calls:
+                if not method:
+                    arguments[0].set()
 
     def _succeeds(self, method: str, arguments: tuple[Any, ...]) -> bool:
         if method != "open" and not self._is_open:
@@ -209,7 +210,7 @@ class LoggerThread:
         try:
             getattr(self._target, method)(*arguments)
         except Exception as error:
-            self._why = f"{type(error).__name__}: {error}"
+            self._why = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
             if type(error) not in self._reported:
                 self._reported.add(type(error))
                 logger.warning("%s failed: %s. The run continues; metrics are sent again later.", self.name, self._why)

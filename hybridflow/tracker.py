@@ -180,6 +180,9 @@ class Tracker:
 
     def finish(self) -> None:
         """Wait for the last iteration, draw the reward curve, close. Can be called again."""
+        self._finish(failed=False)
+
+    def _finish(self, failed: bool) -> None:
         if self._closed:
             return
         try:
@@ -188,7 +191,7 @@ class Tracker:
                 with self._files.forgiving("reward.png"):
                     self._files.replace("reward.png", drawn_curve(self._rewards))
         finally:
-            self._close(_failed())
+            self._close(failed)
 
     def _finish_late(self) -> None:
         """`finish` at program exit: logs errors; does not wait if the program failed."""
@@ -198,7 +201,7 @@ class Tracker:
             logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
             self._pending = None
         try:
-            self.finish()
+            self._finish(_failed())
         except Exception:
             logger.warning("%s: the last iteration failed.", self.directory, exc_info=True)
 
@@ -259,17 +262,17 @@ class Tracker:
             logger.warning("%s lacks what could not be written: %s.", self.directory, missing)
         for thread in self._threads:
             thread.put("close", failed)
-        for name in self._wait_for_loggers(_CLOSE_SECONDS):
+        for name in self._wait_for_loggers(_CLOSE_SECONDS, again=True):
             logger.warning("%s has not answered for %.0f s: it may lack metrics.", name, _CLOSE_SECONDS)
-        self._threads = []
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.close()
 
-    def _wait_for_loggers(self, seconds: float) -> list[str]:
+    def _wait_for_loggers(self, seconds: float, again: bool = False) -> list[str]:
         """Wait until the loggers have been called for all metrics; the names of those that have not been."""
         due = time.monotonic() + seconds
-        return [thread.name for thread in self._threads if not thread.wait(max(due - time.monotonic(), 0.0))]
+        left = [one for one in self._threads if not one.wait(max(due - time.monotonic(), 0.0), again=again)]
+        return [thread.name for thread in left]
 
 
 def drawn_curve(points: Sequence[tuple[int, float]], window: int = 5) -> bytes:

@@ -203,6 +203,29 @@ def test_a_full_disk_stops_no_run_and_figures_are_written_when_there_is_room(dis
     assert not list((disk / "run").glob(".*"))
 
 
+def test_a_full_disk_delays_what_a_restart_sets_aside(disk, caplog):
+    tracker, run = Tracker(disk / "run", console=False), disk / "run"
+    tracker.log({"reward/mean": 0.1})
+    state = tracker.state()
+    for _ in range(30):
+        tracker.log({"reward/mean": 0.2, **{f"figure/{i}": 1.0 for i in range(9)}})
+    fill(disk / "other")
+    tracker.load_state(state)
+    tracker.log({"reward/mean": 0.3})
+    tracker.flush()
+    assert [line["step"] for line in lines(run)] == [*range(1, 31)]  # as the lost part has left them
+    assert not (run / "metrics.1.jsonl").exists()
+    assert tracker.written == 1
+    (disk / "other").unlink()
+    tracker.flush()
+    assert tracker.written == 2
+    assert [line["reward/mean"] for line in lines(run)] == [0.1, 0.3]
+    assert [line["step"] for line in lines(run, "metrics.1.jsonl")] == [*range(2, 31)]
+    assert len(caplog.records) == 1
+    assert not list(run.glob(".*"))
+    tracker.finish()
+
+
 def test_a_directory_that_is_removed_stops_no_run_and_the_end_says_what_is_missing(tmp_path, caplog):
     tracker = Tracker(tmp_path / "run", console=False)
     tracker.log({"reward/mean": 0.1})

@@ -413,7 +413,7 @@ def test_a_driver_without_a_loader(small: Path):
 
     def driver():
         actor = hf.ActorWorker.on(hf.ResourcePool([2]), model=small / "model", generate=hf.VLLM(), optim=hf.SGD(lr=1.0))
-        tracker = hf.Tracker("figures")
+        tracker = hf.Tracker("figures", to="wandb")  # a trace needs no logger
         while True:
             batch = actor.generate_sequences(hf.Batch({"prompt": ["1+1="] * 4}))
             batch |= actor.compute_log_prob(batch)
