@@ -85,10 +85,8 @@ def test_a_token_that_cannot_be_made_is_named(tmp_path):
     assert "cannot be made this user's alone" in output(TOKEN, HOME=str(tmp_path))
 
 
-def test_joining_a_cluster_takes_its_token(cluster, pool):
-    """`hf.init` sends the user's token to a cluster on this machine; without it, and with another, it says so."""
+def test_joining_a_cluster_with_another_token_says_so(cluster, pool):
     address = ray.get_runtime_context().gcs_address
     asks = f"the Ray cluster at {address} asks for a token"
-    assert output(JOIN, address) == "joined"
     assert asks in output(JOIN, address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
     assert asks in output(JOIN, address, RAY_AUTH_MODE="disabled")
