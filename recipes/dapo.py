@@ -18,7 +18,7 @@ from recipes import scorers, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: dapo            # metrics, samples and the trained model go to runs/<name>
+name: dapo            # metrics, checkpoints and the trained model go to runs/<name>
 steps: 40
 batch_size: 16        # prompts per sampling round
 n: 8                  # responses per prompt
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     )
     overlong = hf.rewards.Overlong(cfg.actor.generate.sampling.max_tokens, cfg.overlong)
     reward = hf.RewardWorker.on(pool, **scorers.together(job.reward, overlong=overlong))
-    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker)
 
     def sample(prompts: hf.BatchRef) -> hf.BatchRef:
@@ -56,17 +56,20 @@ def main(arguments: list[str]) -> None:
         return batch | reward.compute_reward(batch)
 
     # groups are filtered by the task's reward alone, because length penalties differ in nearly every group
-    batches = hf.dynamic_sampling(
+    sampler = hf.dynamic_sampling(
         loader, sample, rows=cfg.rows, steps=cfg.steps, max_rounds=cfg.max_rounds, by="rewards/task"
     )
-    accuracy.measure("before")
+    batches = checkpoints.resume(sampler)
+    if not checkpoints.done:
+        accuracy.measure("before")
     for batch in batches:
         batch |= actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
         metrics = actor.update_actor(
             batch, clip=cfg.clip, clip_high=cfg.clip_high, aggregation="token-mean", minibatches=cfg.minibatches
         )
-        tracker.log(batch.metrics(), metrics, batches.metrics())
+        tracker.log(batch.metrics(), metrics, sampler.metrics())
+        checkpoints.step()
     accuracy.measure("after")
     actor.save(f"runs/{cfg.name}/model")
     tracker.finish()

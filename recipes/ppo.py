@@ -18,7 +18,7 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: ppo             # metrics, samples and the trained model go to runs/<name>
+name: ppo             # metrics, checkpoints and the trained model go to runs/<name>
 steps: 40
 batch_size: 128
 minibatches: 2
@@ -50,11 +50,13 @@ def main(arguments: list[str]) -> None:
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)
-    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker)
 
-    accuracy.measure("before")
-    for prompts in loader:
+    batches = checkpoints.resume(loader)
+    if not checkpoints.done:
+        accuracy.measure("before")
+    for prompts in batches:
         batch = actor.generate_sequences(prompts)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
@@ -64,6 +66,7 @@ def main(arguments: list[str]) -> None:
         critic_metrics = critic.update_critic(batch, minibatches=cfg.minibatches, epochs=cfg.epochs)
         actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches, epochs=cfg.epochs)
         tracker.log(batch.metrics(), critic_metrics, actor_metrics)
+        checkpoints.step()
     accuracy.measure("after")
     actor.save(f"runs/{cfg.name}/model")
     tracker.finish()

@@ -18,7 +18,7 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: reinforce_plus_plus    # metrics, samples and the trained model go to runs/<name>
+name: reinforce_plus_plus    # metrics, checkpoints and the trained model go to runs/<name>
 steps: 40
 batch_size: 128        # prompts
 minibatches: 2
@@ -45,11 +45,13 @@ def main(arguments: list[str]) -> None:
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)
-    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker)
 
-    accuracy.measure("before")
-    for prompts in loader:
+    batches = checkpoints.resume(loader)
+    if not checkpoints.done:
+        accuracy.measure("before")
+    for prompts in batches:
         batch = actor.generate_sequences(prompts)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
@@ -57,6 +59,7 @@ def main(arguments: list[str]) -> None:
         batch |= hf.compute_advantage(batch, "reinforce_plus_plus", gamma=1.0, kl_coef=cfg.kl_coef)
         metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
         tracker.log(batch.metrics(), metrics)
+        checkpoints.step()
     accuracy.measure("after")
     actor.save(f"runs/{cfg.name}/model")
     tracker.finish()

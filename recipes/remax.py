@@ -18,7 +18,7 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: remax           # metrics, samples and the trained model go to runs/<name>
+name: remax           # metrics, checkpoints and the trained model go to runs/<name>
 steps: 40
 batch_size: 128        # prompts
 minibatches: 2
@@ -45,11 +45,13 @@ def main(arguments: list[str]) -> None:
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)
-    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker)
 
-    accuracy.measure("before")
-    for prompts in loader:
+    batches = checkpoints.resume(loader)
+    if not checkpoints.done:
+        accuracy.measure("before")
+    for prompts in batches:
         greedy = actor.generate_sequences(prompts, greedy=True, n=1)
         baseline = reward.compute_reward(greedy).rename(rewards="baseline")
         batch = actor.generate_sequences(prompts)
@@ -60,6 +62,7 @@ def main(arguments: list[str]) -> None:
         batch |= hf.compute_advantage(batch, "remax", kl_coef=cfg.kl_coef)
         metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
         tracker.log(batch.metrics(), metrics)
+        checkpoints.step()
     accuracy.measure("after")
     actor.save(f"runs/{cfg.name}/model")
     tracker.finish()

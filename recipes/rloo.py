@@ -18,7 +18,7 @@ from recipes import settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: rloo            # metrics, samples and the trained model go to runs/<name>
+name: rloo            # metrics, checkpoints and the trained model go to runs/<name>
 steps: 40
 batch_size: 32        # prompts
 n: 4                  # responses per prompt
@@ -46,11 +46,13 @@ def main(arguments: list[str]) -> None:
     )
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)
-    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker)
 
-    accuracy.measure("before")
-    for prompts in loader:
+    batches = checkpoints.resume(loader)
+    if not checkpoints.done:
+        accuracy.measure("before")
+    for prompts in batches:
         batch = actor.generate_sequences(prompts, n=cfg.n)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
@@ -58,6 +60,7 @@ def main(arguments: list[str]) -> None:
         batch |= hf.compute_advantage(batch, "rloo", kl_coef=cfg.kl_coef)
         metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
         tracker.log(batch.metrics(), metrics)
+        checkpoints.step()
     accuracy.measure("after")
     actor.save(f"runs/{cfg.name}/model")
     tracker.finish()

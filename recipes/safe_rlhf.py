@@ -18,7 +18,7 @@ from recipes import scorers, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: safe_rlhf       # metrics, samples and the trained model go to runs/<name>
+name: safe_rlhf       # metrics, checkpoints and the trained model go to runs/<name>
 steps: 40
 batch_size: 128
 minibatches: 2
@@ -66,11 +66,13 @@ def main(arguments: list[str]) -> None:
     cost = hf.CostWorker.on(pool, **scorers.scorer(cfg, "cost"))
     text = task.texts(cfg, job)
     lagrange = hf.algorithms.Lagrange(cfg.limit, lr=cfg.lagrange_lr)
-    tracker = hf.Tracker(f"runs/{cfg.name}", total=cfg.steps)
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker)
 
-    accuracy.measure("before")
-    for prompts, examples in zip(loader, text, strict=False):
+    batches = checkpoints.resume(loader)
+    if not checkpoints.done:
+        accuracy.measure("before")
+    for prompts, examples in zip(batches, text, strict=False):
         batch = actor.generate_sequences(prompts)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
@@ -84,6 +86,7 @@ def main(arguments: list[str]) -> None:
         actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
         text_metrics = actor.update_actor(examples, loss="pretrain", coef=cfg.pretrain_coef)
         tracker.log(batch.metrics(), critic_metrics, cost_metrics, text_metrics, actor_metrics)
+        checkpoints.step()
     accuracy.measure("after")
     actor.save(f"runs/{cfg.name}/model")
     tracker.finish()

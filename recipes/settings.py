@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import TagToken, YAMLError, scan
 
+import hybridflow as hf
 from hybridflow.errors import ConfigError, nearest
 
 COMMON = """
@@ -20,6 +21,9 @@ reward: exact         # exact, math, numeric, regex, code, FILE.py:FUNCTION, or 
 data:                 # columns of prompts and references (unit tests for code), and options of datasets
   {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null,
    name: null, split: null, held_out_split: null}
+checkpoint_every: 20  # iterations; 0: none
+resume: auto          # auto: continue the run of this name if it has not ended; never: start anew; or a checkpoint
+track: []             # tensorboard, wandb, mlflow
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
 
@@ -44,6 +48,16 @@ def read(defaults: str, arguments: Sequence[str]) -> Any:
         except (OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"{argument}: {str(error).splitlines()[0]}.") from None
     return settings
+
+
+def tracker(cfg: Any) -> hf.Tracker:
+    """The record of the run, in runs/<name>."""
+    return hf.Tracker(f"runs/{cfg.name}", to=tuple(cfg.track), total=cfg.steps)
+
+
+def checkpoints(cfg: Any) -> hf.Checkpoints:
+    """Checkpoints of the run, in runs/<name>/checkpoints."""
+    return hf.Checkpoints(f"runs/{cfg.name}/checkpoints", every=cfg.checkpoint_every or None, resume=str(cfg.resume))
 
 
 def _check(settings: Any, change: Any, key: str, depth: int = 0) -> None:
