@@ -35,7 +35,8 @@ from hybridflow.cluster.slow_ranks import SlowRanks
 logger = logging.getLogger(__name__)
 SAMPLE_SECONDS = 2.0
 _TICK_SECONDS = 0.5
-_GONE_SECONDS = 3.0  # without an acknowledgement from a machine
+_GONE_SECONDS = 2.5  # without an acknowledgement from a machine, and then
+_AGAIN_SECONDS = 1.0  # without an answer to a new connection, it is gone
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 _END_SECONDS = 5.0
 _LONGEST = 1 << 16
@@ -180,7 +181,7 @@ class HostMonitor:
     def _connect(self, selector: selectors.BaseSelector, watched: _Watched) -> None:
         assert watched.address is not None
         watched.open, watched.said, watched.asked = False, b"", None
-        watched.until = time.monotonic() + liveness.ANSWER_SECONDS
+        watched.until = time.monotonic() + (_AGAIN_SECONDS if watched.seen else liveness.ANSWER_SECONDS)
         watched.socket = _new_socket(watched.address[0])
         code = watched.socket.connect_ex(watched.address)
         selector.register(watched.socket, selectors.EVENT_WRITE, watched)
@@ -245,12 +246,12 @@ class HostMonitor:
     def _sample(self, now: float, everyone: Sequence[_Watched]) -> None:
         """Look for ranks that their peers wait for, and ask all hosts for their activity once more."""
         self._sampled = now
-        activity = {watched.host.address: watched.doing for watched in everyone if watched.asked is None}
+        activity = {w.host.address: w.doing if w.asked is None else None for w in everyone if w.open}
         with self._lock:
             groups = list(self._groups.values())
         for ranks, slow in groups:
-            if len(ranks.hosts) > 1:
-                slow.add(now, [activity.get(host.address) for host in ranks.hosts])
+            if len(ranks.hosts) > 1 and all(host.address in activity for host in ranks.hosts):
+                slow.add(now, [activity[host.address] for host in ranks.hosts])
                 if text := slow.notice(now):
                     logger.warning("%s", text)
         for watched in everyone:
