@@ -78,7 +78,7 @@ class HostMonitor:
         self._watched: dict[Any, _Watched] = {}
         self._groups: dict[str, tuple[RankGroup, SlowRanks]] = {}
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._failed = False
         self._sampled = 0.0
 
     def watch(self, pool: str, hosts: Sequence[HostProcess]) -> None:
@@ -136,9 +136,10 @@ class HostMonitor:
                 try:
                     self._look(selector)
                 except Exception:  # hosts stay watched by Ray
-                    if not self._closed:
+                    if not (self._closed or self._failed):
                         logger.warning("the hosts could not be watched for a moment", exc_info=True)
-                        time.sleep(_TICK_SECONDS)
+                    self._failed = True
+                    time.sleep(_TICK_SECONDS)
             for key in list(selector.get_map().values()):
                 _disconnect(selector, key.data)
 
@@ -182,7 +183,12 @@ class HostMonitor:
         assert watched.address is not None
         watched.open, watched.said, watched.asked = False, b"", None
         watched.until = time.monotonic() + (_AGAIN_SECONDS if watched.seen else liveness.ANSWER_SECONDS)
-        watched.socket = _new_socket(watched.address[0])
+        try:
+            watched.socket = _new_socket(watched.address[0])
+        except OSError as error:  # this process has too many open files
+            logger.warning("host %d of pool %s is not watched: %s", watched.rank, watched.pool, error)
+            watched.done, watched.until = True, math.inf
+            return
         code = watched.socket.connect_ex(watched.address)
         selector.register(watched.socket, selectors.EVENT_WRITE, watched)
         if code not in (0, errno.EINPROGRESS):
