@@ -79,8 +79,8 @@ class RankCall:
 class SessionBackend(Protocol):
     """Starts host processes, builds ranks in them and issues calls.
 
-    `traces`: calls are recorded, not run; `iterations` are the calls in flight (`future.Iterations`), `channels` the
-    weight transfers between ranks (`weight_channels.WeightChannels`).
+    `traces`: calls are recorded, not run; `iterations` are the calls in flight (`iterations.Iterations`), `channels`
+    the weight transfers between ranks (`weight_channels.WeightChannels`).
     """
 
     name: str

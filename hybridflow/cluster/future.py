@@ -212,6 +212,7 @@ def raise_failure(values: Sequence[Any], calls: Sequence[IssuedCall]) -> None:
     if skipped := skipped_steps(values):
         _incidents(calls).write_skipped(skipped)
     if (failure := first_failure(values)) is not None:
+        calls = list(dict.fromkeys(calls))
         for call in calls:
             call.observed = True
             call.incidents.reported.add(failure.error.id)

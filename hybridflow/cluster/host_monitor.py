@@ -35,7 +35,8 @@ from hybridflow.cluster.slow_ranks import SlowRanks
 logger = logging.getLogger(__name__)
 SAMPLE_SECONDS = 2.0
 _TICK_SECONDS = 0.5
-_GONE_SECONDS = 3.0  # without an acknowledgement from a machine
+_GONE_SECONDS = 2.5  # without an acknowledgement from a machine, and then
+_AGAIN_SECONDS = 1.0  # without an answer to a new connection, it is gone
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 _END_SECONDS = 5.0
 _LONGEST = 1 << 16
@@ -77,7 +78,7 @@ class HostMonitor:
         self._watched: dict[Any, _Watched] = {}
         self._groups: dict[str, tuple[RankGroup, SlowRanks]] = {}
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._failed = False
         self._sampled = 0.0
 
     def watch(self, pool: str, hosts: Sequence[HostProcess]) -> None:
@@ -135,9 +136,10 @@ class HostMonitor:
                 try:
                     self._look(selector)
                 except Exception:  # hosts stay watched by Ray
-                    if not self._closed:
+                    if not (self._closed or self._failed):
                         logger.warning("the hosts could not be watched for a moment", exc_info=True)
-                        time.sleep(_TICK_SECONDS)
+                    self._failed = True
+                    time.sleep(_TICK_SECONDS)
             for key in list(selector.get_map().values()):
                 _disconnect(selector, key.data)
 
@@ -180,8 +182,13 @@ class HostMonitor:
     def _connect(self, selector: selectors.BaseSelector, watched: _Watched) -> None:
         assert watched.address is not None
         watched.open, watched.said, watched.asked = False, b"", None
-        watched.until = time.monotonic() + liveness.ANSWER_SECONDS
-        watched.socket = _new_socket(watched.address[0])
+        watched.until = time.monotonic() + (_AGAIN_SECONDS if watched.seen else liveness.ANSWER_SECONDS)
+        try:
+            watched.socket = _new_socket(watched.address[0])
+        except OSError as error:  # this process has too many open files
+            logger.warning("host %d of pool %s is not watched: %s", watched.rank, watched.pool, error)
+            watched.done, watched.until = True, math.inf
+            return
         code = watched.socket.connect_ex(watched.address)
         selector.register(watched.socket, selectors.EVENT_WRITE, watched)
         if code not in (0, errno.EINPROGRESS):
@@ -245,12 +252,12 @@ class HostMonitor:
     def _sample(self, now: float, everyone: Sequence[_Watched]) -> None:
         """Look for ranks that their peers wait for, and ask all hosts for their activity once more."""
         self._sampled = now
-        activity = {watched.host.address: watched.doing for watched in everyone if watched.asked is None}
+        activity = {w.host.address: w.doing if w.asked is None else None for w in everyone if w.open}
         with self._lock:
             groups = list(self._groups.values())
         for ranks, slow in groups:
-            if len(ranks.hosts) > 1:
-                slow.add(now, [activity.get(host.address) for host in ranks.hosts])
+            if len(ranks.hosts) > 1 and all(host.address in activity for host in ranks.hosts):
+                slow.add(now, [activity[host.address] for host in ranks.hosts])
                 if text := slow.notice(now):
                     logger.warning("%s", text)
         for watched in everyone:

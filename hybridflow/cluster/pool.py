@@ -136,7 +136,6 @@ class ResourcePool:
         WaitTimeoutError."""
         self.check_open()
         iterations, hosts = self.session.iterations, [self._reserved.hosts[i] for i in self.members]
-        iterations.check_hosts("pool", "events", hosts)
         outputs = [
             RankOutput(host.handle.events.remote(), 0, iterations.origin("pool", rank, "events", host))
             for rank, host in zip(self.members, hosts, strict=True)

@@ -89,7 +89,7 @@ class Session:
 
     @property
     def iterations(self) -> Any:
-        """Calls in flight: `future.Iterations`."""
+        """Calls in flight: `iterations.Iterations`."""
         return self.backend.iterations
 
     @property

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from hybridflow.topology import Coords, RankGrid
 
 T = TypeVar("T")
-_BACKENDS = re.compile(r"\bgloo/|\bNCCL\b")  # gloo's errors are plain RuntimeErrors that begin with a source file
+_BACKENDS = re.compile(r"\bgloo/|\bNCCL\b|caused pair closure")  # plain RuntimeErrors; most of gloo begin with a file
 
 
 def is_communication_error(error: BaseException | None) -> bool:

@@ -239,7 +239,7 @@ def test_nothing_is_left_of_a_driver(drivers, end):
 
 
 NOTEBOOK = """
-import ray
+import psutil, ray, threading
 runs = Path(READY).parent
 tracker = hf.Tracker(runs / "first", console=False)
 def mine(number, frame): ...
@@ -262,6 +262,8 @@ hf.shutdown()
 assert first.trackers == []
 hf.shutdown()
 assert not ray.is_initialized()
+assert "host monitor" not in [thread.name for thread in threading.enumerate()]
+assert not psutil.Process().net_connections("tcp"), psutil.Process().net_connections("tcp")
 
 def refused(call, kind, text):
     try:
@@ -351,6 +353,8 @@ group.segment().get()
 Path(READY).write_text(session.name)
 hf.shutdown()
 assert not ray.is_initialized()
+assert "host monitor" not in [thread.name for thread in threading.enumerate()]
+assert not psutil.Process().net_connections("tcp"), psutil.Process().net_connections("tcp")
 """
 
 

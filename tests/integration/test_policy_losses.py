@@ -172,9 +172,7 @@ def test_a_run_that_only_skips_steps_stops_on_all_ranks(pool, policy, rows, run_
         assert actor.update_actor(given, epochs=2).get()["actor/skipped"] == skipped
     cluster.iterations.begin()
     for part in (update := actor.update_actor(bad, epochs=2)).outputs:
-        with pytest.raises(
-            DivergenceError, match="streak skipped 3 optimizer steps in a row, .* old_log_probs"
-        ) as caught:
+        with pytest.raises(DivergenceError, match=r"streak skipped 3 optimizer steps in a row") as caught:
             type(update)((part,)).get()
         assert (caught.value.role, caught.value.step) == ("streak", 1)
     written = [json.loads(line) for line in (run_directory / "skipped.jsonl").read_text().splitlines()]
@@ -214,7 +212,8 @@ def test_a_model_that_computes_nan_is_said_and_not_trained(actor, rows, said, tm
         assert actor.compute_log_prob(batch).get()["old_log_probs"].values.isnan().all()
         assert " computed old_log_probs: row 0 is nan" in said("losses.compute_log_prob: rank ")
         assert actor.update_actor(batch).get()["actor/skipped"] == 1
-        assert "losses.update_actor skipped" in said("the model's log_probs and the loss are not finite on rank 0, 1")
+        line = said("losses.update_actor skipped step 1 of 1")
+        assert "the model's log_probs and the loss are not finite on rank 0, 1" in line
         with pytest.raises(hf.errors.CheckpointError, match="has weights that are not finite, in "):
             actor.save(tmp_path / "saved")
         assert not (tmp_path / "saved").exists()
