@@ -15,8 +15,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Checkpoints:
     `resume`: "auto" continues a run that has not ended, "never" starts anew, a path continues from that checkpoint.
     Checkpoints that are not continued are set aside, as `<directory>.1` and so on. Up to `max_restarts` times a lost
     host is replaced: pools and groups are built again in this driver, and the run continues from the newest checkpoint.
+    Errors that the loop's own code meets, in a `.get()`, end the loop; `resume(loader)` once more does the same then.
 
     The first SIGTERM or Ctrl-C makes `step` save and end the program; a second one ends it at once.
 
@@ -99,6 +100,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._metrics: tuple[Any, ...] = ()
         self._first: dict[str, Any] = {}  # states of the driver's objects at the start
+        self._loop: Generator[Any] | None = None
         self._exhausted = False
         self.restarts = 0
 
@@ -133,6 +135,11 @@ class Checkpoints:
                 f"resume({type(loader).__name__}): give a loader with state() and load_state(state), such as "
                 f"hf.PromptLoader."
             )
+        if self._loop is not None and not self._exhausted:
+            self._loop.close()
+            self._count_restart("the loop was left by an error")
+            self._rebuild(session)
+            return self._iterate(session, loader)
         session.attach(loader)
         for name, part in self._named.items():
             session.attach(part, name)
@@ -141,7 +148,11 @@ class Checkpoints:
         self._first = {name: part.state() for name, part in session.parts.items()}
         start = self._load(session, self._candidates(loader))
         self._set_aside(saved_steps(self.directory), unless=start)
-        return self._batches(session, loader)
+        return self._iterate(session, loader)
+
+    def _iterate(self, session: Session, loader: Any) -> Iterator[Any]:
+        self._exhausted, self._loop = False, self._batches(session, loader)
+        return self._loop
 
     def _candidates(self, loader: Any) -> list[Path]:
         """The checkpoints to continue from, the best choice first. Errors: CheckpointError for a path without any."""
@@ -172,6 +183,7 @@ class Checkpoints:
                 logger.warning("%s is skipped: %s", path, error)
                 continue
             self._step = restore(session, path, manifest, parts, everything=self._only is None)
+            session.iterations.done_before = self._step
             logger.warning("continuing from %s: %d iterations are done", path, self._step)
             return path
         if damaged:
@@ -195,7 +207,7 @@ class Checkpoints:
             path.rename(aside / path.name)
         logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside)
 
-    def _batches(self, session: Session, loader: Any) -> Iterator[Any]:
+    def _batches(self, session: Session, loader: Any) -> Generator[Any]:
         while True:
             try:
                 with session.recovering(self._may_restart), session.backend.termination.deferred():
@@ -211,30 +223,38 @@ class Checkpoints:
             except HybridFlowError as error:
                 if not self._may_restart(error):
                     raise
-                self._restart(session, error)
+                self._count_restart(str(error).splitlines()[0])
+                try:
+                    self._rebuild(session)
+                except HybridFlowError as further:
+                    further.add_note(f"The run could not be restarted after: {error}")
+                    raise
 
     def _may_restart(self, error: BaseException) -> bool:
         """Whether a host was lost or does not answer, and may be replaced once more."""
         cause = getattr(error, "cause", None)
         return self.restarts < self.max_restarts and isinstance(cause, HostLostError | WaitTimeoutError)
 
-    def _restart(self, session: Session, error: BaseException) -> None:
+    def _count_restart(self, reason: str) -> None:
+        """Errors: PlacementError after `max_restarts` restarts."""
+        if self.restarts >= self.max_restarts:
+            raise PlacementError(
+                f"the run was restarted {self.restarts} times (max_restarts) and failed again: {reason}"
+            )
         self.restarts += 1
-        logger.error("restart %d of %d after: %s", self.restarts, self.max_restarts, str(error).splitlines()[0])
+        logger.error("restart %d of %d: %s", self.restarts, self.max_restarts, reason)
+
+    def _rebuild(self, session: Session) -> None:
+        """Build pools and groups again, and continue from the newest checkpoint, or from the start without one."""
         if self._saving is not None:
             self._saving.cancel()
             self._saving = None
-        try:
-            rebuild(session)
-            for name, part in session.parts.items():
-                if name in self._first:
-                    part.load_state(self._first[name])
-            self._step, self._saved = 0, -1
-            before = [] if self._mode in ("auto", "never") else self._candidates(None)
-            self._load(session, [*saved_steps(self.directory), *before])
-        except HybridFlowError as further:
-            further.add_note(f"The run could not be restarted after: {error}")
-            raise
+        rebuild(session)
+        for name, state in self._first.items():
+            session.parts[name].load_state(state)
+        self._step, self._saved, session.iterations.done_before = 0, -1, 0
+        before = [] if self._mode in ("auto", "never") else self._candidates(None)
+        self._load(session, [*saved_steps(self.directory), *before])
 
     # Saving
 
@@ -318,8 +338,10 @@ class Checkpoints:
 
     def _end(self) -> None:
         """At the end of the session: complete the save under way; a loop that ended regularly has ended the run."""
-        with suppress(HybridFlowError) if sys.exc_info()[1] is not None else nullcontext():
+        try:
             self._report(wait=True)
+        except HybridFlowError as error:
+            logger.warning("%s", str(error).splitlines()[0])
         if self._exhausted and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
             with suppress(OSError):
                 (self.directory / _ENDED).write_text(f"{self._step}\n")

@@ -9,10 +9,15 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import hybridflow as hf
+from hybridflow.cluster import liveness
 
 STRATEGIES: dict[str, Any] = {
     "p2d2": hf.Megatron(pp=2),
@@ -29,9 +34,36 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
     return [sum(letter in "abcdefgh" for letter in text) / max(len(text), 1) for text in completions]
 
 
+class Fault(threading.Thread):
+    """Sends a signal to the process of the actor's rank 1 when that runs `call` in iteration `step`, once."""
+
+    def __init__(self, actor: hf.WorkerGroup, call: str, step: int, number: int) -> None:
+        super().__init__(daemon=True)
+        self.host, self.call, self.step, self.number = actor.ranks.hosts[1], call, step, number
+        self.iterations = actor.session.iterations
+
+    def run(self) -> None:
+        import ray
+
+        port = ray.get(self.host.address)[1]
+        listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+        pid = next(one.pid for one in listening if one.laddr.port == port)
+        while True:
+            doing = liveness.ask(self.host.address)
+            now = doing if isinstance(doing, str) else doing.call or "idle"
+            if (self.iterations.step or 0) >= self.step and now.endswith(self.call):
+                if self.call != "idle" or time.sleep(3) is None:
+                    os.kill(pid, self.number)
+                    print(f"fault: {self.number} to {pid} in {now} at {time.time()}", flush=True)
+                    return
+            time.sleep(0.002)
+
+
 def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, options: dict[str, str]) -> None:
     devices, layout = int(options.get("devices", 2)), STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
+    deadline = float(options.get("deadline", 60))
+    hf.init(devices=4, peer_timeout=4 * deadline, collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     pool = hf.ResourcePool([devices])
     actor = hf.ActorWorker.on(
@@ -53,29 +85,45 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
     )
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")
-    for batch in checkpoints.resume(loader):
-        batch = actor.generate_sequences(batch, n=2 if algorithm == "grpo" else 1)
-        batch |= actor.compute_log_prob(batch)
-        batch |= reference.compute_ref_log_prob(batch)
-        batch |= judge.compute_reward(batch)
-        if critic is not None:
-            batch |= critic.compute_values(batch)
-            batch |= hf.compute_advantage(batch, "gae", kl_coef=kl)
-            learned = [critic.update_critic(batch, minibatches=2), actor.update_actor(batch, minibatches=2)]
-        else:
-            batch |= hf.compute_advantage(batch, "grpo")
-            learned = [actor.update_actor(batch, kl_coef=0.02, minibatches=2)]
-        metrics = batch.metrics()
-        tracker.log(metrics, *learned)
-        checkpoints.step(metrics)
-        if "record" in options:
-            rows = batch.get(["prompt_ids", "response_ids", "log_probs", "old_log_probs", "advantages"])
-            figures = {k: v for part in [metrics, *learned] for k, v in part.get().items()}
-            plain = {name: rows[name].tolist() for name in rows.columns}
-            record.write(json.dumps({"step": checkpoints.done, "figures": figures, "rows": plain}) + "\n")
-            record.flush()
-        if checkpoints.done == int(options.get("die", -1)):
-            os.kill(os.getpid(), signal.SIGKILL)
+    if "fault" in options:
+        Fault(actor, options["fault"], int(options["at"]), getattr(signal, options.get("signal", "SIGKILL"))).start()
+
+    def loop() -> None:
+        for batch in checkpoints.resume(loader):
+            print(f"iteration {checkpoints.done + 1} at {time.time():.2f}", flush=True)
+            batch = actor.generate_sequences(batch, n=2 if algorithm == "grpo" else 1)
+            batch |= actor.compute_log_prob(batch)
+            batch |= reference.compute_ref_log_prob(batch)
+            batch |= judge.compute_reward(batch)
+            if critic is not None:
+                batch |= critic.compute_values(batch)
+                batch |= hf.compute_advantage(batch, "gae", kl_coef=kl)
+                learned = [critic.update_critic(batch, minibatches=2), actor.update_actor(batch, minibatches=2)]
+            else:
+                batch |= hf.compute_advantage(batch, "grpo")
+                learned = [actor.update_actor(batch, kl_coef=0.02, minibatches=2)]
+            metrics = batch.metrics()
+            tracker.log(metrics, *learned)
+            checkpoints.step(metrics)
+            if "record" in options:
+                rows = batch.get(["prompt_ids", "response_ids", "log_probs", "old_log_probs", "advantages"])
+                figures = {k: v for part in [metrics, *learned] for k, v in part.get().items()}
+                plain = {name: rows[name].tolist() for name in rows.columns}
+                record.write(json.dumps({"step": checkpoints.done, "figures": figures, "rows": plain}) + "\n")
+                record.flush()
+            if options.get("fault") == "idle" and checkpoints.done == int(options["at"]) and not checkpoints.restarts:
+                time.sleep(8)  # all calls have ended; the fault comes now
+            if checkpoints.done == int(options.get("die", -1)):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    while True:
+        try:
+            loop()
+            break
+        except hf.errors.HybridFlowError as error:
+            if "retry" not in options:
+                raise
+            print(f"caught at {time.time()}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     actor.save(run / "model")
     tracker.finish()
 
