@@ -36,6 +36,7 @@ from hybridflow.errors import (
     ConfigError,
     HostLostError,
     HybridFlowError,
+    PlacementError,
     WaitTimeoutError,
     WorkerError,
 )
@@ -99,7 +100,6 @@ class Checkpoints:
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
         self._metrics: tuple[Any, ...] = ()
-        self._first: dict[str, Any] = {}  # states of the driver's objects at the start
         self._loop: Generator[Any] | None = None
         self._exhausted = False
         self.restarts = 0
@@ -145,7 +145,6 @@ class Checkpoints:
             session.attach(part, name)
         session.run_directory = session.run_directory or self.directory.parent
         session.before_shutdown(self._end)
-        self._first = {name: part.state() for name, part in session.parts.items()}
         start = self._load(session, self._candidates(loader))
         self._set_aside(saved_steps(self.directory), unless=start)
         return self._iterate(session, loader)
@@ -238,9 +237,7 @@ class Checkpoints:
     def _count_restart(self, reason: str) -> None:
         """Errors: PlacementError after `max_restarts` restarts."""
         if self.restarts >= self.max_restarts:
-            raise PlacementError(
-                f"the run was restarted {self.restarts} times (max_restarts) and failed again: {reason}"
-            )
+            raise PlacementError(f"the run failed again after {self.restarts} restarts (max_restarts): {reason}")
         self.restarts += 1
         logger.error("restart %d of %d: %s", self.restarts, self.max_restarts, reason)
 
@@ -250,11 +247,11 @@ class Checkpoints:
             self._saving.cancel()
             self._saving = None
         rebuild(session)
-        for name, state in self._first.items():
-            session.parts[name].load_state(state)
         self._step, self._saved, session.iterations.done_before = 0, -1, 0
         before = [] if self._mode in ("auto", "never") else self._candidates(None)
-        self._load(session, [*saved_steps(self.directory), *before])
+        if self._load(session, [*saved_steps(self.directory), *before]) is None:
+            for name, state in session.first_states.items():
+                session.parts[name].load_state(state)
 
     # Saving
 

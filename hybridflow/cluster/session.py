@@ -29,7 +29,7 @@ class Session:
 
     `controller_pool` is that of the controller worker; a session that `traces` only records calls. `parts` are the
     loaders, trackers and other objects of the driver that checkpoints contain, `states` those of a loaded checkpoint
-    for parts that are not attached yet. `run_directory` is that of the first tracker.
+    for parts that are not attached yet, `first_states` those at the start of the program. `run_directory` is that of the first tracker.
     """
 
     _current: ClassVar[Session | None] = None
@@ -43,6 +43,7 @@ class Session:
         self.controller_pool: Any = None
         self.parts: dict[str, Any] = {}
         self.states: dict[str, Any] = {}
+        self.first_states: dict[str, Any] = {}
         self.run_directory: Path | None = None
         self._closing: list[Callable[[], None]] = []
         self._recoverable: Callable[[BaseException], bool] | None = None
@@ -116,7 +117,7 @@ class Session:
             return
         kind = type(part).__name__
         name = name or next(n for n in (f"{kind}-{i}" for i in itertools.count()) if n not in self.parts)
-        self.parts[name] = part
+        self.parts[name], self.first_states[name] = part, part.state()
         if name in self.states:
             part.load_state(self.states.pop(name))
 

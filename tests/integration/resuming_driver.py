@@ -52,10 +52,10 @@ class Fault(threading.Thread):
             doing = liveness.ask(self.host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
             if (self.iterations.step or 0) >= self.step and now.endswith(self.call):
-                if self.call != "idle" or time.sleep(3) is None:
-                    os.kill(pid, self.number)
-                    print(f"fault: {self.number} to {pid} in {now} at {time.time()}", flush=True)
-                    return
+                time.sleep(3 if self.call == "idle" else 0)
+                os.kill(pid, self.number)
+                print(f"fault: {self.number} to {pid} in {now} at {time.time()}", flush=True)
+                return
             time.sleep(0.002)
 
 
