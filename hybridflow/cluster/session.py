@@ -29,7 +29,8 @@ class Session:
 
     `controller_pool` is that of the controller worker; a session that `traces` only records calls. `parts` are the
     loaders, trackers and other objects of the driver that checkpoints contain, `states` those of a loaded checkpoint
-    for parts that are not attached yet, `first_states` those at the start of the program. `run_directory` is that of the first tracker.
+    for parts that are not attached yet, `first_states` those at the start of the program. `run_directory` is that of
+    the first tracker.
     """
 
     _current: ClassVar[Session | None] = None

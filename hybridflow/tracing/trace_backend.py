@@ -137,7 +137,10 @@ class TraceBackend:
         """Nothing has to be freed."""
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
-        return [getattr(host.handle, method) for host in ranks.hosts]
+        return self.tell(ranks, method, *arguments)()
+
+    def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        return lambda: [getattr(host.handle, method) for host in ranks.hosts]
 
     def close(self, key: str = "") -> None:
         """Nothing is open."""

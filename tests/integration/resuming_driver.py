@@ -113,6 +113,8 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
                 record.flush()
             if options.get("fault") == "idle" and checkpoints.done == int(options["at"]) and not checkpoints.restarts:
                 time.sleep(8)  # all calls have ended; the fault comes now
+            if checkpoints.done == int(options.get("ask", -1)):
+                os.kill(os.getpid(), getattr(signal, options["signal"]))
             if checkpoints.done == int(options.get("die", -1)):
                 os.kill(os.getpid(), signal.SIGKILL)
 
