@@ -5,6 +5,7 @@
   the same bytes from touched memory into new files and flush them. Interleaved; medians and the ratio of each pair.
 - `asynchronous`: an iteration updates the actor on fixed rows. Every second one begins with a save in the background,
   `Checkpoints.step()`. `overhead` is the difference of the two medians over the one without, so that of `every=1`;
+  `cpu_overhead` is that of the hosts' processor seconds;
   `blocking` are the driver's seconds in `step()`, `snapshot` those of the slowest host, `complete` those until the
   checkpoint is there.
 - `load`: seconds of `hf.load`, which verifies all files first.
@@ -30,7 +31,7 @@ from safetensors.torch import save_file
 
 import hybridflow as hf
 from benchmarks.transition import CONFIG
-from hybridflow.engines.checkpoint.manifest import Manifest, saved_steps
+from hybridflow.engines.checkpoint.manifest import MANIFEST, Manifest
 from hybridflow.models.spec import ModelSpec
 
 PROMPT, RESPONSE = 32, 96
@@ -50,11 +51,16 @@ class TimedActor(hf.ActorWorker):
         return self.snapshot
 
     @hf.register(hf.ONE_TO_ALL)
+    def cpu_seconds(self) -> float:
+        """Of this host, all threads."""
+        return time.process_time()
+
+    @hf.register(hf.ONE_TO_ALL)
     def write_plain(self, directory: str) -> int:
         """A new file of the bytes in the snapshot, flushed to disk."""
         assert self._writer is not None
         assert self._writer._image is not None
-        rest = memoryview(self._writer._image.numpy())
+        rest = self._writer._image.numpy().data
         with (Path(directory) / f"{self.context.rank}.bin").open("xb", buffering=0) as file:
             while rest:
                 rest = rest[file.write(rest) :]
@@ -134,34 +140,37 @@ def measure_saves(actor: hf.WorkerGroup, root: Path, repeats: int) -> dict[str, 
 
 def measure_iterations(actor: hf.WorkerGroup, root: Path, rows: int, repeats: int) -> dict[str, Any]:
     checkpoints = hf.Checkpoints(root / "checkpoints", every=2, keep=1)
-    found: dict[str, list[float]] = {name: [] for name in ("with", "without", "blocking", "snapshot", "complete")}
+    names = ("with", "without", "cpu_with", "cpu_without", "blocking", "snapshot", "complete")
+    found: dict[str, list[float]] = {name: [] for name in names}
     for batch in checkpoints.resume(SameRows(rows, 2 * repeats + 2)):
-        saves = (checkpoints.done + 1) % 2 == 0
-        start = time.perf_counter()
+        cpu, clock, start = actor.cpu_seconds().get(), time.time(), time.perf_counter()
         checkpoints.step()
         blocking = time.perf_counter() - start
-        update = actor.update_actor(batch, loss="pretrain")
-        complete = 0.0
-        if saves:
-            while not any(path.name.endswith(f"{checkpoints.done:08d}") for path in saved_steps(checkpoints.directory)):
-                time.sleep(0.01)
-            complete = time.perf_counter() - start
-        update.get()
+        actor.update_actor(batch, loss="pretrain").get()
+        checkpoints._report(wait=True)  # also what is left of the save, and the removal of the one before
         took = time.perf_counter() - start
-        if checkpoints.done > 2:  # the first ones touch memory for the first time
-            found["with" if saves else "without"].append(took)
-            if saves:
-                found["blocking"].append(blocking)
-                found["complete"].append(complete)
-                found["snapshot"].append(max(actor.snapshot_seconds().get()))
+        spent = max(after - before for before, after in zip(cpu, actor.cpu_seconds().get(), strict=True))
+        if checkpoints.done <= 2:  # the first ones touch memory for the first time
+            continue
+        way = "without" if checkpoints.done % 2 else "with"
+        found[way].append(took)
+        found[f"cpu_{way}"].append(spent)
+        if way == "with":
+            assert checkpoints.newest is not None
+            found["blocking"].append(blocking)
+            found["complete"].append((checkpoints.newest / MANIFEST).stat().st_mtime - clock)
+            found["snapshot"].append(max(actor.snapshot_seconds().get()))
     saving, plain = statistics.median(found["with"]), statistics.median(found["without"])
+    cpu_saving, cpu_plain = statistics.median(found["cpu_with"]), statistics.median(found["cpu_without"])
     return {
         "tokens": rows * (PROMPT + RESPONSE),
         "seconds_without": median(found["without"]),
         "seconds_with": median(found["with"]),
         "overhead": round(saving / plain - 1, 4),
+        "cpu_overhead": round(cpu_saving / cpu_plain - 1, 4),
         "added_seconds": round(saving - plain, 3),
-        "each": {name: [round(value, 3) for value in found[name]] for name in ("without", "with")},
+        "added_cpu_seconds": round(cpu_saving - cpu_plain, 3),
+        "each": {name: [round(value, 3) for value in found[name]] for name in names[:4]},
         **{
             f"{name}_seconds": round(statistics.median(found[name]), 4) for name in ("blocking", "snapshot", "complete")
         },
