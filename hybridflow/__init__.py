@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import reallocate as reallocate
     from hybridflow.driver import shutdown as shutdown
     from hybridflow.driver import sync_weights as sync_weights
+    from hybridflow.engines.checkpoint.export import export as export
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.loader import dynamic_sampling as dynamic_sampling
@@ -76,6 +77,7 @@ _WHERE = {
     "cluster.pool": ("ResourcePool",),
     "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Sampling", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
+    "engines.checkpoint.export": ("export",),
     "loader": ("PromptLoader", "TextLoader", "dynamic_sampling"),
     "placement": ("Placement",),
     "protocols": (

@@ -1,4 +1,4 @@
-"""The command line: `hybridflow plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]` and `profile`."""
+"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]`, `profile` and `export`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning as one driver script.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_profile(commands)
+    _add_export(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -102,6 +103,27 @@ def _add_profile(commands: Any) -> None:
     add("--tokens", type=int, default=4096, help="of the largest micro-batch (default: 4096)")
     add("--rows", type=int, default=128, help="of the largest decode step (default: 128)")
     add("--repeats", type=int, default=5, help="of which each figure is the median (default: 5)")
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="turn a run's checkpoint into a Hugging Face directory, without a cluster",
+        description="Writes the model of one group as `save` of the group did at that step. Nothing is started.",
+    )
+    export.set_defaults(run=_export)
+    add = export.add_argument
+    add("checkpoint", help="such as runs/first/checkpoints/step-00000020; of a directory of them or a run the newest")
+    add("directory", help="of the model; one that is there is replaced")
+    add("--group", default="actor", help="the worker group (default: actor)")
+
+
+def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.engines.checkpoint.export import export
+
+    if rest:
+        raise ConfigError(f"export takes a checkpoint and a directory, got {rest[0]!r} as well.")
+    print(f"written to {export(given.checkpoint, given.directory, group=given.group)}")
 
 
 def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -146,7 +146,7 @@ def _group(one: Mapping[str, Any]) -> SavedGroup:
 
 
 def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _check_plain(path: Path, is_kind: Any, kind: str) -> None:

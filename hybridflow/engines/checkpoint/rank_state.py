@@ -47,6 +47,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Errors: CheckpointError for a name that `dtype_name` does not give."""
+    for dtype, known in _DTYPES.items():
+        if known == name:
+            return dtype
+    raise CheckpointError(f"{name!r} is not a dtype of a checkpoint.")
+
+
 def shares(layout: Layout) -> list[list[Share]]:
     """The boxes that each rank writes: disjoint, covering everything that the layout holds. Pure.
 

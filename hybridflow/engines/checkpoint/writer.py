@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -33,6 +33,8 @@ from hybridflow.engines.process_groups import gather
 from hybridflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+Turn = Sequence[tuple[str, Sequence[str]]]
+"""Files that are written at the same time, one by each rank, with their tensors."""
 MAX_FILE_BYTES = 4 << 30
 MIN_FILE_BYTES = 256 << 20  # smaller files are not worth another writer
 _BESIDE_WEIGHTS = (
@@ -70,7 +72,7 @@ def save_checkpoint(
     files = file_contents(nbytes, group.size() if group is not None else 1, max_file_bytes)
 
     def start(directory: Path) -> None:
-        _start(directory, like if isinstance(like, Mapping) else read_beside(like), files, nbytes, dtypes)
+        write_beside(directory, like if isinstance(like, Mapping) else read_beside(like), files, nbytes, dtypes)
 
     save_tensors(directory, layout, storage, files, start, group=group, rank=rank, dtypes=dtypes)
 
@@ -99,12 +101,35 @@ def save_tensors(
 ) -> None:
     """Write safetensors `files` (name -> tensors of `layout`) to `directory`, which is replaced as a whole.
 
+    Otherwise as `save_files`.
+    """
+
+    def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
+        execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
+
+    dtypes = dtypes or _dtypes(layout, storage, group, rank, None)
+    save_files(directory, layout.tensors, files, start, fill, group=group, rank=rank, dtypes=dtypes)
+
+
+def save_files(
+    directory: str | os.PathLike[str],
+    tensors: Mapping[str, tuple[int, ...]],
+    files: Mapping[str, Sequence[str]],
+    start: Callable[[Path], None],
+    fill: Callable[[Turn, Mapping[str, Tensor]], None],
+    *,
+    dtypes: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup | None = None,
+    rank: int = 0,
+) -> None:
+    """Write safetensors `files` of `tensors` (name -> shape) to `directory`, which is replaced as a whole.
+
     `start` writes what is beside them, a `*config.json` at least, into the empty directory that it is given, on rank 0.
-    Otherwise as `save_checkpoint`. Errors: CheckpointError also for weights that are not finite.
+    `fill` fills the tensors of this rank's file, once for each turn; it is collective over `group`. Otherwise as
+    `save_checkpoint`. Errors: CheckpointError also for weights that are not finite.
     """
     save = _Save(Path(os.path.realpath(directory)), group, rank)
     partial = save.partial
-    dtypes = dtypes or _dtypes(layout, storage, group, rank, None)
     with save.step():
         if rank == 0:
             save.begin()
@@ -116,9 +141,10 @@ def save_tensors(
         turn = list(files.items())[first : first + writers]
         buffers: dict[str, Tensor] = {}
         with save.step():
-            shapes = {name: tuple(layout.tensors[name]) for name in (turn[rank][1] if rank < len(turn) else ())}
+            shapes = {name: tuple(tensors[name]) for name in (turn[rank][1] if rank < len(turn) else ())}
             buffers = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
-        execute(plan(layout, _of_files(turn, layout)), storage, buffers, group, rank)
+        with save.step() if group is None else nullcontext():  # a collective call fails on all ranks by itself
+            fill(turn, buffers)
         with save.step():
             _check_finite(buffers, rank)
             if rank < len(turn):
@@ -160,7 +186,7 @@ def _dtypes(
     return agree_dtypes(list(layout.tensors), {r.box.tensor: storage[r.storage].dtype for r in regions}, group)
 
 
-def _of_files(turn: Sequence[tuple[str, Sequence[str]]], layout: Layout) -> Layout:
+def _of_files(turn: Turn, layout: Layout) -> Layout:
     """The whole tensors of each file on the rank that writes it in this round."""
     shapes = {name: tuple(layout.tensors[name]) for _, names in turn for name in names}
 
@@ -186,13 +212,14 @@ def _check_finite(tensors: Mapping[str, Tensor], rank: int) -> None:
         )
 
 
-def _start(
-    partial: Path,
+def write_beside(
+    directory: Path,
     like: Mapping[str, bytes],
     files: Mapping[str, list[str]],
     nbytes: Mapping[str, int],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
+    """Write the files of `like`, with the config of these tensors, and the index of several files."""
     widths = {dtype: sum(nbytes[name] for name in dtypes if dtypes[name] == dtype) for dtype in set(dtypes.values())}
     widest = max(widths, key=lambda dtype: widths[dtype])
     config = _adapted(json.loads(like["config.json"]), widest, "score.weight" in dtypes)
@@ -201,8 +228,8 @@ def _start(
         where = {name: file for file, names in files.items() for name in names}
         contents[INDEX] = _json({"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where})
     for name, content in contents.items():
-        with writing(partial / name):
-            (partial / name).write_bytes(content)
+        with writing(directory / name):
+            (directory / name).write_bytes(content)
 
 
 def _json(value: dict) -> bytes:

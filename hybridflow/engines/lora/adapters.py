@@ -35,7 +35,7 @@ from hybridflow.models.spec import check_no_code
 
 _NAME = "default"  # what peft calls an adapter that was given no name; its files do not have it
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
+PREFIX = "base_model.model."  # of names in the file: those of peft's wrapper around the model
 _PLAIN: dict[str, tuple[Any, ...]] = {  # what else an adapter may say; other values change what it computes
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -83,7 +83,7 @@ class Adapters:
         if self.lora.start is not None:
             entries = check_adapters(self.lora.start, self.layout.tensors)
             for region in self.layout.regions(self._context.rank):
-                read_boxes(entries[_PREFIX + region.box.tensor], (region,), self.storage)
+                read_boxes(entries[PREFIX + region.box.tensor], (region,), self.storage)
             return
         for region in self.layout.regions(self._context.rank):
             if region.box.tensor.endswith(".lora_A.weight"):
@@ -163,9 +163,9 @@ class Adapters:
                 (directory / CONFIG).write_bytes(self.config(base))
 
         def regions(rank: int) -> list[Region]:
-            return [replace(r, box=replace(r.box, tensor=_PREFIX + r.box.tensor)) for r in self.layout.regions(rank)]
+            return [replace(r, box=replace(r.box, tensor=PREFIX + r.box.tensor)) for r in self.layout.regions(rank)]
 
-        tensors = {_PREFIX + name: shape for name, shape in self.layout.tensors.items()}
+        tensors = {PREFIX + name: shape for name, shape in self.layout.tensors.items()}
         renamed = Layout(tensors, self.layout.ranks, regions, self.layout.part)
         who = {"group": self._context.groups.everyone(), "rank": self._context.rank}
         save_tensors(directory, renamed, self.storage, {WEIGHTS: list(tensors)}, start, **who)
@@ -241,10 +241,10 @@ def check_adapters(directory: str | os.PathLike[str], tensors: Mapping[str, tupl
         raise CheckpointError(f"{directory} has no {WEIGHTS}: save the adapters with peft's save_pretrained.")
     entries = read_header(file)
     for name, asked in tensors.items():
-        entry = entries.get(_PREFIX + name)
+        entry = entries.get(PREFIX + name)
         if entry is None or entry.shape != tuple(asked):
             found = f"of shape {entry.shape}" if entry else f"not, but {', '.join(sorted(entries)[:2])}"
-            raise CheckpointError(f"{file} should have {_PREFIX}{name} {tuple(asked)} and has it {found}.")
+            raise CheckpointError(f"{file} should have {PREFIX}{name} {tuple(asked)} and has it {found}.")
     return entries
 
 

@@ -1,0 +1,112 @@
+"""Export: a worker group of a run's checkpoint as a Hugging Face directory, without a cluster or the original model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridflow.engine3d.layout import Box, Region
+from hybridflow.engines.checkpoint.manifest import MANIFEST, Manifest, SavedGroup, check_content, saved_steps, step_of
+from hybridflow.engines.checkpoint.rank_state import SavedTensors, torch_dtype
+from hybridflow.engines.checkpoint.writer import Turn, file_contents, save_files, write_beside, writing
+from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
+from hybridflow.errors import CheckpointError, ConfigError, nearest
+
+logger = logging.getLogger(__name__)
+_KINDS = ("main", "weights")  # those that contain parameters
+
+
+def export(checkpoint: str | os.PathLike[str], directory: str | os.PathLike[str], *, group: str = "actor") -> str:
+    """Write the model of a group in a run's checkpoint to `directory`, as `save` of the group did at that step: a
+    Hugging Face directory, or adapters in peft's format. Starts no process.
+
+    `checkpoint` is one checkpoint, or a directory of them or of a run: then the newest whole one is exported. Files are
+    verified first. At most one file of the export is in memory at a time; `directory` is replaced as a whole. Returns
+    its absolute path.
+
+    Errors: CheckpointError for a damaged checkpoint, or when `directory` cannot be written; ConfigError for a group
+    that the checkpoint does not have, or has no tensors of.
+    """
+    found, damaged = _candidates(checkpoint), list[CheckpointError]()
+    for path in found:
+        try:
+            manifest = Manifest.read(path)
+            saved = _group(path, manifest, group)
+            for name in (*saved.ranks, *saved.beside):
+                check_content(path, name, manifest.files[name])
+            tensors = SavedTensors([path / name for name in saved.ranks], manifest.id)
+        except CheckpointError as error:
+            damaged.append(error)
+            if path is not found[-1]:
+                logger.warning("%s is skipped: %s", path, error)
+            continue
+        target = Path(os.path.realpath(directory))
+        if path.resolve() in (target, *target.parents):
+            raise ConfigError(f"{directory} is in the checkpoint {path}: choose a directory outside of it.")
+        _write(target, path, saved, tensors)
+        return os.path.abspath(directory)
+    if len(damaged) == 1:
+        raise damaged[0]
+    raise CheckpointError(f"none of the {len(damaged)} checkpoints in {checkpoint} is whole. The first: {damaged[0]}")
+
+
+def _candidates(checkpoint: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints to export from, the newest first. Errors: CheckpointError without any."""
+    path = Path(os.path.abspath(checkpoint))
+    if step_of(path) is not None or os.path.lexists(path / MANIFEST):
+        return [path]
+    if found := saved_steps(path) or saved_steps(path / "checkpoints"):
+        return found
+    raise CheckpointError(f"{path} is not a checkpoint of a run and has none. Give a directory such as step-00000020.")
+
+
+def _group(path: Path, manifest: Manifest, group: str) -> SavedGroup:
+    """Errors: ConfigError."""
+    if group not in manifest.groups:
+        raise ConfigError(f"{path} has no group {group!r}.{nearest(group, manifest.groups)}")
+    saved = manifest.groups[group]
+    if saved.follows is not None:
+        raise ConfigError(f"{path} has no tensors of {group!r}: its weights are those of {saved.follows!r}. Export it.")
+    if not any(kind in saved.kinds for kind in _KINDS):
+        having = [name for name, one in manifest.groups.items() if any(kind in one.kinds for kind in _KINDS)]
+        raise ConfigError(
+            f"{path} has no tensors of {group!r} ({saved.worker}), which does not change in training. Groups with "
+            f"tensors: {', '.join(having) or 'none'}."
+        )
+    return saved
+
+
+def _write(target: Path, checkpoint: Path, saved: SavedGroup, tensors: SavedTensors) -> None:
+    shapes = dict(saved.tensors)
+    dtypes = {name: torch_dtype(saved.dtypes.get(name, saved.dtypes.get("", "F32"))) for name in shapes}
+    beside = {Path(name).name: (checkpoint / name).read_bytes() for name in saved.beside}
+    prefix = PREFIX if CONFIG in beside else ""
+    named = {prefix + name: name for name in shapes}
+    nbytes = {new: math.prod(shapes[name]) * dtypes[name].itemsize for new, name in named.items()}
+    files = {WEIGHTS: list(named)} if prefix else file_contents(nbytes, len(saved.ranks))
+    kind = next(kind for kind in _KINDS if kind in saved.kinds)
+
+    def start(directory: Path) -> None:
+        if not prefix:
+            write_beside(directory, beside, files, nbytes, {new: dtypes[name] for new, name in named.items()})
+            return
+        for name, content in beside.items():
+            with writing(directory / name):
+                (directory / name).write_bytes(content)
+
+    def fill(turn: Turn, buffers: Mapping[str, Tensor]) -> None:
+        regions = [
+            Region(Box.whole(named[new], tuple(buffer.shape)), new, (0,) * buffer.dim())
+            for new, buffer in buffers.items()
+        ]
+        tensors.read_into(kind, regions, buffers)
+
+    with torch.no_grad():
+        renamed = {new: shapes[name] for new, name in named.items()}
+        save_files(target, renamed, files, start, fill, dtypes={new: dtypes[name] for new, name in named.items()})
