@@ -170,8 +170,8 @@ class Saving:
         """Errors: WorkerError of a call before the save: its state is not one to continue from."""
         calls: list[RankOutput] = self._calls
         statuses: list[Status] = fetch([one.ref for one in calls], calls, self._deadline, follow=False) if calls else []
-        for status in statuses:
-            if status.failure is not None:
+        for output, status in zip(calls, statuses, strict=True):
+            if status.failure is not None and not (output.call and output.call.observed):  # the driver knows of others
                 raise CheckpointError(
                     f"{self.target} was not saved: a call before it failed: {str(status.failure.error.args[0])[:200]}"
                 )

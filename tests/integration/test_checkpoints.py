@@ -1,0 +1,329 @@
+"""Checkpoints on real hosts: killed and continued runs, lost hosts, other layouts, damaged files, full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hybridflow as hf
+from hybridflow.engines.checkpoint.manifest import Manifest, saved_steps
+from hybridflow.protocols import ONE_TO_ALL, register
+from tests import tiny_models
+from tests.tiny_models import make_rows
+
+DRIVER = Path(__file__).with_name("resuming_driver.py")
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs `resuming_driver.py` in directories of its own."""
+
+    directory: Path
+    model: Path
+    prompts: Path
+
+    def run(self, name: str, algorithm: str, status: int = 0, **options: Any) -> Path:
+        run = self.directory / name
+        words = [str(run), str(self.model), str(self.prompts), algorithm, str(STEPS)]
+        words += [f"{key}={value}" for key, value in options.items()]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, str(DRIVER), *words], capture_output=True, text=True, timeout=280, env=environment
+        )
+        assert done.returncode == status, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+        return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    directory = tmp_path_factory.mktemp("runs")
+    prompts = directory / "prompts.jsonl"
+    texts = [f"{'abc xyz'[i % 5 :]} k{'abcdefg'[i % 7]}" for i in range(20)]  # two and a half batches in an epoch
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return Runs(directory, tiny_models.make_policy(directory / "model"), prompts)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs) -> dict[str, Path]:
+    """The run of each algorithm that nothing disturbs."""
+    return {name: runs.run(f"undisturbed-{name}", name, every=100, record=1) for name in ("ppo", "grpo")}
+
+
+def records(run: Path) -> dict[int, dict[str, Any]]:
+    """By step what the driver saw; the last time, if an iteration was done twice."""
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
+
+
+def check_equal(run: Path, other: Path, steps: range) -> None:
+    """Figures, samples and trained parameters are the same, bit for bit, and metrics have every step once."""
+    one, two = records(run), records(other)
+    for step in steps:
+        assert one[step] == two[step], f"iteration {step} differs"
+    weights, others = (load_file(path / "model" / "model.safetensors") for path in (run, other))
+    assert all(weights[name].equal(others[name]) for name in weights)
+    written = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert written == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize(("algorithm", "asynchronous"), [("ppo", 1), ("grpo", 0)])
+def test_a_killed_driver_continues_exactly(runs, undisturbed, algorithm, asynchronous):
+    """Killed in the middle of an epoch of the data: what was done since the checkpoint is done once more, alike."""
+    name, options = f"killed-{algorithm}", {"every": 2, "asynchronous": asynchronous, "record": 1}
+    run = runs.run(name, algorithm, status=-signal.SIGKILL, die=5, **options)
+    assert [path.name for path in saved_steps(run / "checkpoints")] == ["step-00000004", "step-00000002"]
+    runs.run(name, algorithm, **options)
+    check_equal(run, undisturbed[algorithm], range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(("fault", "number"), [("update_actor", "SIGKILL"), ("generate_sequences", "SIGSTOP")])
+def test_a_lost_host_is_replaced(runs, undisturbed, fault, number):
+    options = {"every": 2, "fault": fault, "at": 4, "signal": number, "deadline": 12, "record": 1, "retry": 1}
+    run = runs.run(f"lost-{fault}", "ppo", **options)
+    check_equal(run, undisturbed["ppo"], range(1, STEPS + 1))
+    if number == "SIGSTOP":
+        stacks = "".join(path.read_text() for path in run.glob("stacks-*.txt"))
+        assert "no answer" in stacks
+
+
+def test_a_host_lost_while_idle_is_replaced_by_the_loop_itself(runs, undisturbed):
+    """No error reaches the driver's loop, which asks for no result."""
+    run = runs.run("lost-idle", "ppo", every=2, fault="idle", at=3, deadline=20)
+    weights, others = (load_file(path / "model" / "model.safetensors") for path in (run, undisturbed["ppo"]))
+    assert all(weights[name].equal(others[name]) for name in weights)
+    written = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert written == [*range(1, STEPS + 1)]
+
+
+def test_sigterm_saves_and_the_same_command_continues(runs, undisturbed):
+    run = runs.run("asked", "ppo", status=143, every=100, ask=3, signal="SIGTERM", record=1)
+    assert [path.name for path in saved_steps(run / "checkpoints")] == ["step-00000004"]
+    runs.run("asked", "ppo", every=100, record=1)
+    check_equal(run, undisturbed["ppo"], range(5, STEPS + 1))
+
+
+# In this process
+
+
+class Counter:
+    """Counts its calls; part of checkpoints, because it has a state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @register(ONE_TO_ALL, blocking=True)
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+LAYOUTS: dict[str, Any] = {
+    "p2d2": hf.Megatron(pp=2),
+    "t2d2": hf.Megatron(tp=2),
+    "fsdp": hf.FSDP(),
+    "hsdp": hf.FSDP(replicate=2),
+    "zero3": hf.ZeRO(stage=3),
+    "zero1": hf.ZeRO(stage=1),
+}
+ADAM = hf.Adam(lr=0.02, eps=1e-3, warmup_steps=4)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def fresh(cluster) -> Iterator[None]:
+    """No part of an earlier test is in checkpoints."""
+    cluster.parts.clear()
+    cluster.states.clear()
+    yield
+    cluster.parts.clear()
+    cluster.states.clear()
+
+
+def trained(actor: hf.WorkerGroup, seeds: range) -> list[float]:
+    rows = [hf.BatchRef.from_batch(make_rows(8, seed=seed)) for seed in seeds]
+    return [actor.update_actor(row, minibatches=2).get()["actor/grad_norm"] for row in rows]
+
+
+@pytest.mark.parametrize("way", [("p2d2", "t2d2", "fsdp"), ("t2d2", "zero3", "zero1"), ("fsdp", "hsdp", "p2d2")])
+def test_training_continues_in_another_layout(pool, fresh, policy, tmp_path, way):
+    """Three updates in one layout, and one each in three, through checkpoints: equal norms and weights."""
+    alone = hf.ActorWorker.on(pool, name="alone", model=policy, train=LAYOUTS[way[0]], optim=ADAM)
+    expected = trained(alone, range(3))
+    weights = load_file(Path(alone.save(tmp_path / "expected")) / "model.safetensors")
+    alone.close()
+    found, before = [], None
+    for number, layout in enumerate(way):
+        actor = hf.ActorWorker.on(pool, name="moving", model=policy, train=LAYOUTS[layout], optim=ADAM)
+        if before is not None:
+            hf.load(before, parts=[actor])
+        found += trained(actor, range(number, number + 1))
+        before = hf.save(tmp_path / f"after-{number}", parts=[actor])
+        if number == len(way) - 1:
+            moved = load_file(Path(actor.save(tmp_path / "moved")) / "model.safetensors")
+        actor.close()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert max(float((weights[name] - moved[name]).abs().max()) for name in weights) < 1e-5
+
+
+def test_each_rank_writes_its_share(pool, fresh, policy, tmp_path):
+    actor = hf.ActorWorker.on(pool, name="shares", model=policy, train=hf.FSDP(replicate=2), optim=ADAM)
+    try:
+        path = Path(hf.save(tmp_path / "saved", parts=[actor]))
+    finally:
+        actor.close()
+    manifest = Manifest.read(path)
+    sizes = [manifest.files[name].bytes for name in manifest.groups["shares"].ranks]
+    whole = sum(tensor.numel() for tensor in load_file(policy / "model.safetensors").values()) * 12
+    assert whole <= sum(sizes) < whole * 1.2 + 4 * 60_000  # parameters and two moments, once; headers, generators
+    assert max(sizes) < 1.2 * sum(sizes) / len(sizes)
+
+
+@pytest.fixture
+def group(pool, fresh, policy) -> Iterator[hf.WorkerGroup]:
+    actor = hf.ActorWorker.on(pool[0:2], name="actor", model=policy, train=hf.FSDP(), optim=ADAM)
+    yield actor
+    actor.close()
+
+
+def loader(steps: int = 4) -> hf.PromptLoader:
+    return hf.PromptLoader([{"prompt": f"p{i}"} for i in range(6)], batch_size=4, steps=steps)
+
+
+def run(actor: hf.WorkerGroup, checkpoints: hf.Checkpoints, steps: int = 4, stop: int = 99) -> list[float]:
+    norms = []
+    for _ in checkpoints.resume(loader(steps)):
+        norms += trained(actor, range(checkpoints.done, checkpoints.done + 1))
+        checkpoints.step({"score": -abs(checkpoints.done - 1.0)})
+        if checkpoints.done == stop:
+            break
+    return norms
+
+
+def test_checkpoints_are_kept_and_set_aside(group, tmp_path):
+    first = hf.Checkpoints(tmp_path / "kept", every=1, keep=1, best="score")
+    norms = run(group, first)
+    assert [path.name for path in saved_steps(first.directory)] == ["step-00000004", "step-00000002"]
+    again = hf.Checkpoints(tmp_path / "kept", every=1, keep=3, resume=first.directory / "step-00000002")
+    assert run(group, again) == norms[2:]
+    assert (tmp_path / "kept.1" / "step-00000004").is_dir()  # not the past of this run
+    run(group, hf.Checkpoints(tmp_path / "kept", every=3, resume="never"))
+    assert {path.name for path in saved_steps(tmp_path / "kept")} == {"step-00000003", "step-00000004"}
+    assert (tmp_path / "kept.2").is_dir()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(group, tmp_path, caplog):
+    run(group, hf.Checkpoints(tmp_path / "c", every=1), stop=3)
+    newest = tmp_path / "c" / "step-00000003"
+    file = next(newest.glob("actor/rank-*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-40_000] ^= 4
+    file.write_bytes(content)
+    again = hf.Checkpoints(tmp_path / "c", every=1)
+    again.resume(loader())
+    assert again.done == 2
+    assert str(file) in caplog.text
+    for path in saved_steps(tmp_path / "c"):
+        shutil.rmtree(path / "actor")
+    with pytest.raises(hf.errors.CheckpointError, match="none of the 2 checkpoints"):
+        hf.Checkpoints(tmp_path / "c").resume(loader())
+
+
+def test_what_does_not_belong_together_is_refused(group, pool, policy, tmp_path):
+    path = hf.save(tmp_path / "saved", parts=[group])
+    other = hf.ActorWorker.on(pool[2:4], name="other", model=policy, train=hf.FSDP(), optim=ADAM)
+    try:
+        with pytest.raises(hf.errors.ConfigError, match="other"):
+            hf.load(path, parts=[other])
+    finally:
+        other.close()
+    with pytest.raises(hf.errors.CheckpointError, match="exists already"):
+        hf.save(path, parts=[group])
+    with pytest.raises(hf.errors.ConfigError, match="state"):
+        hf.save(tmp_path / "x", parts=[object()])
+    with pytest.raises(hf.errors.CheckpointError, match=r"manifest\.json"):
+        hf.load(tmp_path, parts=[group])
+    group.close()
+    changed = hf.ActorWorker.on(pool[0:2], name="actor", model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))
+    try:
+        with pytest.raises(hf.errors.CheckpointError, match="optimizer"):
+            hf.load(path, parts=[changed])
+    finally:
+        changed.close()
+
+
+def test_a_failed_call_is_not_saved(group, settle, tmp_path):
+    rows = make_rows(8).with_columns(advantages=make_rows(8)["advantages"].map(lambda values: values * float("nan")))
+    for _ in range(8):  # more than max_skipped
+        group.update_actor(rows)
+    with pytest.raises(hf.errors.HybridFlowError):
+        hf.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    assert not list(tmp_path.glob(".saved*"))
+    settle()
+
+
+def test_a_class_with_a_state_and_objects_of_the_driver_continue(pool, fresh, tmp_path):
+    counter = hf.place(Counter, pool[0:2], name="counter")
+    texts = loader()
+    try:
+        assert counter.count() == [1, 1]
+        next(texts.drawn())
+        path = hf.save(tmp_path / "saved", parts={"counter": counter, "texts": texts})
+        assert counter.count() == [2, 2]
+        hf.load(path, parts={"counter": counter, "texts": texts})
+        assert counter.count() == [2, 2]
+        assert texts.state()["drawn"] == 1
+    finally:
+        counter.close()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(group, tmp_path, caplog):
+    small = tmp_path / "small"
+    small.mkdir()
+    size = sum(tensor.numel() for tensor in load_file(group.settings["model"] + "/model.safetensors").values()) * 12
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size) >> 10}k", "tmpfs", str(small)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system needs root")
+    try:
+        checkpoints = hf.Checkpoints(small / "c", every=1, keep=3, on_failure="continue")
+        norms = run(group, checkpoints)
+        assert len(norms) == 4
+        assert "No space left on device" in caplog.text
+        assert [path.name for path in saved_steps(small / "c")] == ["step-00000001"]
+        strict = hf.Checkpoints(small / "c", every=1)
+        with pytest.raises(hf.errors.CheckpointError, match="No space left"):
+            run(group, strict)
+        assert Manifest.read(small / "c" / "step-00000001").step == 1
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_random_numbers_continue(group, fresh, tmp_path):
+    path = hf.save(tmp_path / "saved", parts=[group])
+    expected = torch.rand(3)
+    hf.load(path, parts=[group])
+    assert torch.rand(3).equal(expected)
