@@ -31,6 +31,7 @@ from hybridflow.engines.checkpoint.manifest import (
     check_content,
     partial_directory,
     publish,
+    step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
 from hybridflow.errors import CheckpointError, ConfigError
@@ -164,7 +165,8 @@ class Saving:
             groups[name] = replace(saved, values=values, ranks=ranks, dtypes=dtypes, follows=follows)
         trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
         states = self._states | {name: part.state(self.step) for name, part in trackers.items()}
-        return Manifest(self.step or 0, self.id, groups, files, states, self._random, self.metrics())
+        step = (step_of(self.target) or 0) if self.step is None else self.step
+        return Manifest(step, self.id, groups, files, states, self._random, self.metrics())
 
     def _check_calls(self) -> None:
         """Errors: WorkerError of a call before the save: its state is not one to continue from."""
