@@ -176,10 +176,11 @@ def write_group(
 
 def make_checkpoint(root: Path, step: int, ranks: int = 3, **metrics: float | None) -> Path:
     """A checkpoint of two groups in which every number is `step`."""
-    target, id, shapes = step_directory(root, step), f"{step:032x}", {"w": (8, 3), "b": (6,)}
-    partial, layout = partial_directory(target), even_layout(shapes, ranks)
-    files, groups = {}, {}
+    target, id = step_directory(root, step), f"{step:032x}"
+    partial, files, groups = partial_directory(target), {}, {}
     for name in ("actor", "critic"):
+        shapes = {f"{name}.w": (8, 3), f"{name}.b": (6,)}
+        layout = even_layout(shapes, ranks)
         held = {kind: storages(layout, torch.float32, float(step)) for kind in ("main", "exp_avg")}
         files |= write_group(partial, name, id, layout, held)
         names = tuple(rank_file(name, rank) for rank in range(ranks))
@@ -216,8 +217,8 @@ def read_values(directory: Path, manifest: Manifest, ranks: int) -> set[float]:
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a manifest and give it the right checksum, as an attacker can."""
     body = json.loads((directory / MANIFEST).read_text())["manifest"]
-    changed = change(body)
-    store(directory, body if changed is None else changed)
+    change(body)
+    store(directory, body)
 
 
 def store(directory: Path, body: Any) -> None:

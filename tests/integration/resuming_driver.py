@@ -1,6 +1,6 @@
 """A driver that tests kill and continue: PPO or GRPO on a tiny model, with every figure and sample written to files.
 
-python resuming_driver.py RUN MODEL PROMPTS ppo|grpo STEPS [key=value ...]
+    python resuming_driver.py RUN MODEL PROMPTS ppo|grpo STEPS [key=value ...]
 """
 
 from __future__ import annotations

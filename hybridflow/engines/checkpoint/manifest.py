@@ -102,7 +102,8 @@ class Manifest:
                 raw = file.readall()
             whole = json.loads(raw)
             body, checksum = whole["manifest"], whole["checksum"]
-            sound = checksum == xxhash.xxh3_128_hexdigest(_canonical(body)) and _canonical(whole) == raw
+            sound = checksum == xxhash.xxh3_128_hexdigest(_canonical(body))
+            sound &= raw == _canonical({"checksum": checksum, "manifest": body})
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not a checkpoint's manifest: {type(error).__name__}: {error}.") from None
         if not sound:
