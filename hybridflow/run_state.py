@@ -34,7 +34,7 @@ from hybridflow.engines.checkpoint.manifest import (
     step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
 from hybridflow.tracker import Tracker
 from hybridflow.workers.saved_state import has_state, rank_file
 from hybridflow.workers.worker import Worker
@@ -212,10 +212,13 @@ class Saving:
         if self.running:
             raise CheckpointError(f"{self.target} was not complete after {2 * self._deadline:g} s.")
         if isinstance(self.error, OSError):
-            why = f"{self.error.filename}: {self.error.strerror}"
+            why = f"{self.error.filename or self.partial}: {self.error.strerror}"
             raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
-        if self.error is not None:
+        if isinstance(self.error, HybridFlowError):
             raise self.error
+        if self.error is not None:
+            why = f"{type(self.error).__name__}: {self.error}"
+            raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
         return self.target
 
 

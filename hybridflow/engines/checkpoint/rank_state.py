@@ -15,7 +15,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ Share = tuple[Box, Region]
 """A box that a rank writes, and the region of its storage that contains it."""
 Kinds = Mapping[str, tuple[Layout, Mapping[str, Tensor]]]
 """Kind of state -> its layout, and this rank's tensors by the layout's storage names."""
-_REPORT_PAUSES = (0.0, 1.0, 5.0)
+_BEFORE_SECONDS, _REPORT_PAUSES = 300.0, (0.0, 1.0, 5.0)
 _RANDOM = "random"
 _RANDOM_BYTES = 1 << 15
 _DTYPES = {
@@ -96,7 +96,12 @@ class StateWriter:
     _shares: dict[str, tuple[Layout, list[Share]]] = field(default_factory=dict)
 
     def save(self, file: RankFile, kinds: Kinds, dtypes: Mapping[str, str]) -> None:
-        """Returns when the tensors may change. Errors: CheckpointError while the file before is still being written."""
+        """Returns when the tensors may change; waits for the file before, which ends soon if its save was given up.
+
+        Errors: CheckpointError when that takes too long.
+        """
+        if self._thread is not None:
+            self._thread.join(_BEFORE_SECONDS)  # it may be alive for a moment after its report
         if self._thread is not None and self._thread.is_alive():
             raise CheckpointError(f"{file.path}: the checkpoint before it is still being written.")
         tensors = [
@@ -143,40 +148,51 @@ class StateWriter:
             torch.cuda.synchronize(self.device)
 
     def _write(self, file: RankFile, dtypes: dict[str, str]) -> None:
-        assert self._image is not None
         try:
             _check_finite(file.path, self._places)
-            whole = self._image.numpy().data
-            parts = (whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES))
-            entries = {file.path: write_file(file.path, parts)}
+            entries = {file.path: write_file(file.path, self._chunks(file))}
             entries |= {path: write_file(path, (content,)) for path, content in file.extra.items()}
             names = {str(path.relative_to(file.report.parent)): asdict(entry) for path, entry in entries.items()}
-            report = {"id": file.id, "files": names, "dtypes": dtypes}
-            _report(file, report)
+            _report(file, {"id": file.id, "files": names, "dtypes": dtypes})
         except Exception as error:  # the driver must learn of any error
-            report = {"id": file.id, "error": _reason(error, self.rank)}
-            for (
-                pause
-            ) in _REPORT_PAUSES:  # all ranks remove their files from a full disk; else the deadline ends the save
-                time.sleep(pause)
-                with suppress(OSError):
-                    for path in () if isinstance(error, FileExistsError) else (file.path, *file.extra):
-                        path.unlink(missing_ok=True)
-                    return _report(file, report)
-                if not file.report.parent.exists():  # the save was given up
-                    return None
+            self._failed(file, error)
+
+    def _chunks(self, file: RankFile) -> Iterator[memoryview]:
+        assert self._image is not None
+        whole = self._image.numpy().data
+        for at in range(0, len(whole), CHUNK_BYTES):
+            if not file.report.parent.exists():
+                raise CheckpointError(f"{file.path}: the save was given up.")
+            yield whole[at : at + CHUNK_BYTES]
+
+    def _failed(self, file: RankFile, error: Exception) -> None:
+        """Report the error, once the files of all ranks are removed from a full disk; else the driver's deadline ends
+        the save."""
+        report = {"id": file.id, "error": _reason(error, self.rank)}
+        written = () if isinstance(error, FileExistsError) else (file.path, *file.extra)
+        for pause in _REPORT_PAUSES:
+            time.sleep(pause)
+            with suppress(OSError):
+                for path in written:
+                    path.unlink(missing_ok=True)
+                _report(file, report)
+                return
+            if not file.report.parent.exists():  # the save was given up
+                return
 
 
 def _report(file: RankFile, report: Mapping[str, Any]) -> None:
+    """Errors: OSError, when there is no report: the files may be removed."""
     partial = file.report.with_suffix(".partial")
     try:
         partial.write_text(json.dumps(report))
-        partial.rename(file.report)
     except OSError as error:
         error.filename = error.filename or str(partial)
         with suppress(OSError):
             partial.unlink()
         raise
+    with suppress(OSError):  # the driver may have it nevertheless; its deadline ends the save
+        partial.rename(file.report)
 
 
 def _reason(error: Exception, rank: int) -> str:

@@ -7,10 +7,13 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from safetensors.torch import save_file
 
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint import rank_state
+from hybridflow.engines.checkpoint.manifest import FileEntry
 from hybridflow.engines.checkpoint.rank_state import (
     RankFile,
     SavedTensors,
@@ -342,6 +346,32 @@ def test_a_save_that_was_given_up_ends_its_thread(tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
+    """Which may be given up, or have reported already."""
+    writer, block, layout = StateWriter(0, CPU), threading.Event(), even_layout({"w": (1 << 20,)}, 1)
+    monkeypatch.setattr(rank_state, "CHUNK_BYTES", 1 << 16)
+    write = rank_state.write_file
+
+    def slow(path: Path, content: Iterable[memoryview]) -> FileEntry:
+        return write(path, (part for part in content if block.wait(60)))
+
+    monkeypatch.setattr(rank_state, "write_file", slow)
+    given_up, after = tmp_path / "a", tmp_path / "b"
+    given_up.mkdir(), after.mkdir()
+    kinds = {"main": (layout, {"w": torch.ones(1 << 20)})}
+    writer.save(RankFile(given_up / "rank", given_up / ".r.json", "a"), kinds, {})
+    while not (given_up / "rank").exists():
+        time.sleep(0.001)
+    shutil.rmtree(given_up)
+    threading.Timer(0.1, block.set).start()
+    writer.save(RankFile(after / "rank", after / ".r.json", "b"), kinds, {})
+    assert writer._thread is not None
+    writer._thread.join(60)
+    assert not given_up.exists()
+    assert json.loads((after / ".r.json").read_text())["id"] == "b"
+    SavedTensors([after / "rank"], "b")
+
+
 def test_files_of_another_save_are_left_alone(tmp_path):
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor/rank-00000.safetensors").write_text("of another")
@@ -350,7 +380,8 @@ def test_files_of_another_save_are_left_alone(tmp_path):
     assert (tmp_path / "actor/rank-00000.safetensors").read_text() == "of another"
 
 
-def test_a_writer_writes_one_file_at_a_time(tmp_path):
+def test_a_writer_writes_one_file_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_state, "_BEFORE_SECONDS", 0.01)
     writer, block = StateWriter(0, CPU), threading.Event()
     writer._thread = threading.Thread(target=block.wait)
     writer._thread.start()
