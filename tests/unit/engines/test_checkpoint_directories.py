@@ -70,7 +70,7 @@ def test_nothing_is_published_over_what_is_there(there, saved, tmp_path):
 
 
 def test_a_state_that_json_does_not_have_is_an_error_before_the_name_exists(tmp_path):
-    for state in (float("nan"), object(), {1: 2, "a": 3}):
+    for state in (float("nan"), object(), {(1, 2): 3}):
         partial, target = tmp_path / ".p", tmp_path / "step-00000001"
         partial.mkdir()
         with pytest.raises(CheckpointError, match=r"manifest\.json: a state is not plain data for JSON"):

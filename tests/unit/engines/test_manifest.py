@@ -231,7 +231,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 def test_names_outside_the_checkpoint_are_refused(name, saved):
     (saved.parent / "x").write_text("abc")
     (saved.parents[1] / "x").write_text("abc")
@@ -295,6 +295,7 @@ def test_manifests_that_are_no_mappings_are_refused(body, saved):
         b'{"checksum":"","checksum":"","manifest":{}}',
         b"!!python/object:os.system",
     ],
+    ids=range(10),
 )
 def test_hostile_json_is_refused(raw, saved):
     (saved / MANIFEST).write_bytes(raw)
