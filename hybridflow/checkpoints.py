@@ -13,7 +13,6 @@ import itertools
 import logging
 import math
 import os
-import shutil
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
     Manifest,
+    discard,
     leftovers,
     remove,
     saved_steps,
@@ -156,7 +156,8 @@ class Checkpoints:
     def _candidates(self, loader: Any) -> list[Path]:
         """The checkpoints to continue from, the best choice first. Errors: CheckpointError for a path without any."""
         for path in leftovers(self.directory):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                discard(path)
         if self._mode == "never":
             return []
         if self._mode != "auto":
@@ -318,9 +319,13 @@ class Checkpoints:
 
     def _prune(self) -> None:
         found = saved_steps(self.directory)
+        best = self._best(found) if found[self.keep :] else None
         for path in found[self.keep :]:
-            if path != self._best(found):
-                remove(path)
+            if path != best:
+                try:
+                    remove(path)
+                except OSError as error:  # the run does not need it to be gone
+                    logger.warning("%s cannot be removed: %s", path, error)
 
     def _best(self, found: Sequence[Path]) -> Path | None:
         if self.best is None:

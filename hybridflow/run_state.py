@@ -31,9 +31,10 @@ from hybridflow.engines.checkpoint.manifest import (
     check_content,
     partial_directory,
     publish,
+    step_of,
 )
 from hybridflow.engines.checkpoint.rank_state import random_state, report_file, set_random_state
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
 from hybridflow.tracker import Tracker
 from hybridflow.workers.saved_state import has_state, rank_file
 from hybridflow.workers.worker import Worker
@@ -164,7 +165,8 @@ class Saving:
             groups[name] = replace(saved, values=values, ranks=ranks, dtypes=dtypes, follows=follows)
         trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
         states = self._states | {name: part.state(self.step) for name, part in trackers.items()}
-        return Manifest(self.step or 0, self.id, groups, files, states, self._random, self.metrics())
+        step = (step_of(self.target) or 0) if self.step is None else self.step
+        return Manifest(step, self.id, groups, files, states, self._random, self.metrics())
 
     def _check_calls(self) -> None:
         """Errors: WorkerError of a call before the save: its state is not one to continue from."""
@@ -210,10 +212,13 @@ class Saving:
         if self.running:
             raise CheckpointError(f"{self.target} was not complete after {2 * self._deadline:g} s.")
         if isinstance(self.error, OSError):
-            why = f"{self.error.filename}: {self.error.strerror}"
+            why = f"{self.error.filename or self.partial}: {self.error.strerror}"
             raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
-        if self.error is not None:
+        if isinstance(self.error, HybridFlowError):
             raise self.error
+        if self.error is not None:
+            why = f"{type(self.error).__name__}: {self.error}"
+            raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
         return self.target
 
 

@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hybridflow.errors import CheckpointError
 
 MANIFEST, FORMAT = "manifest.json", 1
 CHUNK_BYTES = 16 << 20  # written or read at a time
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 _FILE = re.compile(r"(?:[A-Za-z0-9_-][\w.-]*/)?[A-Za-z0-9_-][\w.-]*", re.ASCII)
 _MOST_MANIFEST_BYTES = 1 << 30
 
@@ -76,13 +77,14 @@ class Manifest:
     format: int = FORMAT
 
     def write(self, directory: Path) -> None:
-        """Write it as the last file of `directory`, flushed."""
+        """Write it as the last file of `directory`, flushed. Errors: OSError; CheckpointError for a state that JSON
+        does not have."""
         body = asdict(self)
-        text = _canonical({"checksum": xxhash.xxh3_128_hexdigest(_canonical(body)), "manifest": body})
-        with (directory / MANIFEST).open("xb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            checksum = xxhash.xxh3_128_hexdigest(_canonical(body))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{directory / MANIFEST}: a state is not plain data for JSON: {error}.") from None
+        write_file(directory / MANIFEST, (_canonical({"checksum": checksum, "manifest": body}),))
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> Manifest:
@@ -93,56 +95,84 @@ class Manifest:
         directory = Path(directory)
         path = directory / MANIFEST
         _check_plain(directory, stat.S_ISDIR, "a directory")
-        _check_plain(path, stat.S_ISREG, "a file")
         try:
-            if path.stat().st_size > _MOST_MANIFEST_BYTES:
-                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes: it is not a manifest.")
-            raw = path.read_bytes()
+            with open_plain(path) as file:
+                if (size := os.fstat(file.fileno()).st_size) > _MOST_MANIFEST_BYTES:
+                    raise CheckpointError(f"{path} has {size:,} bytes: it is not a manifest.")
+                raw = file.readall()
             whole = json.loads(raw)
             body, checksum = whole["manifest"], whole["checksum"]
-            sound = checksum == xxhash.xxh3_128_hexdigest(_canonical(body)) and _canonical(whole) == raw
+            sound = checksum == xxhash.xxh3_128_hexdigest(_canonical(body))
+            sound &= raw == _canonical({"checksum": checksum, "manifest": body})
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not a checkpoint's manifest: {type(error).__name__}: {error}.") from None
         if not sound:
             raise CheckpointError(f"{path} is damaged: its content does not have its checksum.")
         found = cls._parsed(path, body)
+        if step_of(directory) not in (None, found.step):
+            raise CheckpointError(
+                f"{path} is of step {found.step}, but its directory is {directory.name}: one of them was renamed, or "
+                f"belongs to another checkpoint."
+            )
         for name, entry in found.files.items():
             check_size(directory, name, entry)
         return found
 
     @classmethod
     def _parsed(cls, path: Path, body: Any) -> Manifest:
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            version = body.get("format") if isinstance(body, dict) else None
+        version = body.get("format") if isinstance(body, dict) else None
+        if type(version) is not int or version != FORMAT:
             raise CheckpointError(f"{path} has format {version!r}; this version of hybridflow reads {FORMAT}.")
         try:
             files = {
-                str(name): FileEntry(int(one["bytes"]), str(one["checksum"])) for name, one in body["files"].items()
+                name: FileEntry(_count(one["bytes"]), _as(one["checksum"], str))
+                for name, one in _as(body["files"], dict).items()
             }
-            groups = {str(name): _group(one) for name, one in body["groups"].items()}
+            groups = {name: _group(one) for name, one in _as(body["groups"], dict).items()}
             named = [name for group in groups.values() for name in (*group.ranks, *group.beside)]
-            found = cls(int(body["step"]), str(body["id"]), groups, files, dict(body["parts"]), dict(body["random"]),
-                        dict(body["metrics"]))  # fmt: skip
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            values = [body["parts"], body["random"], body["metrics"]]
+            found = cls(_count(body["step"]), _as(body["id"], str), groups, files, *(_as(one, dict) for one in values))
+            for value in found.metrics.values():
+                _as(value, int, float, type(None))
+        except (LookupError, TypeError) as error:
             raise CheckpointError(f"{path} is not a manifest of format {FORMAT}: {error!r}.") from None
         for name in (*files, *named):
-            if not _FILE.fullmatch(name) or name not in files:
+            if not _FILE.fullmatch(name) or name not in files or name == MANIFEST:
                 raise CheckpointError(f"{path} names the file {name!r}, which cannot be part of a checkpoint.")
+        if len(set(named)) != len(named):
+            raise CheckpointError(f"{path} names a file for two ranks.")
         return found
 
 
 def _group(one: Mapping[str, Any]) -> SavedGroup:
     return SavedGroup(
-        worker=str(one["worker"]),
-        ranks=tuple(map(str, one["ranks"])),
-        kinds=tuple(map(str, one["kinds"])),
-        tensors={str(name): tuple(map(int, shape)) for name, shape in one["tensors"].items()},
-        counters=None if one["counters"] is None else dict(one["counters"]),
-        dtypes={str(name): str(dtype) for name, dtype in one["dtypes"].items()},
-        beside=tuple(map(str, one["beside"])),
-        follows=None if one["follows"] is None else str(one["follows"]),
-        values=None if one["values"] is None else tuple(one["values"]),
+        worker=_as(one["worker"], str),
+        ranks=_tuple(one["ranks"]),
+        kinds=_tuple(one["kinds"]),
+        tensors={name: tuple(map(_count, _as(shape, list))) for name, shape in _as(one["tensors"], dict).items()},
+        counters=_as(one["counters"], dict, type(None)),
+        dtypes={name: _as(dtype, str) for name, dtype in _as(one["dtypes"], dict).items()},
+        beside=_tuple(one["beside"]),
+        follows=_as(one["follows"], str, type(None)),
+        values=None if one["values"] is None else tuple(_as(one["values"], list)),
     )
+
+
+def _as(value: Any, *types: type) -> Any:
+    """Errors: TypeError for a value of another type."""
+    if type(value) not in types:
+        raise TypeError(f"{value!r:.80} is not {' or '.join(kind.__name__ for kind in types)}")
+    return value
+
+
+def _tuple(names: Any) -> tuple[str, ...]:
+    return tuple(_as(name, str) for name in _as(names, list))
+
+
+def _count(value: Any) -> int:
+    if _as(value, int) < 0:
+        raise TypeError(f"{value} is negative")
+    return value
 
 
 def _canonical(value: Any) -> bytes:
@@ -157,6 +187,19 @@ def _check_plain(path: Path, is_kind: Any, kind: str) -> None:
         raise CheckpointError(f"{path} is missing from the checkpoint ({error.strerror}).") from None
     if not is_kind(mode):
         raise CheckpointError(f"{path} is {'a link' if stat.S_ISLNK(mode) else 'not ' + kind}: a checkpoint has none.")
+
+
+def open_plain(path: Path) -> FileIO:
+    """A file that is no link, opened for reading; a pipe in its place does not block. Errors: CheckpointError."""
+    _check_plain(path, stat.S_ISREG, "a file")
+    try:
+        file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is not a file: a checkpoint has none.")
+    return file
 
 
 def check_size(directory: Path, name: str, entry: FileEntry) -> None:
@@ -174,7 +217,7 @@ def check_content(directory: Path, name: str, entry: FileEntry) -> None:
     check_size(directory, name, entry)
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(CHUNK_BYTES, max(1, entry.bytes))))
     try:
-        with open(os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+        with open_plain(directory / name) as file:
             while read := file.readinto(buffer):
                 digest.update(buffer[:read])
     except OSError as error:
@@ -187,10 +230,10 @@ def check_content(directory: Path, name: str, entry: FileEntry) -> None:
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a new file and flush it to disk. Errors: OSError that names the file."""
+    """Write a new file and flush it to disk. Errors: OSError that names the file, which is then removed."""
     digest, size = xxhash.xxh3_128(), 0
-    try:
-        with path.open("xb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
+        try:
             for part in content:
                 rest = memoryview(part).cast("B")
                 digest.update(rest)
@@ -198,9 +241,11 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
                 while rest:
                     rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            with suppress(OSError):
+                path.unlink()  # a disk that is full has space again, for the report
+            raise
     return FileEntry(size, digest.hexdigest())
 
 
@@ -242,20 +287,28 @@ def publish(partial: Path, target: Path, manifest: Manifest) -> None:
     manifest.write(partial)
     for directory in {partial, *((partial / name).parent for name in manifest.files)}:
         flush_directory(directory)
-    if target.exists():
+    if os.path.lexists(target):
         raise FileExistsError(17, "exists already", str(target))
     partial.rename(target)
     flush_directory(target.parent)
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint: at no moment is there a part of one under its name."""
+    """Remove a checkpoint: at no moment is there a part of one under its name. Errors: OSError."""
     doomed = directory.with_name(f".{directory.name}.removed")
-    with suppress(FileNotFoundError):
-        shutil.rmtree(doomed)
+    discard(doomed)
     with suppress(FileNotFoundError):
         directory.rename(doomed)
-        shutil.rmtree(doomed)
+        discard(doomed)
+
+
+def discard(path: Path) -> None:
+    """Remove a directory tree, a file or a link, if it is there. Errors: OSError."""
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def leftovers(root: Path) -> Iterator[Path]:

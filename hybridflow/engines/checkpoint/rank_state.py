@@ -14,25 +14,28 @@ import json
 import random
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridflow.engine3d.layout import Box, Layout, LayoutParts, Region
-from hybridflow.engines.checkpoint.manifest import CHUNK_BYTES, write_file
-from hybridflow.engines.checkpoint.reader import READ_ELEMENTS, Entry, read_header
+from hybridflow.engine3d.layout import Box, Layout, LayoutParts, Region, partition
+from hybridflow.engines.checkpoint.manifest import CHUNK_BYTES, open_plain, write_file
+from hybridflow.engines.checkpoint.reader import READ_ELEMENTS, READABLE, Entry, read_header
 from hybridflow.errors import CheckpointError
 
 Share = tuple[Box, Region]
 """A box that a rank writes, and the region of its storage that contains it."""
 Kinds = Mapping[str, tuple[Layout, Mapping[str, Tensor]]]
 """Kind of state -> its layout, and this rank's tensors by the layout's storage names."""
+_BEFORE_SECONDS, _REPORT_PAUSES = 300.0, (0.0, 1.0, 5.0)
 _RANDOM = "random"
 _RANDOM_BYTES = 1 << 15
 _DTYPES = {
@@ -101,7 +104,12 @@ class StateWriter:
     _shares: dict[str, tuple[Layout, list[Share]]] = field(default_factory=dict)
 
     def save(self, file: RankFile, kinds: Kinds, dtypes: Mapping[str, str]) -> None:
-        """Returns when the tensors may change. Errors: CheckpointError while the file before is still being written."""
+        """Returns when the tensors may change; waits for the file before, which ends soon if its save was given up.
+
+        Errors: CheckpointError when that takes too long.
+        """
+        if self._thread is not None:
+            self._thread.join(_BEFORE_SECONDS)  # it may be alive for a moment after its report
         if self._thread is not None and self._thread.is_alive():
             raise CheckpointError(f"{file.path}: the checkpoint before it is still being written.")
         tensors = [
@@ -136,6 +144,7 @@ class StateWriter:
         text += b" " * (-(8 + len(text)) % 64)
         start = 8 + len(text)
         if self._image is None or len(self._image) != start + at:
+            self._image, self._places = None, []  # freed before there is another
             self._image = torch.empty(start + at, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self._image[:start] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
         self._places = []
@@ -147,23 +156,51 @@ class StateWriter:
             torch.cuda.synchronize(self.device)
 
     def _write(self, file: RankFile, dtypes: dict[str, str]) -> None:
-        assert self._image is not None
         try:
-            _check_finite(self._places)
-            whole = self._image.numpy().data
-            parts = (whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES))
-            entries = {file.path: write_file(file.path, parts)}
+            _check_finite(file.path, self._places)
+            entries = {file.path: write_file(file.path, self._chunks(file))}
             entries |= {path: write_file(path, (content,)) for path, content in file.extra.items()}
             names = {str(path.relative_to(file.report.parent)): asdict(entry) for path, entry in entries.items()}
-            report = {"id": file.id, "files": names, "dtypes": dtypes}
+            _report(file, {"id": file.id, "files": names, "dtypes": dtypes})
         except Exception as error:  # the driver must learn of any error
-            report = {"id": file.id, "error": _reason(error, self.rank)}
-        partial = file.report.with_suffix(".partial")
-        try:
-            partial.write_text(json.dumps(report))
-            partial.rename(file.report)
-        except OSError:  # the driver's deadline ends the save
-            partial.unlink(missing_ok=True)
+            self._failed(file, error)
+
+    def _chunks(self, file: RankFile) -> Iterator[memoryview]:
+        assert self._image is not None
+        whole = self._image.numpy().data
+        for at in range(0, len(whole), CHUNK_BYTES):
+            if not file.report.parent.exists():
+                raise CheckpointError(f"{file.path}: the save was given up.")
+            yield whole[at : at + CHUNK_BYTES]
+
+    def _failed(self, file: RankFile, error: Exception) -> None:
+        """Report the error, once the files of all ranks are removed from a full disk; else the driver's deadline ends
+        the save."""
+        report = {"id": file.id, "error": _reason(error, self.rank)}
+        written = () if isinstance(error, FileExistsError) else (file.path, *file.extra)
+        for pause in _REPORT_PAUSES:
+            time.sleep(pause)
+            with suppress(OSError):
+                for path in written:
+                    path.unlink(missing_ok=True)
+                _report(file, report)
+                return
+            if not file.report.parent.exists():  # the save was given up
+                return
+
+
+def _report(file: RankFile, report: Mapping[str, Any]) -> None:
+    """Errors: OSError, when there is no report: the files may be removed."""
+    partial = file.report.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(report))
+    except OSError as error:
+        error.filename = error.filename or str(partial)
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    with suppress(OSError):  # the driver may have it nevertheless; its deadline ends the save
+        partial.rename(file.report)
 
 
 def _reason(error: Exception, rank: int) -> str:
@@ -175,13 +212,13 @@ def _reason(error: Exception, rank: int) -> str:
     return f"{who}: {type(error).__name__}: {error}."
 
 
-def _check_finite(tensors: Sequence[tuple[str, Tensor]]) -> None:
+def _check_finite(file: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Errors: CheckpointError for a tensor with numbers that are not finite: nothing could be continued from it."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             known = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot compare float8
             if not all(end.isfinite() for end in known.aminmax()):
-                kind, box = _box(name, tensor.shape)
+                kind, box = _box(file, name, tensor.shape)
                 raise CheckpointError(f"{box} ({kind}) has numbers that are not finite.")
 
 
@@ -190,7 +227,7 @@ def _key(kind: str, box: Box) -> str:
     return f"{kind}:{box.tensor}:{','.join(map(str, box.start))}"
 
 
-def _box(name: str, shape: Sequence[int]) -> tuple[str, Box]:
+def _box(file: Path, name: str, shape: Sequence[int]) -> tuple[str, Box]:
     """The kind and box of a tensor in a file. Errors: CheckpointError for a name that no save writes."""
     try:
         kind, rest = name.split(":", 1)
@@ -198,7 +235,7 @@ def _box(name: str, shape: Sequence[int]) -> tuple[str, Box]:
         start = tuple(map(int, starts.split(","))) if starts else ()
         return kind, Box(tensor, start, tuple(a + n for a, n in zip(start, shape, strict=True)))
     except ValueError:
-        raise CheckpointError(f"{name!r} is not a tensor of a checkpoint.") from None
+        raise CheckpointError(f"{file} has {name!r:.80}, which is not a tensor of a checkpoint.") from None
 
 
 class SavedTensors:
@@ -208,14 +245,19 @@ class SavedTensors:
         self.files = files
         self._found: dict[tuple[str, str], list[tuple[Box, Entry]]] = {}
         for file in files:
+            open_plain(file).close()
             for name, entry in read_header(file).items():
                 if name != _RANDOM:
-                    kind, box = _box(name, entry.shape)
+                    kind, box = _box(file, name, entry.shape)
                     self._found.setdefault((kind, box.tensor), []).append((box, entry))
             with safe_open(file, framework="np") as opened:
                 found = (opened.metadata() or {}).get("id")
             if found != id:
                 raise CheckpointError(f"{file} belongs to another checkpoint: its id is {found}, not {id}.")
+        for (kind, _), boxes in self._found.items():
+            if twice := [(box, entries) for box, entries in partition(boxes) if len(entries) > 1]:
+                box, entries = twice[0]
+                raise CheckpointError(f"{box} ({kind}) is in {entries[0].file} and again in {entries[1].file}.")
 
     def read_into(self, kind: str, regions: Sequence[Region], storage: Mapping[str, Tensor]) -> None:
         """Fill regions of `storage` from the boxes of one kind. Errors: CheckpointError when elements are missing."""
@@ -224,6 +266,8 @@ class SavedTensors:
             missing = region.box.numel
             for box, entry in self._found.get((kind, region.box.tensor), ()):
                 if (common := box.intersect(region.box)) is not None:
+                    if entry.dtype not in READABLE:
+                        raise CheckpointError(f"{entry.file} has {entry.name} in {entry.dtype}: no save writes that.")
                     parts.setdefault(entry.file, []).append((entry, box, common, region))
                     missing -= common.numel
             if missing:
@@ -241,11 +285,13 @@ class SavedTensors:
 
     def restore_random_state(self, rank: int) -> None:
         """Continue the random number generators of the rank that wrote file number `rank`."""
-        with safe_open(self.files[rank], framework="pt") as opened:
-            state = bytes(opened.get_tensor(_RANDOM).tolist())
+        before = random_state()
         try:
+            with safe_open(self.files[rank], framework="pt") as opened:
+                state = bytes(opened.get_tensor(_RANDOM).tolist())
             set_random_state(json.loads(state))
-        except (ValueError, LookupError, TypeError) as error:
+        except (SafetensorError, ArithmeticError, ValueError, LookupError, TypeError, RuntimeError) as error:
+            set_random_state(before)
             raise CheckpointError(f"{self.files[rank]} has no state of random number generators: {error!r}.") from None
 
 
