@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, LayoutParts, Region
-from hybridflow.engines.checkpoint.manifest import CHUNK_BYTES, write_file
+from hybridflow.engines.checkpoint.manifest import ALIGNED, CHUNK_BYTES, write_file
 from hybridflow.engines.checkpoint.reader import READ_ELEMENTS, Entry, read_header
 from hybridflow.errors import CheckpointError
 
@@ -136,7 +136,8 @@ class StateWriter:
         text += b" " * (-(8 + len(text)) % 64)
         start = 8 + len(text)
         if self._image is None or len(self._image) != start + at:
-            self._image = torch.empty(start + at, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            memory = torch.empty(start + at + ALIGNED, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._image = memory[-memory.data_ptr() % ALIGNED :][: start + at]
         self._image[:start] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
         self._places = []
         for name, tensor in tensors:
@@ -152,7 +153,7 @@ class StateWriter:
             _check_finite(self._places)
             whole = self._image.numpy().data
             parts = (whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES))
-            entries = {file.path: write_file(file.path, parts)}
+            entries = {file.path: write_file(file.path, parts, direct=True)}
             entries |= {path: write_file(path, (content,)) for path, content in file.extra.items()}
             names = {str(path.relative_to(file.report.parent)): asdict(entry) for path, entry in entries.items()}
             report = {"id": file.id, "files": names, "dtypes": dtypes}
