@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engines.checkpoint import manifest
 from hybridflow.engines.checkpoint.manifest import ALIGNED, write_file
 from hybridflow.engines.checkpoint.rank_state import RankFile, StateWriter
 
@@ -49,14 +49,18 @@ def test_a_file_system_that_asks_for_another_alignment_gets_a_plain_write(tmp_pa
     assert entry.bytes == len(whole)
 
 
-def test_errors_of_the_disk_are_raised_and_name_the_file():
-    if not Path("/dev/full").exists():
-        pytest.skip("has no /dev/full")
-    with Path("/dev/full").open("wb", buffering=0) as file:
-        with pytest.raises(OSError, match="space") as caught:
-            while manifest._write_directly(file, memoryview(MEMORY)) == 0:
-                file.write(MEMORY)  # what `write_file` does where nothing is written directly
-        assert caught.value.errno == errno.ENOSPC
+@pytest.mark.parametrize("limit", [10 * ALIGNED, 10 * ALIGNED + 100])
+def test_an_error_of_the_disk_is_raised_and_names_the_file(tmp_path: Path, limit: int):
+    """Also when it comes within a block: the rest of it cannot be written directly."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match="large") as caught:
+            write_file(tmp_path / "file", parts(20 * ALIGNED, 16 * ALIGNED), direct=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(tmp_path / "file")
 
 
 @pytest.mark.parametrize("numel", [1, 1024, 5000, 100_000])
