@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Layout, LayoutParts, Region, partition
-from hybridflow.engines.checkpoint.manifest import CHUNK_BYTES, open_plain, write_file
+from hybridflow.engines.checkpoint.manifest import ALIGNED, CHUNK_BYTES, open_plain, write_file
 from hybridflow.engines.checkpoint.reader import READ_ELEMENTS, READABLE, Entry, read_header
 from hybridflow.errors import CheckpointError
 
@@ -145,7 +145,8 @@ class StateWriter:
         start = 8 + len(text)
         if self._image is None or len(self._image) != start + at:
             self._image, self._places = None, []  # freed before there is another
-            self._image = torch.empty(start + at, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            memory = torch.empty(start + at + ALIGNED, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._image = memory[-memory.data_ptr() % ALIGNED :][: start + at]
         self._image[:start] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
         self._places = []
         for name, tensor in tensors:
@@ -158,7 +159,7 @@ class StateWriter:
     def _write(self, file: RankFile, dtypes: dict[str, str]) -> None:
         try:
             _check_finite(file.path, self._places)
-            entries = {file.path: write_file(file.path, self._chunks(file))}
+            entries = {file.path: write_file(file.path, self._chunks(file), direct=True)}
             entries |= {path: write_file(path, (content,)) for path, content in file.extra.items()}
             names = {str(path.relative_to(file.report.parent)): asdict(entry) for path, entry in entries.items()}
             _report(file, {"id": file.id, "files": names, "dtypes": dtypes})

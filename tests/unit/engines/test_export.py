@@ -257,7 +257,7 @@ def test_weights_that_are_not_finite_leave_the_directory_as_it_was(
     hf.export(path, tmp_path / "out")
     hf.export(path, tmp_path / "kept")
     monkeypatch.setattr("tests.unit.engines.test_export.weights", _diverged)
-    monkeypatch.setattr("hybridflow.engines.checkpoint.rank_state._check_finite", lambda tensors: None)
+    monkeypatch.setattr("hybridflow.engines.checkpoint.rank_state._check_finite", lambda *_: None)
     path, _ = write_run(tmp_path / "other", models["actor"])
     with pytest.raises(CheckpointError, match=r"not finite, in model\.norm\.weight \(64\).*unchanged"):
         hf.export(path, tmp_path / "out")
