@@ -140,7 +140,7 @@ class Checkpoints:
             self._count_restart("the loop was left by an error")
             self._rebuild(session)
             return self._iterate(session, loader)
-        session.attach(loader)
+        session.attach(loader, "loader")
         for name, part in self._named.items():
             session.attach(part, name)
         session.run_directory = session.run_directory or self.directory.parent
@@ -251,8 +251,8 @@ class Checkpoints:
         self._step, self._saved, session.iterations.done_before = 0, -1, 0
         before = [] if self._mode in ("auto", "never") else self._candidates(None)
         if self._load(session, [*saved_steps(self.directory), *before]) is None:
-            for name, state in session.first_states.items():
-                session.parts[name].load_state(state)
+            for name, part in session.parts.items():
+                part.load_state(session.first_states[name])
 
     # Saving
 
@@ -276,12 +276,12 @@ class Checkpoints:
             raise SystemExit(status)
 
     def save(self) -> Path:
-        """Save now; waits. Errors: CheckpointError."""
+        """The checkpoint of the iterations so far, complete. Errors: CheckpointError."""
         self._save(Session.current())
-        assert self._saving is not None
-        saved = self._saving.result()
+        if (saving := self._saving) is not None:
+            saving.result()
         self._report(wait=True)
-        return saved
+        return step_directory(self.directory, self._step)
 
     def _save(self, session: Session) -> None:
         self._report(wait=True)  # one at a time

@@ -184,6 +184,8 @@ class Saving:
         while not file.exists():
             if self.cancelled:
                 raise CheckpointError(f"{self.target} was not saved: the run was restarted.")
+            for group in self.parts.groups.values():
+                self.session.iterations.check_hosts(group.name, "write_checkpoint", group.ranks.hosts)
             if time.monotonic() > end:
                 raise CheckpointError(
                     f"{self.target} was not saved: {file.name[1:-5]} did not report its file in {self._deadline:g} s."

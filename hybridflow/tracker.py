@@ -245,7 +245,8 @@ class Tracker:
         session = Session.existing()
         if session is not None and not self._closed:
             session.run_directory = session.run_directory or self.directory
-            session.attach(self)
+            here = (n for n, part in session.parts.items() if getattr(part, "directory", None) == self.directory)
+            session.attach(self, next(here, None))
         return session
 
     def _end_first(self) -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from hybridflow.cluster.backend import Deadlines, SessionBackend
 from hybridflow.cluster.incidents import LostHost
@@ -42,7 +43,7 @@ class Session:
         self.pools: list[Any] = []
         self.groups: dict[str, Any] = {}
         self.controller_pool: Any = None
-        self.parts: dict[str, Any] = {}
+        self.parts: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.states: dict[str, Any] = {}
         self.first_states: dict[str, Any] = {}
         self.run_directory: Path | None = None
@@ -112,8 +113,11 @@ class Session:
         return next(name for name in names if name not in self.groups)
 
     def attach(self, part: Any, name: str | None = None) -> None:
-        """Make an object with `state()` and `load_state(state)` a part of checkpoints. Its default name is that of its
-        class, numbered in the order of first use. In a run that continues it takes its state from the checkpoint."""
+        """Make an object with `state()` and `load_state(state)` a part of checkpoints, for as long as it lives.
+
+        It replaces another part of its `name`; the default is that of its class, numbered in the order of first use. In
+        a run that continues it takes its state from the checkpoint.
+        """
         if self.traces or any(known is part for known in self.parts.values()):
             return
         kind = type(part).__name__

@@ -236,8 +236,9 @@ def test_checkpoints_are_kept_and_set_aside(group, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(group, tmp_path, caplog):
-    run(group, hf.Checkpoints(tmp_path / "c", every=1), stop=3)
-    newest = tmp_path / "c" / "step-00000003"
+    first = hf.Checkpoints(tmp_path / "c", every=1)
+    run(group, first, stop=3)
+    newest = first.save()
     file = next(newest.glob("actor/rank-*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-40_000] ^= 4
