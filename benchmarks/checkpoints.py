@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 import hybridflow as hf
 from benchmarks.transition import CONFIG
-from hybridflow.engines.checkpoint.manifest import MANIFEST, Manifest
+from hybridflow.engines.checkpoint.manifest import MANIFEST, CheckpointManifest
 from hybridflow.models.spec import ModelSpec
 
 PROMPT, RESPONSE = 32, 96
@@ -113,7 +113,7 @@ def measure_saves(actor: hf.WorkerGroup, root: Path, repeats: int) -> dict[str, 
     target, plain = root / "saved", root / "plain"
     times: dict[str, list[float]] = {"save": [], "plain": []}
     first = seconds(lambda: hf.save(target, [actor]))
-    files = Manifest.read(target).files
+    files = CheckpointManifest.read(target).files
     written = [entry.bytes for name, entry in files.items() if "rank-" in name]
     load = [seconds(lambda: hf.load(target, [actor])) for _ in range(3)]
     for turn in range(repeats):

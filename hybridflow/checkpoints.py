@@ -23,7 +23,7 @@ from hybridflow.cluster.recovery import rebuild
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     discard,
     leftovers,
     remove,
@@ -114,7 +114,7 @@ class Checkpoints:
         """The checkpoint from which a run continues now: the newest that is complete; its files are not read."""
         for path in saved_steps(self.directory):
             with suppress(CheckpointError):
-                Manifest.read(path)
+                CheckpointManifest.read(path)
                 return path
         return None
 
@@ -334,7 +334,7 @@ class Checkpoints:
         values = dict[Path, float]()
         for path in found:
             with suppress(CheckpointError):
-                if (value := Manifest.read(path).metrics.get(name)) is not None:
+                if (value := CheckpointManifest.read(path).metrics.get(name)) is not None:
                     values[path] = sign * value
         return max(values, key=lambda path: values[path], default=None)
 

@@ -25,8 +25,8 @@ from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import Session
 from hybridflow.driver import sync_weights
 from hybridflow.engines.checkpoint.manifest import (
+    CheckpointManifest,
     FileEntry,
-    Manifest,
     SavedGroup,
     check_content,
     partial_directory,
@@ -144,7 +144,7 @@ class Saving:
             self.error = error
             shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self) -> CheckpointManifest:
         files, groups = dict[str, FileEntry](), dict[str, SavedGroup]()
         answers = {name: wait() for name, wait in self._results.items() if wait is not None}
         self._check_calls()
@@ -166,7 +166,7 @@ class Saving:
         trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
         states = self._states | {name: part.state(self.step) for name, part in trackers.items()}
         step = (step_of(self.target) or 0) if self.step is None else self.step
-        return Manifest(step, self.id, groups, files, states, self._random, self.metrics())
+        return CheckpointManifest(step, self.id, groups, files, states, self._random, self.metrics())
 
     def _check_calls(self) -> None:
         """Errors: WorkerError of a call before the save: its state is not one to continue from."""
@@ -249,12 +249,12 @@ def load(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     return restore(session, directory, manifest, RunParts.of(session, parts), everything=parts is None)
 
 
-def verified(session: Session, directory: Path, parts: RunParts) -> Manifest:
+def verified(session: Session, directory: Path, parts: RunParts) -> CheckpointManifest:
     """The manifest, when all files have their checksums; the ranks read those of their groups.
 
     Errors: CheckpointError.
     """
-    manifest, asked = Manifest.read(directory), []
+    manifest, asked = CheckpointManifest.read(directory), []
     left = dict(manifest.files)
     for name, saved in manifest.groups.items():
         group = parts.groups.get(name)
@@ -273,7 +273,9 @@ def verified(session: Session, directory: Path, parts: RunParts) -> Manifest:
     return manifest
 
 
-def restore(session: Session, directory: Path, manifest: Manifest, parts: RunParts, everything: bool = True) -> int:
+def restore(
+    session: Session, directory: Path, manifest: CheckpointManifest, parts: RunParts, everything: bool = True
+) -> int:
     """Load a verified checkpoint. `everything`: it must have the same groups as the run."""
     saved = {name: one for name, one in manifest.groups.items() if name in parts.groups}
     missing = [name for name in parts.groups if name not in manifest.groups and _saves(parts.groups[name])]

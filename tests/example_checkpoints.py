@@ -16,8 +16,8 @@ from torch import Tensor
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
+    CheckpointManifest,
     FileEntry,
-    Manifest,
     SavedGroup,
     check_content,
     partial_directory,
@@ -187,13 +187,17 @@ def make_checkpoint(root: Path, step: int, ranks: int = 3, **metrics: float | No
         groups[name] = SavedGroup(
             "Actor", names, tuple(held), shapes, {"steps": step}, {"": "F32"}, (f"{name}/config",), None, None
         )
-    publish(partial, target, Manifest(step, id, groups, files, {"loader": {"step": step}}, random_state(), metrics))
+    publish(
+        partial,
+        target,
+        CheckpointManifest(step, id, groups, files, {"loader": {"step": step}}, random_state(), metrics),
+    )
     return target
 
 
-def verify(directory: Path) -> Manifest:
+def verify(directory: Path) -> CheckpointManifest:
     """What a run does before it continues. Errors: CheckpointError."""
-    manifest = Manifest.read(directory)
+    manifest = CheckpointManifest.read(directory)
     for name, entry in manifest.files.items():
         check_content(directory, name, entry)
     for group in manifest.groups.values():
@@ -201,7 +205,7 @@ def verify(directory: Path) -> Manifest:
     return manifest
 
 
-def read_values(directory: Path, manifest: Manifest, ranks: int) -> set[float]:
+def read_values(directory: Path, manifest: CheckpointManifest, ranks: int) -> set[float]:
     """All numbers of a checkpoint of `make_checkpoint`, read by another number of ranks."""
     found = set[float]()
     for group in manifest.groups.values():

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import hybridflow as hf
-from hybridflow.engines.checkpoint.manifest import Manifest, saved_steps
+from hybridflow.engines.checkpoint.manifest import CheckpointManifest, saved_steps
 from hybridflow.protocols import ONE_TO_ALL, register
 from tests import tiny_models
 from tests.tiny_models import make_rows
@@ -195,7 +195,7 @@ def test_each_rank_writes_its_share(pool, fresh, policy, tmp_path):
         path = Path(hf.save(tmp_path / "saved", parts=[actor]))
     finally:
         actor.close()
-    manifest = Manifest.read(path)
+    manifest = CheckpointManifest.read(path)
     sizes = [manifest.files[name].bytes for name in manifest.groups["shares"].ranks]
     whole = sum(tensor.numel() for tensor in load_file(policy / "model.safetensors").values()) * 12
     assert whole <= sum(sizes) < whole * 1.2 + 4 * 60_000  # parameters and two moments, once; headers, generators
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(group, tmp_path, caplog):
         strict = hf.Checkpoints(small / "c", every=1)
         with pytest.raises(hf.errors.CheckpointError, match="No space left"):
             run(group, strict)
-        assert Manifest.read(small / "c" / "step-00000001").step == 1
+        assert CheckpointManifest.read(small / "c" / "step-00000001").step == 1
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
 

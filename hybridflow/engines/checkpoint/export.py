@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from hybridflow.engine3d.layout import Box, Region
-from hybridflow.engines.checkpoint.manifest import MANIFEST, Manifest, SavedGroup, check_content, saved_steps, step_of
+from hybridflow.engines.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    SavedGroup,
+    check_content,
+    saved_steps,
+    step_of,
+)
 from hybridflow.engines.checkpoint.rank_state import SavedTensors, torch_dtype
 from hybridflow.engines.checkpoint.writer import Turn, file_contents, save_files, write_beside, writing
 from hybridflow.engines.lora.adapters import CONFIG, PREFIX, WEIGHTS
@@ -36,7 +43,7 @@ def export(checkpoint: str | os.PathLike[str], directory: str | os.PathLike[str]
     found, damaged = _candidates(checkpoint), list[CheckpointError]()
     for path in found:
         try:
-            manifest = Manifest.read(path)
+            manifest = CheckpointManifest.read(path)
             saved = _group(path, manifest, group)
             for name in (*saved.ranks, *saved.beside):
                 check_content(path, name, manifest.files[name])
@@ -66,7 +73,7 @@ def _candidates(checkpoint: str | os.PathLike[str]) -> list[Path]:
     raise CheckpointError(f"{path} is not a checkpoint of a run and has none. Give a directory such as step-00000020.")
 
 
-def _group(path: Path, manifest: Manifest, group: str) -> SavedGroup:
+def _group(path: Path, manifest: CheckpointManifest, group: str) -> SavedGroup:
     """Errors: ConfigError."""
     if group not in manifest.groups:
         raise ConfigError(f"{path} has no group {group!r}.{nearest(group, manifest.groups)}")

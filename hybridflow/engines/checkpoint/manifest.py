@@ -66,7 +66,7 @@ class SavedGroup:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """A checkpoint's content: `step` iterations are done, `parts` are the states of loaders, tracker and other objects
     of the driver, `random` that of its random number generators. `id` is in the header of every tensor file."""
 
@@ -90,7 +90,7 @@ class Manifest:
         write_file(directory / MANIFEST, (_canonical({"checksum": checksum, "manifest": body}),))
 
     @classmethod
-    def read(cls, directory: str | os.PathLike[str]) -> Manifest:
+    def read(cls, directory: str | os.PathLike[str]) -> CheckpointManifest:
         """The manifest of a checkpoint whose files all have their sizes; their content is not read.
 
         Errors: CheckpointError for a directory that is not a complete checkpoint, naming the file.
@@ -122,7 +122,7 @@ class Manifest:
         return found
 
     @classmethod
-    def _parsed(cls, path: Path, body: Any) -> Manifest:
+    def _parsed(cls, path: Path, body: Any) -> CheckpointManifest:
         version = body.get("format") if isinstance(body, dict) else None
         if type(version) is not int or version != FORMAT:
             raise CheckpointError(f"{path} has format {version!r}; this version of hybridflow reads {FORMAT}.")
@@ -317,7 +317,7 @@ def saved_steps(root: Path) -> list[Path]:
     return []
 
 
-def publish(partial: Path, target: Path, manifest: Manifest) -> None:
+def publish(partial: Path, target: Path, manifest: CheckpointManifest) -> None:
     """Complete a checkpoint: all of it reaches the disk before its name does. Errors: OSError, FileExistsError."""
     manifest.write(partial)
     for directory in {partial, *((partial / name).parent for name in manifest.files)}:

@@ -15,7 +15,7 @@ import pytest
 from hybridflow.checkpoints import Checkpoints
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     leftovers,
     partial_directory,
     publish,
@@ -65,7 +65,7 @@ def test_nothing_is_published_over_what_is_there(there, saved, tmp_path):
     partial.mkdir()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(FileExistsError, match="step-00000060"):
-        publish(partial, target, Manifest(60, "id", {}, {}, {}, {}))
+        publish(partial, target, CheckpointManifest(60, "id", {}, {}, {}, {}))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -74,7 +74,7 @@ def test_a_state_that_json_does_not_have_is_an_error_before_the_name_exists(tmp_
         partial, target = tmp_path / ".p", tmp_path / "step-00000001"
         partial.mkdir()
         with pytest.raises(CheckpointError, match=r"manifest\.json: a state is not plain data for JSON"):
-            publish(partial, target, Manifest(1, "id", {}, {}, {"part": state}, {}))
+            publish(partial, target, CheckpointManifest(1, "id", {}, {}, {"part": state}, {}))
         assert not target.exists()
         shutil.rmtree(partial)
 
@@ -85,7 +85,9 @@ def test_a_manifest_for_which_there_is_no_space_names_its_file(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
         with pytest.raises(OSError) as caught:
-            publish(tmp_path / ".p", tmp_path / "step-00000001", Manifest(1, "id", {}, {}, {"x": "y" * 9000}, {}))
+            publish(
+                tmp_path / ".p", tmp_path / "step-00000001", CheckpointManifest(1, "id", {}, {}, {"x": "y" * 9000}, {})
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

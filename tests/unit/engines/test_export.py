@@ -19,8 +19,8 @@ from hybridflow.config import LoRA
 from hybridflow.engine3d.layout import Box, Layout, Region
 from hybridflow.engines.checkpoint import writer
 from hybridflow.engines.checkpoint.manifest import (
+    CheckpointManifest,
     FileEntry,
-    Manifest,
     SavedGroup,
     partial_directory,
     publish,
@@ -123,7 +123,7 @@ def write_run(root: Path, model: Path, step: int = 4, ranks: int = 2, **options:
     like = read_beside(model)
     saved, files = write_group(partial, "actor", kinds, row_shards(spec, ranks), like, dtypes)
     groups = {"actor": saved, "rollout": SavedGroup("RolloutWorker", follows="actor"), "reward": SavedGroup("Reward")}
-    publish(partial, target, Manifest(step, "some-id", groups, files, {}, {}))
+    publish(partial, target, CheckpointManifest(step, "some-id", groups, files, {}, {}))
     return target, parameters
 
 
@@ -181,7 +181,7 @@ def test_adapters_are_exported_in_the_format_of_peft(models: dict[str, Path], tm
     like = {"adapter_config.json": (tmp_path / "config" / "adapter_config.json").read_bytes()}
     partial = partial_directory(target := step_directory(tmp_path / "run", 2))
     saved, files = write_group(partial, "actor", {"main": tensors}, layout, like, {"": "F32"})
-    publish(partial, target, Manifest(2, "some-id", {"actor": saved}, files, {}, {}))
+    publish(partial, target, CheckpointManifest(2, "some-id", {"actor": saved}, files, {}, {}))
     hf.export(target, tmp_path / "out")
     assert read_config(tmp_path / "out") == (
         str(models["actor"]),

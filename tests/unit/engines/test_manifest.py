@@ -14,8 +14,8 @@ import pytest
 
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
+    CheckpointManifest,
     FileEntry,
-    Manifest,
     check_content,
     leftovers,
     step_directory,
@@ -178,7 +178,7 @@ def test_every_bit_of_a_manifest_counts(saved):
         for bit in range(8):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             with pytest.raises(CheckpointError, match=r"step-00000020/manifest\.json"):
-                Manifest.read(saved)
+                CheckpointManifest.read(saved)
 
 
 # Hostile manifests, with the right checksum
@@ -237,10 +237,10 @@ def test_names_outside_the_checkpoint_are_refused(name, saved):
     (saved.parents[1] / "x").write_text("abc")
     rewrite(saved, set_files(name))
     with pytest.raises(CheckpointError, match="step-00000020"):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
     rewrite(saved, lambda body: body["files"].pop(name))  # named by the group alone
     with pytest.raises(CheckpointError, match="which cannot be part of a checkpoint"):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
 
 
 @pytest.mark.parametrize(
@@ -271,14 +271,14 @@ def test_names_outside_the_checkpoint_are_refused(name, saved):
 def test_hostile_values_are_refused(change, saved):
     rewrite(saved, change)
     with pytest.raises(CheckpointError, match="step-00000020"):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
 
 
 @pytest.mark.parametrize("body", [None, [], "manifest", 5, {}, {"format": 1}])
 def test_manifests_that_are_no_mappings_are_refused(body, saved):
     store(saved, body)
     with pytest.raises(CheckpointError, match=r"step-00000020/manifest\.json"):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_manifests_that_are_no_mappings_are_refused(body, saved):
 def test_hostile_json_is_refused(raw, saved):
     (saved / MANIFEST).write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"step-00000020/manifest\.json"):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
 
 
 def test_duplicate_keys_and_other_spellings_are_refused(saved):
@@ -315,7 +315,7 @@ def test_duplicate_keys_and_other_spellings_are_refused(saved):
         assert other != raw
         (saved / MANIFEST).write_bytes(other)
         with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-            Manifest.read(saved)
+            CheckpointManifest.read(saved)
 
 
 def link(path: Path) -> None:
@@ -344,10 +344,10 @@ def folder(path: Path) -> None:
 @pytest.mark.parametrize("kind", [link, pipe, device, folder])
 @pytest.mark.parametrize("name", [MANIFEST, TENSORS, "actor/config"])
 def test_a_file_that_is_no_file_is_refused(name, kind, saved):
-    manifest = Manifest.read(saved)
+    manifest = CheckpointManifest.read(saved)
     kind(saved / name)
     with pytest.raises(CheckpointError, match=name):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
     if name in manifest.files:
         for size in (manifest.files[name].bytes, 0, 4096):
             with pytest.raises(CheckpointError, match=name):
@@ -358,7 +358,7 @@ def test_a_file_that_is_no_file_is_refused(name, kind, saved):
 def test_a_directory_that_is_a_link_is_refused(name, saved):
     link(saved / name if name else saved)
     with pytest.raises(CheckpointError, match="is a link"):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
 
 
 @pytest.mark.parametrize("name", ["", "actor"])
@@ -367,4 +367,4 @@ def test_a_directory_that_is_a_file_is_refused(name, saved):
     shutil.rmtree(path)
     path.write_text("")
     with pytest.raises(CheckpointError, match="is not a directory"):
-        Manifest.read(saved)
+        CheckpointManifest.read(saved)
