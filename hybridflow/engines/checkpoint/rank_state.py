@@ -286,14 +286,12 @@ class SavedTensors:
 
     def restore_random_state(self, rank: int) -> None:
         """Continue the random number generators of the rank that wrote file number `rank`."""
-        before = random_state()
         try:
             with safe_open(self.files[rank], framework="pt") as opened:
-                state = bytes(opened.get_tensor(_RANDOM).tolist())
-            set_random_state(json.loads(state))
-        except (SafetensorError, ArithmeticError, ValueError, LookupError, TypeError, RuntimeError) as error:
-            set_random_state(before)
+                state = json.loads(bytes(opened.get_tensor(_RANDOM).tolist()))
+        except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.files[rank]} has no state of random number generators: {error!r}.") from None
+        set_random_state(state, str(self.files[rank]))
 
 
 # Random number generators of a process
@@ -313,13 +311,24 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Continue from `random_state`."""
+def set_random_state(state: Mapping[str, Any], origin: str = "the checkpoint") -> None:
+    """Continue from `random_state`. Errors: CheckpointError when it is not one, with nothing changed."""
+    before = random_state()
+    try:
+        _set_random_state(state)
+    except (ArithmeticError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        _set_random_state(before)
+        raise CheckpointError(f"{origin} has no state of random number generators: {error!r:.200}.") from None
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes(state["torch"]))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    kind, keys, position, *rest = state["numpy"]
+    if not 0 <= position <= len(keys):  # numpy does not check it
+        raise ValueError(f"position {position} of {len(keys)} keys")
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, *rest))
     version, values, gauss = state["python"]
-    random.setstate((version, tuple(values), gauss))
+    random.setstate((version, tuple(values), None if gauss is None else float(gauss)))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_bytes(state["cuda"]))
 

@@ -230,34 +230,41 @@ def test_a_rank_continues_with_its_own_random_numbers(tmp_path):
         set_random_state(outside)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{",
-        b"[" * 100_000,
-        b"{}",
-        b'{"torch": "AA=="}',
-        b'{"torch": "", "numpy": [], "python": []}',
-        b"float",
-        b"no",
-    ],
-)
-def test_a_damaged_random_state_changes_nothing(text, tmp_path):
-    state = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
-    state = torch.ones(3) if text == b"float" else state
-    save_file({"other" if text == b"no" else "random": state}, tmp_path / "f", metadata={"id": "id"})
-    good = random_state()
-    for part in ("torch", "numpy", "python", None):
-        if part is not None and text == b"{}":
-            broken = json.dumps({**good, part: ["MT19937", [2**40] * 624, 0, 0, 0.0]}).encode()
-            state = torch.frombuffer(bytearray(broken), dtype=torch.uint8)
-            save_file({"random": state}, tmp_path / "f", metadata={"id": "id"})
-        saved = SavedTensors.__new__(SavedTensors)
-        saved.files = [tmp_path / "f"]
+@pytest.mark.parametrize("text", ["", "{", "[" * 10**5, "[]", "5", "{}"], ids=range(6))
+def test_a_file_without_random_numbers_changes_nothing(text, tmp_path):
+    good, saved = random_state(), SavedTensors([], "id")
+    saved.files = [tmp_path / "f"]
+    stored = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    for tensors in ({"random": stored}, {"random": torch.ones(3)}, {"other": stored}):
+        save_file(tensors, tmp_path / "f")
         with pytest.raises(CheckpointError, match="/f has no state of random number generators"):
             saved.restore_random_state(0)
         assert random_state() == good
+
+
+KEYS = [1] * 624
+
+
+@pytest.mark.parametrize(
+    ("generator", "state"),
+    [
+        *(("torch", value) for value in (None, 5, "", "AA==", "?", "A" * 5056)),
+        *(("numpy", value) for value in (None, [], ["PCG64", KEYS, 0, 0, 0.0], ["MT19937", [1], 0, 0, 0.0])),
+        *(("numpy", ["MT19937", KEYS, position, 0, 0.0]) for position in (-1, 625, 10**9, 2**70, "a", None)),
+        *(("numpy", ["MT19937", [key] * 624, 0, 0, 0.0]) for key in (2**32, -1, 2**70, "a", None)),
+        *(("python", value) for value in (None, [], [3, [1], None], [9, [1] * 625, None], [3, [1] * 624 + [-1], None])),
+        *(("python", [3, [*KEYS, position], None]) for position in (625, 2**70, "a")),
+        *(("python", [3, [*KEYS, 0], gauss]) for gauss in ("a", [1.0])),
+    ],
+    ids=range(31),
+)
+def test_hostile_states_of_generators_change_nothing(generator, state):
+    good = random_state()
+    with pytest.raises(CheckpointError, match="the checkpoint has no state of random number generators"):
+        set_random_state({**good, generator: state})
+    assert random_state() == good
+    draws()
+    set_random_state(good)
 
 
 # Disks that are full
