@@ -159,3 +159,22 @@ def whiten(values: Ragged, mask: Ragged, *, eps: float = 1e-8) -> Ragged:
     mean, variance = masked_moments(values.values, mask.values)
     white = (values.values.to(torch.float64) - mean) * torch.rsqrt(variance + eps)
     return values.with_values(torch.where(mask.values, white, 0.0))
+
+
+def batch_temperature(batch: Batch) -> float | None:
+    """The sampling temperature that `generate_sequences` wrote; None without the column or without rows.
+
+    Errors: BatchError for a number that is not finite, and when rows differ: logits are divided by one temperature per
+    call.
+    """
+    if "temperature" not in batch or not len(batch):
+        return None
+    column = row_column(batch, "temperature")
+    check_finite("temperature", column, torch.ones_like(column, dtype=torch.bool))
+    low, high = (float(end) for end in column.aminmax())
+    if low != high:
+        raise BatchError(
+            f"the rows of this batch were drawn at temperatures from {low:g} to {high:g}; a call computes at one. "
+            f"Call it once for the rows of each temperature."
+        )
+    return high

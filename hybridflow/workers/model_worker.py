@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses.loss import Loss
-from hybridflow.algorithms.masked import check_finite, not_finite, row_column
+from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
@@ -31,7 +31,7 @@ from hybridflow.engines.lora.adapters import CONFIG
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import BatchError, CheckpointError, ConfigError, PlacementError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, PlacementError, nearest
 from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
@@ -75,25 +75,6 @@ def local_checkpoint(model: str | os.PathLike[str]) -> Path:
             f"where all nodes see it under the same path."
         )
     return path
-
-
-def batch_temperature(batch: Batch) -> float | None:
-    """The sampling temperature that `generate_sequences` wrote; None without the column or without rows.
-
-    Errors: BatchError for a number that is not finite, and when rows differ: logits are divided by one temperature per
-    call.
-    """
-    if "temperature" not in batch or not len(batch):
-        return None
-    column = row_column(batch, "temperature")
-    check_finite("temperature", column, torch.ones_like(column, dtype=torch.bool))
-    low, high = (float(end) for end in column.aminmax())
-    if low != high:
-        raise BatchError(
-            f"the rows of this batch were drawn at temperatures from {low:g} to {high:g}; a call computes at one. "
-            f"Call it once for the rows of each temperature."
-        )
-    return high
 
 
 def _check_save(settings: Settings, call: Any) -> None:
@@ -277,9 +258,8 @@ class ModelWorker(Worker):
         self, model: str | os.PathLike[str], train: TrainStrategy, optim: Optimizer | None, offload: bool = False
     ) -> None:
         self.checkpoint = local_checkpoint(model)
-        self._beside = (
-            read_beside(self.checkpoint) if self.context.rank == 0 else {}
-        )  # the directory may be gone when `save` runs
+        # the directory may be gone when `save` runs
+        self._beside = read_beside(self.checkpoint) if self.context.rank == 0 else {}
         self.spec = read_spec(self.checkpoint, self.head, train)
         weights = UNINITIALIZED if self.context.uninitialized else self.checkpoint
         self._skipped = SkippedSteps(self.context, optim)

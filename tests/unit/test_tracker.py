@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 
 from hybridflow.errors import ConfigError
-from hybridflow.tracker import RunDisplay, Tracker, sparkline
+from hybridflow.run_display import RunDisplay, sparkline
+from hybridflow.tracker import Tracker
 
 
 class Later:
