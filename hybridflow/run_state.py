@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,7 +163,7 @@ class Saving:
                 dtypes = {**report["dtypes"], **dtypes}
             values = tuple(one.values[0] for one in answers[name]) if saved.values is not None else None
             follows = None if saved.kinds else self._sources[name] or None
-            groups[name] = replace(saved, values=values, ranks=ranks, dtypes=dtypes, follows=follows)
+            groups[name] = replace(saved, values=values, ranks=ranks, dtypes=_compact(dtypes), follows=follows)
         trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
         states = self._states | {name: part.state(self.step) for name, part in trackers.items()}
         step = (step_of(self.target) or 0) if self.step is None else self.step
@@ -222,6 +223,12 @@ class Saving:
             why = f"{type(self.error).__name__}: {self.error}"
             raise CheckpointError(f"{self.target} was not saved: {why}.") from self.error
         return self.target
+
+
+def _compact(dtypes: Mapping[str, str]) -> dict[str, str]:
+    """The most frequent dtype by the name "", and those of the other tensors."""
+    most = max(Counter(dtypes.values()).items(), key=lambda one: one[1], default=("", 0))[0]
+    return {"": most, **{name: dtype for name, dtype in dtypes.items() if dtype != most}} if dtypes else {}
 
 
 def _plain(name: str, state: Any) -> Any:

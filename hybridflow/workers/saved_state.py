@@ -5,7 +5,6 @@ save: snapshot of the rank's boxes (in call order) -> a thread writes them   loa
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -99,16 +98,12 @@ class SavedState:
         return None
 
     def _parameter_dtypes(self) -> dict[str, str]:
-        """Of this rank's parameters, as safetensors spells them; the most frequent by the name ""."""
+        """Of this rank's parameters, as safetensors spells them."""
         if (found := self.parameters()) is None:
             return {}
         layout, storage = found
         regions = layout.regions(self.context.rank)  # type: ignore[attr-defined]
-        dtypes = {region.box.tensor: dtype_name(storage[region.storage].dtype) for region in regions}
-        if not dtypes:
-            return {}
-        most = Counter(dtypes.values()).most_common(1)[0][0]
-        return {"": most, **{name: dtype for name, dtype in dtypes.items() if dtype != most}}
+        return {region.box.tensor: dtype_name(storage[region.storage].dtype) for region in regions}
 
     def damaged_files(self, directory: str, files: Mapping[str, FileEntry]) -> list[str]:
         """Read files of a checkpoint; what is wrong with those that do not have their checksums."""

@@ -36,7 +36,7 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
-    ("kept_files", "metric_loggers"),
+    ("kept_files", "metric_loggers", "run_display"),
     ("tracker", "loader", "driver"),
     ("run_state",),
     ("checkpoints",),
