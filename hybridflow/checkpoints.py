@@ -45,6 +45,7 @@ from hybridflow.settings import require
 
 logger = logging.getLogger(__name__)
 _ENDED = "ended"
+_LOST = (HostLostError, WaitTimeoutError)
 
 
 class Checkpoints:
@@ -232,8 +233,8 @@ class Checkpoints:
 
     def _may_restart(self, error: BaseException) -> bool:
         """Whether a host was lost or does not answer, and may be replaced once more."""
-        cause = getattr(error, "cause", None)
-        return self.restarts < self.max_restarts and isinstance(cause, HostLostError | WaitTimeoutError)
+        lost = isinstance(error, _LOST) or isinstance(getattr(error, "cause", None), _LOST)
+        return lost and self.restarts < self.max_restarts
 
     def _count_restart(self, reason: str) -> None:
         """Errors: PlacementError after `max_restarts` restarts."""
@@ -294,7 +295,7 @@ class Checkpoints:
             self._saving = Saving(session, target, parts, self._step, lambda: _numbers(given))
         except CheckpointError as error:
             self._failed(error)
-        except WorkerError as error:
+        except (WorkerError, WaitTimeoutError) as error:
             if not session.defer(error):
                 raise
         self._saved = self._step

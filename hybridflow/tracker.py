@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from hybridflow.cluster.session import Session
-from hybridflow.errors import ConfigError, WorkerError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.metric_loggers import Destinations, LoggerThread, find_loggers
 from hybridflow.run_display import RunDisplay, drawn_curve
@@ -120,7 +120,7 @@ class Tracker:
             try:
                 if earlier is not None:
                     self._write(*earlier)
-            except WorkerError as error:
+            except HybridFlowError as error:
                 if session is None or not session.defer(error):
                     raise
 

@@ -159,7 +159,7 @@ def fetch(
             raise
         raise _gone(outputs) from None
     if values is None:
-        raise late(timeout, outputs)
+        raise late(timeout, writers)
     if calls:
         raise_failure(values, calls)
     return values[: len(refs)]
