@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +45,7 @@ from hybridflow.run_state import RunParts, Saving, restore, verified
 from hybridflow.settings import require
 
 logger = logging.getLogger(__name__)
-_ENDED = "ended"
+_ENDED, _END_SECONDS = "ended", 60.0
 _LOST = (HostLostError, WaitTimeoutError)
 
 
@@ -101,7 +102,7 @@ class Checkpoints:
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
         self._metrics: tuple[Any, ...] = ()
-        self._loop: Generator[Any] | None = None
+        self._loop: weakref.ref[Generator[Any]] | None = None
         self._exhausted = False
         self.restarts = 0
 
@@ -137,7 +138,8 @@ class Checkpoints:
                 f"hf.PromptLoader."
             )
         if self._loop is not None and not self._exhausted:
-            self._loop.close()
+            if (loop := self._loop()) is not None:
+                loop.close()
             self._count_restart("the loop was left by an error")
             self._rebuild(session)
             return self._iterate(session, loader)
@@ -151,8 +153,9 @@ class Checkpoints:
         return self._iterate(session, loader)
 
     def _iterate(self, session: Session, loader: Any) -> Iterator[Any]:
-        self._exhausted, self._loop = False, self._batches(session, loader)
-        return self._loop
+        loop = self._batches(session, loader)
+        self._exhausted, self._loop = False, weakref.ref(loop)  # a loop that is left gives the signals back
+        return loop
 
     def _candidates(self, loader: Any) -> list[Path]:
         """The checkpoints to continue from, the best choice first. Errors: CheckpointError for a path without any."""
@@ -163,7 +166,8 @@ class Checkpoints:
             return []
         if self._mode != "auto":
             chosen = Path(os.path.abspath(self._mode))
-            if not (found := [chosen] if os.path.lexists(chosen / MANIFEST) else saved_steps(chosen)):
+            below = saved_steps(chosen) or saved_steps(chosen / "checkpoints")
+            if not (found := [chosen] if os.path.lexists(chosen / MANIFEST) else below):
                 raise CheckpointError(f"resume={self._mode!r}: {chosen} is not a checkpoint and has none.")
             return found
         newest, steps = self.newest, getattr(loader, "steps", None)
@@ -219,6 +223,8 @@ class Checkpoints:
                 if self._step and self._saved != self._step:
                     self._save(session)
                 self._report(wait=True)
+                if status := session.backend.termination.asked:
+                    raise SystemExit(status)
                 self._exhausted = True
                 return
             except HybridFlowError as error:
@@ -341,6 +347,9 @@ class Checkpoints:
 
     def _end(self) -> None:
         """At the end of the session: complete the save under way; a loop that ended regularly has ended the run."""
+        if self._saving is not None and not self._exhausted:
+            self._saving.wait(_END_SECONDS)
+            self._saving.cancel()
         try:
             self._report(wait=True)
         except HybridFlowError as error:

@@ -203,7 +203,10 @@ class Saving:
     def cancel(self) -> None:
         """Give up: what was written is removed, unless the checkpoint is complete already."""
         self.cancelled = True
-        self._thread.join(_CANCEL_SECONDS)
+        self.wait(_CANCEL_SECONDS)
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
 
     @property
     def running(self) -> bool:
