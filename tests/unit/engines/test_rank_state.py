@@ -359,8 +359,8 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_state, "CHUNK_BYTES", 1 << 16)
     write = rank_state.write_file
 
-    def slow(path: Path, content: Iterable[memoryview]) -> FileEntry:
-        return write(path, (part for part in content if block.wait(60)))
+    def slow(path: Path, content: Iterable[memoryview], direct: bool = False) -> FileEntry:
+        return write(path, (part for part in content if block.wait(60)), direct)
 
     monkeypatch.setattr(rank_state, "write_file", slow)
     given_up, after = tmp_path / "a", tmp_path / "b"

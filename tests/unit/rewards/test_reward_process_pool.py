@@ -201,6 +201,9 @@ def test_nothing_is_left_after_close():
     several = ProcessPool(start, 2, seconds=20)
     outcomes = several.map([(("exec setsid sleep 600",), {}), (("exec sleep 600",), {})])
     template = outcomes[0].value
+    end = time.monotonic() + 10  # the programs have the mark once they have begun
+    while len(processes(mark)) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
     assert len(processes(mark)) >= 2, "what has a parent may be meant for the next call"
     several.close()
     assert gone(mark)
