@@ -71,7 +71,7 @@ def compute_advantage(
 
     `kl_coef` * KL(actor || reference) per token, as estimated by `kl` ("k1", the default, "k2", "k3", "abs"), is
     subtracted from the rewards. An `AdaptiveKL`, and a `Lagrange` among the options, keep their state between
-    iterations, but not in checkpoints; a call that fails leaves it unchanged.
+    iterations and in checkpoints of the run; a call that fails leaves it unchanged.
 
     Estimators over groups write as `returns` the score of the row, its summed reward, at every valid token (verl: the
     advantages). They leave rows without a valid token out of the statistics of their group (verl and TRL count them).

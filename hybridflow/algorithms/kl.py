@@ -61,8 +61,7 @@ class AdaptiveKL(Controller):
 
     Measured is the k1 estimate summed over the valid tokens of a row, mean over the rows of the batch (the column
     `kl`), whatever estimator the penalty itself uses: `target` is in these units. One object is one coefficient, kept
-    from iteration to iteration for as long as the session lives and in no checkpoint: a run that continues starts from
-    `init`, so give it the last value of `kl/coef`.
+    from iteration to iteration and in the run's checkpoints (`hf.Checkpoints`).
     Ziegler et al. (2019), section 2.2. Errors: ConfigError when a number is not positive and finite.
     """
 

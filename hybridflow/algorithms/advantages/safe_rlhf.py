@@ -39,8 +39,8 @@ class Lagrange(Controller):
     itself lambda stays between e^-20 and e^20 (2e-9 to 5e8): a higher `maximum` is without effect. One batch changes it
     by a factor of e at most, which the paper does not say: the step grows with lambda, and otherwise runs away.
 
-    One object is one multiplier, kept from iteration to iteration for as long as the session lives and in no
-    checkpoint: a run that continues starts from `init`, so give it the last value of `lagrange/multiplier`.
+    One object is one multiplier, kept from iteration to iteration and in the run's checkpoints (`hf.Checkpoints`); a
+    run that starts from other weights begins with `init`.
 
     Dai et al., "Safe RLHF" (2023), equation 31; their code takes the mean over a window of the last responses, this one
     over the batch.

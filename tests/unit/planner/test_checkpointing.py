@@ -50,7 +50,8 @@ def test_no_other_interval_leaves_a_larger_share(model, cost):
     share = effective_share(best, model, cost)
     assert 0 <= share < 1
     others = (best * math.exp(step / 40) for step in range(-200, 200))
-    assert share >= max(effective_share(other, model, cost) for other in others) * (1 - 1e-9)
+    most = max(effective_share(other, model, cost) for other in others)
+    assert share >= most * (1 - 1e-9) - 1e-300  # denormal numbers have few digits
 
 
 @given(models, st.floats(1e-3, 1e3))
