@@ -12,6 +12,7 @@ import importlib
 import math
 import re
 import symtable
+import threading
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ _CATCH_ALL = ("Exception", "BaseException", "AssertionError")
 _NOT_RUN = ("skip", "expectedFailure", "xfail")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_PARSER = threading.Lock()  # Python 3.11 counts the recursion of all threads together (gh-106905)
 
 # Names that mean a library although tests do not import it: data sets leave the imports to the program.
 _MODULES = {
@@ -55,7 +57,8 @@ _HOMES = {
 
 def parse(source: str) -> ast.Module:
     """The tests' module; the part for `__name__ == "__main__"` is part of it, calls of test runners are not."""
-    tree = ast.parse(source, FILE)
+    with _PARSER:
+        tree = ast.parse(source, FILE)
     body = [inner for outer in tree.body for inner in _inlined(outer)]
     tree.body = [statement for statement in body if not _calls_a_runner(statement)]
     return tree
