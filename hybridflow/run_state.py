@@ -126,7 +126,7 @@ class Saving:
         self._random = random_state()
         self._sources = {name: group.weights_source for name, group in self.parts.groups.items()}
         self._results = {name: self._issue(name, group) for name, group in self.parts.groups.items()}
-        self._calls = list(self.session.iterations.unsettled())
+        self._calls = [one for one in self.session.iterations.unsettled() if one.origin.role in self.parts.groups]
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -154,8 +154,9 @@ def policy(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def fresh(cluster) -> Iterator[None]:
-    """No part of an earlier test is in checkpoints."""
+def fresh(cluster, settle) -> Iterator[None]:
+    """No part and no failure of an earlier test is in checkpoints."""
+    settle()
     cluster.parts.clear()
     cluster.states.clear()
     yield
@@ -169,15 +170,15 @@ def trained(actor: hf.WorkerGroup, seeds: range) -> list[float]:
 
 
 @pytest.mark.parametrize("way", [("p2d2", "t2d2", "fsdp"), ("t2d2", "zero3", "zero1"), ("fsdp", "hsdp", "p2d2")])
-def test_training_continues_in_another_layout(pool, fresh, policy, tmp_path, way):
+def test_training_continues_in_another_layout(pool, place, fresh, policy, tmp_path, way):
     """Three updates in one layout, and one each in three, through checkpoints: equal norms and weights."""
-    alone = hf.ActorWorker.on(pool, name="alone", model=policy, train=LAYOUTS[way[0]], optim=ADAM)
+    alone = place(hf.ActorWorker, pool, name="alone", model=policy, train=LAYOUTS[way[0]], optim=ADAM)
     expected = trained(alone, range(3))
     weights = load_file(Path(alone.save(tmp_path / "expected")) / "model.safetensors")
     alone.close()
     found, before = [], None
     for number, layout in enumerate(way):
-        actor = hf.ActorWorker.on(pool, name="moving", model=policy, train=LAYOUTS[layout], optim=ADAM)
+        actor = place(hf.ActorWorker, pool, name="moving", model=policy, train=LAYOUTS[layout], optim=ADAM)
         if before is not None:
             hf.load(before, parts=[actor])
         found += trained(actor, range(number, number + 1))
@@ -276,7 +277,7 @@ def test_what_does_not_belong_together_is_refused(group, pool, policy, tmp_path)
         changed.close()
 
 
-def test_a_failed_call_is_not_saved(group, settle, tmp_path):
+def test_a_failed_call_is_not_saved(group, tmp_path):
     rows = make_rows(8).with_columns(advantages=make_rows(8)["advantages"].map(lambda values: values * float("nan")))
     for _ in range(8):  # more than max_skipped
         group.update_actor(rows)
@@ -284,7 +285,6 @@ def test_a_failed_call_is_not_saved(group, settle, tmp_path):
         hf.save(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     assert not list(tmp_path.glob(".saved*"))
-    settle()
 
 
 def test_a_class_with_a_state_and_objects_of_the_driver_continue(pool, fresh, tmp_path):

@@ -247,19 +247,18 @@ signal.signal(signal.SIGTERM, mine)
 hf.init(devices=2)
 assert signal.getsignal(signal.SIGTERM) is mine
 first = Session.current()
-assert first.trackers == [] and first.run_directory is None
+assert not first.parts and first.run_directory is None
 pool = hf.ResourcePool([1])
 group = hf.place(Busy, pool)
 old, future = group.double(batch()), group.sleep(0.0)
 assert old.get()["y"].tolist() == [0, 2, 4, 6]
 tracker.log(group.figures())
-assert first.trackers == [tracker] and first.run_directory == runs / "first"
+assert list(first.parts.values()) == [tracker] and first.run_directory == runs / "first"
 other = hf.Tracker(runs / "other", console=False)
-assert first.trackers == [tracker, other] and first.run_directory == runs / "first"
+assert list(first.parts.values()) == [tracker, other] and first.run_directory == runs / "first"
 other.finish()
-assert first.trackers == [tracker]
+assert list(first.parts.values()) == [tracker, other]
 hf.shutdown()
-assert first.trackers == []
 hf.shutdown()
 assert not ray.is_initialized()
 assert "host monitor" not in [thread.name for thread in threading.enumerate()]
@@ -330,7 +329,7 @@ def test_sessions_follow_each_other(tmp_path):
 
 
 GUEST = """
-import ray
+import psutil, ray, threading
 try:
     hf.init("127.0.0.1:9")
 except ConfigError as error:
