@@ -213,29 +213,32 @@ class Checkpoints:
         logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside)
 
     def _batches(self, session: Session, loader: Any) -> Generator[Any]:
-        while True:
-            try:
-                with session.recovering(self._may_restart), session.backend.termination.deferred():
-                    for batch in loader:
-                        yield batch
-                        session.raise_deferred()
-                    session.raise_deferred()
-                if self._step and self._saved != self._step:
-                    self._save(session)
-                self._report(wait=True)
-                if status := session.backend.termination.asked:
-                    raise SystemExit(status)
-                self._exhausted = True
-                return
-            except HybridFlowError as error:
-                if not self._may_restart(error):
-                    raise
-                self._count_restart(str(error).splitlines()[0])
+        try:
+            while True:
                 try:
-                    self._rebuild(session)
-                except HybridFlowError as further:
-                    further.add_note(f"The run could not be restarted after: {error}")
-                    raise
+                    with session.recovering(self._may_restart), session.backend.termination.deferred():
+                        for batch in loader:
+                            yield batch
+                            session.raise_deferred()
+                        session.raise_deferred()
+                    if self._step and self._saved != self._step:
+                        self._save(session)
+                    self._report(wait=True)
+                    if status := session.backend.termination.asked:
+                        raise SystemExit(status)
+                    self._exhausted = True
+                    return
+                except HybridFlowError as error:
+                    if not self._may_restart(error):
+                        raise
+                    self._count_restart(str(error).splitlines()[0])
+                    try:
+                        self._rebuild(session)
+                    except HybridFlowError as further:
+                        further.add_note(f"The run could not be restarted after: {error}")
+                        raise
+        finally:
+            session.iterations.done_before = 0
 
     def _may_restart(self, error: BaseException) -> bool:
         """Whether a host was lost or does not answer, and may be replaced once more."""

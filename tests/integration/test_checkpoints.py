@@ -162,6 +162,7 @@ def fresh(cluster, settle) -> Iterator[None]:
     yield
     cluster.parts.clear()
     cluster.states.clear()
+    cluster.iterations.done_before = 0  # of loops that a test did not begin
 
 
 def trained(actor: hf.WorkerGroup, seeds: range) -> list[float]:
