@@ -74,7 +74,7 @@ def test_one_batch_of_everything_that_is_made_to_stop_it():
 
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Math]:
-    math = Math(batch_seconds=0.5)
+    math = Math(batch_seconds=2.0)
     yield math
     math.close()
 
@@ -89,18 +89,19 @@ def test_what_takes_too_long_takes_no_time_from_the_rows_beside_it(
     with caplog.at_level(logging.WARNING, "hybridflow.rewards.math"):
         assert hurried([""] * len(rows), answers, answer=[row[1] for row in rows]) == [row[2] for row in rows]
     (record,) = caplog.records
-    assert record.args[0] >= len(awful)  # an honest row may be late, too, on a machine with other work
-    assert record.args[4] >= len(awful) - 5  # no more than 0.5 s were spent, 0.2 s or more on each
+    assert record.args[0] == len(awful)
+    assert record.args[4] >= len(awful) - 12  # no more than 2 s were spent, 0.2 s or more on each
 
 
-def test_a_lone_comparison_may_use_the_time_of_the_batch(hurried: Math):
+def test_a_lone_comparison_may_use_the_time_of_the_batch():
     slow, reference = ["\\boxed{\\int_0^\\pi x\\sin(x) dx}"], ["\\pi"]
-    patient = Math(batch_seconds=20.0, seconds=30.0)
+    patient, hurried = Math(batch_seconds=20.0, seconds=30.0), Math(batch_seconds=0.2)
     try:
         assert patient([""], slow, answer=reference) == [1.0]
         assert hurried([""], slow, answer=reference) == [0.0]
     finally:
         patient.close()
+        hurried.close()
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "1", None])
