@@ -15,12 +15,12 @@ import math
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cluster.recovery import rebuild
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
@@ -41,11 +41,13 @@ from hybridflow.errors import (
     WaitTimeoutError,
     WorkerError,
 )
-from hybridflow.run_state import RunParts, Saving, restore, verified
+from hybridflow.recovery import rebuild, replace_lost
+from hybridflow.run_state import Moment, RunParts, Saving, restore, verified
 from hybridflow.settings import require
 
 logger = logging.getLogger(__name__)
 _ENDED, _END_SECONDS = "ended", 60.0
+_MOMENTS = 4  # the driver is at most two iterations ahead of the hosts
 _LOST = (HostLostError, WaitTimeoutError)
 
 
@@ -64,7 +66,8 @@ class Checkpoints:
 
     `resume`: "auto" continues a run that has not ended, "never" starts anew, a path continues from that checkpoint.
     Checkpoints that are not continued are set aside, as `<directory>.1` and so on. Up to `max_restarts` times a lost
-    host is replaced: pools and groups are built again in this driver, and the run continues from the newest checkpoint.
+    host is replaced: pools and groups are built again in this driver, and the run continues from the newest checkpoint;
+    from the last iteration that was done, if the pools that lost hosts have no group that trains.
     Errors that the loop's own code meets, in a `.get()`, end the loop; `resume(loader)` once more does the same then.
 
     The first SIGTERM or Ctrl-C makes `step` save and end the program; a second one ends it at once.
@@ -104,6 +107,7 @@ class Checkpoints:
         self._metrics: tuple[Any, ...] = ()
         self._loop: weakref.ref[Generator[Any]] | None = None
         self._exhausted = False
+        self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
         self.restarts = 0
 
     @property
@@ -150,6 +154,7 @@ class Checkpoints:
         session.before_shutdown(self._end)
         start = self._load(session, self._candidates(loader))
         self._set_aside(saved_steps(self.directory), unless=start)
+        self._note(session)
         return self._iterate(session, loader)
 
     def _iterate(self, session: Session, loader: Any) -> Iterator[Any]:
@@ -257,12 +262,31 @@ class Checkpoints:
         if self._saving is not None:
             self._saving.cancel()
             self._saving = None
+        self._saved = -1
+        try:
+            moment = replace_lost(session, reversed(self._moments))
+        except HybridFlowError as error:
+            logger.warning("a checkpoint is needed: %s", str(error).splitlines()[0])
+            moment = None
+        if moment is not None:
+            self._step = session.iterations.done_before = moment.step
+            while self._moments.pop() is not moment:
+                pass
+            self._note(session)
+            return
         rebuild(session)
-        self._step, self._saved, session.iterations.done_before = 0, -1, 0
+        self._moments.clear()
+        self._step, session.iterations.done_before = 0, 0
         before = [] if self._mode in ("auto", "never") else self._candidates(None)
         if self._load(session, [*saved_steps(self.directory), *before]) is None:
             for name, part in session.parts.items():
                 part.load_state(session.first_states[name])
+        self._note(session)
+
+    def _note(self, session: Session) -> None:
+        """Remember this moment, for the case that hosts of groups that do not train are lost."""
+        with suppress(HybridFlowError):
+            self._moments.append(Moment.now(session, RunParts.of(session, self._only), self._step))
 
     # Saving
 
@@ -274,7 +298,11 @@ class Checkpoints:
         """
         session = Session.current()
         self._step, self._metrics = self._step + 1, metrics
-        if session.traces or session.deferred is not None:
+        if session.traces:
+            return
+        if self.restarts < self.max_restarts:
+            self._note(session)
+        if session.deferred is not None:
             return
         self._report()
         status = session.backend.termination.asked

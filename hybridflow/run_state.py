@@ -6,6 +6,7 @@ loaders, trackers, random number generators and other objects of the driver: JSO
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -91,6 +92,41 @@ def save(path: str | os.PathLike[str], parts: Iterable[Any] | Mapping[str, Any] 
     return str(target)
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What the driver knows of its run when the calls of iteration `step` are issued: states of its objects (without
+    trackers, whose metrics are still to come), waits for those of groups of other classes than Worker (`values`), and
+    of each group the number of its calls, the version of its weights, and the group that it follows."""
+
+    step: int
+    states: Mapping[str, Any]
+    values: Mapping[str, Callable[[], list[Any]]]
+    random: Mapping[str, Any]
+    calls: Mapping[str, Counter[str]]
+    versions: Mapping[str, int]
+    sources: Mapping[str, str | None]
+
+    @classmethod
+    def now(cls, session: Session, parts: RunParts, step: int) -> Moment:
+        """Errors: WorkerError for a host of such a group that is lost."""
+        objects = {name: part for name, part in parts.objects.items() if not isinstance(part, Tracker)}
+        groups = parts.groups.items()
+        return cls(
+            step=step,
+            states={name: copy.deepcopy(part.state()) for name, part in objects.items()},
+            values={name: session.backend.tell(group.ranks, "state") for name, group in groups if has_value(group)},
+            random=random_state(),
+            calls={name: group.calls_issued.copy() for name, group in groups},
+            versions={name: group.weights_version for name, group in groups},
+            sources={name: group.weights_source for name, group in groups},
+        )
+
+
+def has_value(group: WorkerGroup) -> bool:
+    """Whether checkpoints keep what `state()` of each rank returns, and nothing else."""
+    return has_state(group.worker_class) and not issubclass(group.worker_class, Worker)
+
+
 @dataclass
 class Saving:
     """A checkpoint that is being written: made when the ranks have their calls; a thread completes it.
@@ -121,10 +157,8 @@ class Saving:
             self.partial.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.target} cannot be written: {error.filename}: {error.strerror}.") from error
-        now = {name: part for name, part in self.parts.objects.items() if not isinstance(part, Tracker)}
-        self._states = {name: _plain(name, part.state()) for name, part in now.items()}
-        self._random = random_state()
-        self._sources = {name: group.weights_source for name, group in self.parts.groups.items()}
+        self._now = now = Moment.now(self.session, self.parts, self.step or 0)
+        self._states = {name: _plain(name, state) for name, state in now.states.items()}
         self._results = {name: self._issue(name, group) for name, group in self.parts.groups.items()}
         self._calls = [one for one in self.session.iterations.unsettled() if one.origin.role in self.parts.groups]
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -133,10 +167,10 @@ class Saving:
     def _issue(self, name: str, group: WorkerGroup) -> Callable[[], list[Any]] | None:
         backend = self.session.backend
         if issubclass(group.worker_class, Worker):
-            settings = dict(group.settings) if self._sources[name] is None else None
+            settings = dict(group.settings) if self._now.sources[name] is None else None
             where = (str(self.partial), self._folders[name], self.id)
             return backend.tell(group.ranks, "write_checkpoint", *where, settings)
-        return backend.tell(group.ranks, "state") if has_state(group.worker_class) else None
+        return self._now.values.get(name)
 
     def _run(self) -> None:
         try:
@@ -162,12 +196,12 @@ class Saving:
                 files |= {file: FileEntry(**entry) for file, entry in report["files"].items()}
                 dtypes = {**report["dtypes"], **dtypes}
             values = tuple(one.values[0] for one in answers[name]) if saved.values is not None else None
-            follows = None if saved.kinds else self._sources[name] or None
+            follows = None if saved.kinds else self._now.sources[name] or None
             groups[name] = replace(saved, values=values, ranks=ranks, dtypes=_compact(dtypes), follows=follows)
         trackers = {name: part for name, part in self.parts.objects.items() if isinstance(part, Tracker)}
         states = self._states | {name: part.state(self.step) for name, part in trackers.items()}
         step = (step_of(self.target) or 0) if self.step is None else self.step
-        return CheckpointManifest(step, self.id, groups, files, states, self._random, self.metrics())
+        return CheckpointManifest(step, self.id, groups, files, states, self._now.random, self.metrics())
 
     def _check_calls(self) -> None:
         """Errors: WorkerError of a call before the save: its state is not one to continue from."""
@@ -310,21 +344,26 @@ def restore(
             if one.kinds:
                 group.weights_changed()
         elif one.values is not None:
-            waiting += _values(session, group, one.values)
+            waiting += give_values(session, group, one.values)
     for wait in waiting:
         wait()
-    for name, one in saved.items():
-        if one.follows is not None and one.follows in parts.groups:
-            sync_weights(parts.groups[one.follows], parts.groups[name]).get()
+    follow(session, {name: one.follows for name, one in saved.items() if one.follows in parts.groups})
     set_random_state(manifest.random)
     return manifest.step
+
+
+def follow(session: Session, sources: Mapping[str, str | None]) -> None:
+    """Give groups the weights of those that they follow."""
+    for name, source in sources.items():
+        if source and source in session.groups:
+            sync_weights(session.groups[source], session.groups[name]).get()
 
 
 def _saves(group: WorkerGroup) -> bool:
     return issubclass(group.worker_class, Worker) or has_state(group.worker_class)
 
 
-def _values(session: Session, group: WorkerGroup, values: Sequence[Any]) -> list[Callable[[], list[Any]]]:
+def give_values(session: Session, group: WorkerGroup, values: Sequence[Any]) -> list[Callable[[], list[Any]]]:
     """Give each rank what its `state()` returned."""
     _check_values(group, values)
     hosts = zip(group.ranks.hosts, values, strict=True)

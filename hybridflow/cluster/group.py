@@ -78,9 +78,11 @@ class WorkerGroup:
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
         self._closed, self._listed = "", listed
         self._replicas: list[WorkerGroup] = []
-        self._schedule, self._version = schedule, 0  # version of the weights; all ranks start from the checkpoint
+        self._schedule = schedule
+        self._version = 0  # of the weights; all ranks start from those of the model directory
         self._source: tuple[str, int] | None = None  # of the weights: a group and its version
-        self._calls_made: Counter[str] = Counter()  # per operation, in this iteration
+        self.calls_issued: Counter[str] = Counter()  # per operation, to the primary since it was built
+        self._calls_made: Counter[str] = Counter()  # ... to all ranks, in this iteration
         self._iteration = session.iterations.current if replicas else 0
         if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
             raise ConfigError(
@@ -106,6 +108,11 @@ class WorkerGroup:
         """Called when weights are written: by an optimizer step, a checkpoint, or a transfer from `source`."""
         self._version += 1
         self._source = None if source is None else (source.name, source._version)
+
+    @property
+    def weights_version(self) -> int:
+        """How often weights were written, or training was issued, since the group was built."""
+        return self._version
 
     @property
     def weights_source(self) -> str | None:
@@ -212,6 +219,7 @@ class WorkerGroup:
         call = self._bind(operation, args, kwargs)
         inputs, seq = call.inputs(self.grid), self.session.iterations.sequence()
         issued = self.session.backend.issue(self.ranks, call.asked(inputs, seq, self.ranks.key))
+        self.calls_issued[operation.name] += 1
         result = operation.protocol.collect(self.grid, call.results(inputs, issued))
         if operation.carries:
             rows = next(iter(call.rows.values()))
@@ -337,6 +345,7 @@ class WorkerGroup:
         )
         self._version, self._source = 0, None
         self._calls_made.clear()
+        self.calls_issued.clear()
         self.session.backend.build(self.ranks)
         for replica in self._replicas:
             replica.rebuild(pools)

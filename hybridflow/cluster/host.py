@@ -175,6 +175,7 @@ class Host:
 
     def _run(self, member: Member, call: RankCall, settings: dict[str, Any]) -> Any:
         member.context.method, member.context.failed_stage = call.method, ""
+        member.calls[call.method] += 1
         try:
             result = getattr(member.worker, call.method)(**settings)
             return self._written(result, call) if call.writes else result
@@ -287,6 +288,10 @@ class Host:
                 return getattr(member.worker, method)(*arguments)
         except Exception as error:
             return self._failure(member, method, None, error)
+
+    def calls(self, group: str) -> dict[str, int]:
+        """How often this rank of a group has run each method, completely or not."""
+        return dict(self._members[group].calls)
 
     def events(self) -> list[Event]:
         return list(self._events)

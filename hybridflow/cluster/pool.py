@@ -91,6 +91,11 @@ class ResourcePool:
         return [self._reserved.hosts[i].node for i in self.members]
 
     @property
+    def hosts(self) -> tuple[HostProcess, ...]:
+        """The host processes of the whole pool."""
+        return self._reserved.hosts
+
+    @property
     def devices_of_nodes(self) -> tuple[int, ...]:
         return tuple(self.nodes.count(node) for node in dict.fromkeys(self.nodes))
 

@@ -200,6 +200,10 @@ class RayBackend:
         refs = [host.handle.apply.remote(ranks.key, method, *arguments) for host in ranks.hosts]
         return partial(self._results, ranks, method, refs)
 
+    def calls(self, ranks: RankGroup) -> list[dict[str, int]]:
+        """How often each rank has run each method, once all calls so far have ended. Errors: as `ask`."""
+        return self._results(ranks, "calls", [host.handle.calls.remote(ranks.key) for host in ranks.hosts])
+
     def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any]) -> list[Any]:
         call = self.iterations.new_call()
         call.statuses += self._outputs(ranks, method, refs, call)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,8 @@ class TransferTask:
 
 @dataclass
 class Member:
-    """A group's rank in this process; `incomplete` is the failure of a transfer that left its weights half written."""
+    """A group's rank in this process; `incomplete` is the failure of a transfer that left its weights half written,
+    `calls` how often each method was run."""
 
     role: str
     rank: int
@@ -98,6 +100,7 @@ class Member:
     worker: Any = None
     failure: Failure | None = None
     incomplete: Failure | None = None
+    calls: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -340,10 +343,6 @@ class WeightChannels:
             receivers=tuple(at[destination.pool_name, member] for member in destination.members),
         )
         return _OpenChannel(spec, hosts)
-
-    def reset(self) -> None:
-        """Forget all channels: their hosts are gone."""
-        self._channels.clear()
 
     def close(self, key: str) -> None:
         """Close the channels of these ranks."""

@@ -35,12 +35,12 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
 
 
 class Fault(threading.Thread):
-    """Sends a signal to the process of the actor's rank 1 when that runs `call` in iteration `step`, once."""
+    """Sends a signal to the process of the group's rank 1 when that runs `call` in iteration `step`, once."""
 
-    def __init__(self, actor: hf.WorkerGroup, call: str, step: int, number: int) -> None:
+    def __init__(self, group: hf.WorkerGroup, call: str, step: int, number: int) -> None:
         super().__init__(daemon=True)
-        self.host, self.call, self.step, self.number = actor.ranks.hosts[1], call, step, number
-        self.iterations = actor.session.iterations
+        self.host, self.call, self.step, self.number = group.ranks.hosts[1], call, step, number
+        self.iterations = group.session.iterations
 
     def run(self) -> None:
         import ray
@@ -63,13 +63,15 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
     devices, layout = int(options.get("devices", 2)), STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
-    hf.init(devices=4, peer_timeout=4 * deadline, collective_timeout=deadline)
+    hf.init(devices=6, peer_timeout=4 * deadline, collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     pool = hf.ResourcePool([devices])
+    generate = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=6, seed=5))
+    apart = options.get("rollout") == "1"
     actor = hf.ActorWorker.on(
-        pool, model=model, train=layout, optim=hf.Adam(lr=0.01, warmup_steps=4),
-        generate=hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=6, seed=5)),
+        pool, model=model, train=layout, optim=hf.Adam(lr=0.01, warmup_steps=4), generate=None if apart else generate
     )  # fmt: skip
+    rollout = hf.RolloutWorker.on(hf.ResourcePool([2]), model=model, generate=generate) if apart else actor
     reference = hf.ReferenceWorker.on(pool, model=model, train=layout)
     judge = hf.RewardWorker.on(pool, function=reward)
     critic = None
@@ -86,12 +88,12 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")
     if "fault" in options:
-        Fault(actor, options["fault"], int(options["at"]), getattr(signal, options.get("signal", "SIGKILL"))).start()
+        Fault(rollout, options["fault"], int(options["at"]), getattr(signal, options.get("signal", "SIGKILL"))).start()
 
     def loop() -> None:
         for batch in checkpoints.resume(loader):
             print(f"iteration {checkpoints.done + 1} at {time.time():.2f}", flush=True)
-            batch = actor.generate_sequences(batch, n=2 if algorithm == "grpo" else 1)
+            batch = rollout.generate_sequences(batch, n=2 if algorithm == "grpo" else 1)
             batch |= actor.compute_log_prob(batch)
             batch |= reference.compute_ref_log_prob(batch)
             batch |= judge.compute_reward(batch)
@@ -102,6 +104,8 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
             else:
                 batch |= hf.compute_advantage(batch, "grpo")
                 learned = [actor.update_actor(batch, kl_coef=0.02, minibatches=2)]
+            if apart:
+                hf.sync_weights(actor, rollout)
             metrics = batch.metrics()
             tracker.log(metrics, *learned)
             checkpoints.step(metrics)

@@ -109,6 +109,16 @@ def test_a_host_lost_while_idle_is_replaced_by_the_loop_itself(runs, undisturbed
     assert written == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.parametrize("fault", ["generate_sequences", "idle"])
+def test_a_lost_host_that_only_generates_costs_no_training(runs, fault):
+    """There is no checkpoint to go back to: the iteration that was under way is done again, and no other."""
+    undisturbed = runs.run(f"apart-{fault}", "grpo", every=100, rollout=1, record=1)
+    run = runs.run(f"apart-lost-{fault}", "grpo", every=100, rollout=1, record=1, retry=1, fault=fault, at=3)
+    lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
+    assert lines == [*range(1, STEPS + 1)]
+    check_equal(run, undisturbed, range(1, STEPS + 1))
+
+
 def test_sigterm_saves_and_the_same_command_continues(runs, undisturbed):
     run = runs.run("asked", "ppo", status=143, every=100, ask=3, signal="SIGTERM", record=1)
     assert [path.name for path in saved_steps(run / "checkpoints")] == ["step-00000004"]

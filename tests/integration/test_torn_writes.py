@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -80,6 +81,7 @@ def session_of(ranks: list[Connection], step: Callable[[], int]) -> Any:
         worker_class=Worker,
         settings={},
         weights_source=None,
+        calls_issued=Counter(),
         ranks=SimpleNamespace(hosts=()),
         grid=SimpleNamespace(size=RANKS),
     )

@@ -39,6 +39,7 @@ LAYERS = (
     ("kept_files", "metric_loggers", "run_display"),
     ("tracker", "loader", "driver"),
     ("run_state",),
+    ("recovery",),
     ("checkpoints",),
     ("tracing",),
     ("profiling",),

@@ -1,0 +1,111 @@
+"""Recovery: replaces host processes of a session after some were lost, and builds their groups again.
+
+a host of a group that trains is lost: all hosts are replaced, and the run continues from its checkpoint
+only others are lost: their pools' hosts are replaced; weights come from the groups that they follow, and the iteration
+that was under way is done again, with the weights and optimizer states that the other hosts have
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.pool import ResourcePool
+from hybridflow.cluster.session import Session
+from hybridflow.engines.checkpoint.rank_state import set_random_state
+from hybridflow.protocols import kind_of
+from hybridflow.run_state import Moment, follow, give_values, has_value
+from hybridflow.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> None:
+    """Start new hosts for `pools` (default: all, since peers of a lost host may be in a collective) and build their
+    groups as they were placed; their weights are those of their model directories again.
+
+    Errors: PlacementError when the cluster no longer has the devices, WorkerError when a rank cannot be built.
+    """
+    pools = [*session.pools, session.controller_pool] if pools is None else pools
+    former, groups = {pool.name: pool for pool in pools}, _groups_on(session, pools)
+    session.iterations.reset()
+    for ranks in [ranks for group in groups for ranks in group.all_ranks]:
+        session.backend.channels.close(ranks.key)
+    for pool in former.values():
+        pool.rebuild()
+    for group in groups:
+        group.rebuild(former)
+
+
+def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
+    """Replace only the pools that have lost hosts. Returns the moment (of these, the newest first) from which the run
+    goes on; None, with nothing changed, when a checkpoint is needed.
+
+    Errors: those of a host that does not answer or cannot be built.
+    """
+    pools = [pool for pool in session.pools if session.backend.lost(pool.hosts)]
+    if not pools or session.backend.lost(session.controller_pool.hosts):
+        return None
+    gone = _groups_on(session, pools)
+    if any(_training(group) or has_value(group) for group in gone):
+        return None
+    moment = next((one for one in moments if _at(session, one, gone)), None)
+    if moment is None:
+        return None
+    _step_back(session, moment)
+    rebuild(session, pools)
+    follow(session, {group.name: moment.sources[group.name] for group in gone})
+    logger.warning("%s: placed on new hosts; %d iterations are done", ", ".join(g.name for g in gone), moment.step)
+    return moment
+
+
+def _groups_on(session: Session, pools: Sequence[ResourcePool]) -> list[WorkerGroup]:
+    """The groups with ranks, or ranks of a replica, on these pools."""
+    names = {pool.name for pool in pools}
+    return [group for group in session.groups.values() if any(r.pool_name in names for r in group.all_ranks)]
+
+
+def _training(group: WorkerGroup) -> list[str]:
+    """The group's operations that train."""
+    return [name for name, operation in group.operations.items() if kind_of(operation) == "training"]
+
+
+def _at(session: Session, moment: Moment, gone: Sequence[WorkerGroup]) -> bool:
+    """Whether all other groups have the weights of this moment, and those of the lost groups are known.
+
+    Calls of an iteration that a loss interrupted never run where their inputs are lost, or train nothing.
+    """
+    names = {group.name for group in gone}
+    if any(moment.sources.get(name) is None or moment.sources[name] in names for name in names):
+        return False
+    for group in [group for name, group in session.groups.items() if name not in names]:
+        issued, known = moment.calls.get(group.name, Counter()), _training(group)
+        written = group.weights_version - moment.versions.get(group.name, 0)
+        written -= sum(group.calls_issued[call] - issued[call] for call in known)
+        if written and not moment.sources.get(group.name):  # by a transfer since
+            return False
+        ran = session.backend.calls(group.ranks) if known else ()  # waits for all earlier calls
+        if any(rank.get(call, 0) != issued[call] for rank in ran for call in known):
+            return False
+    return True
+
+
+def _step_back(session: Session, moment: Moment) -> None:
+    """Give the driver's objects and the groups that stay what they had then."""
+    for name, part in session.parts.items():
+        if isinstance(part, Tracker):
+            part.load_state(part.state(moment.step))
+        elif name in moment.states:
+            part.load_state(copy.deepcopy(moment.states[name]))
+    values = {name: wait() for name, wait in moment.values.items()}
+    for wait in [wait for name, value in values.items() for wait in give_values(session, session.groups[name], value)]:
+        wait()
+    for name, calls in moment.calls.items():
+        if (group := session.groups.get(name)) is not None:
+            group.calls_issued = calls.copy()
+            if source := moment.sources[name]:
+                group.weights_changed(session.groups[source])
+    set_random_state(moment.random)
