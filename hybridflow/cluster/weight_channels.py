@@ -38,7 +38,7 @@ from hybridflow.engine3d.plan import WeightPlan, plan
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
-from hybridflow.errors import LayoutError
+from hybridflow.errors import LayoutError, WaitTimeoutError
 
 WEIGHTS = "weights"
 """The payload of `sync_weights`; any other is a kind of optimizer state."""
@@ -105,7 +105,11 @@ class Member:
 
 @dataclass
 class WeightChannel:
-    """One process's end of a channel. `timeout` bounds a collective, `patience` the wait for busy peers, in seconds."""
+    """One process's end of a channel. `timeout` bounds a collective, `patience` the wait for busy peers, in seconds.
+
+    An end that has lost a peer is closed: the others, which may wait for this one, lose it then and do not wait for
+    their deadlines. Later transfers fail; the driver opens another channel.
+    """
 
     spec: ChannelSpec
     process: Process
@@ -115,6 +119,7 @@ class WeightChannel:
     patience: float
     _plans: dict[str, WeightPlan] = field(default_factory=dict)
     _transfers: dict[str, Transfer] = field(default_factory=dict)
+    _broken: Failure | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.spec.processes.index(self.process), len(self.spec.processes)
@@ -132,6 +137,25 @@ class WeightChannel:
         failed: Callable[[Exception], Failure],
     ) -> dict[str, float] | Failure:
         """Collective over the channel: `bytes` over the wire and `seconds` of the slowest rank, or the Failure."""
+        if self._broken is not None:
+            return self._broken
+        result = self._run(task, setup, sender, receiver, failed)
+        if isinstance(result, Failure) and isinstance(cause := result.error.cause, WaitTimeoutError):
+            for error in (result.error, cause, cause.__cause__, cause.__context__):
+                if error is not None:
+                    error.__traceback__ = None  # its frames have the process group, which would stay open
+            self._broken = result
+            self.close()
+        return result
+
+    def _run(
+        self,
+        task: TransferTask,
+        setup: Setup | None,
+        sender: Member | None,
+        receiver: Member | None,
+        failed: Callable[[Exception], Failure],
+    ) -> dict[str, float] | Failure:
         with ExitStack() as resident:
             try:
                 for prepare in (partial(self._plan, task.payload, setup), partial(_storages, task.payload, resident)):
