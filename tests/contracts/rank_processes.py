@@ -80,7 +80,7 @@ class World:
             context.groups.close()
         self.engines.clear()
         self._contexts.clear()
-        if len(sys.modules) > self._modules or not gc.get_freeze_count():
+        if len(sys.modules) > self._modules:  # as on the first call
             gc.collect()
             gc.freeze()
             self._modules = len(sys.modules)
