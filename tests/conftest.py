@@ -5,9 +5,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("tests", deadline=None)  # a loaded machine takes any time
+hypothesis.settings.load_profile("tests")
+
 TESTS = Path(__file__).parent
+STARTING = {"everyone", "processes"}
+"""Fixtures of tests/contracts that are processes of their own."""
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -23,13 +29,16 @@ for name, value in {
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of pytest-xdist runs all tests that start processes, the others the files of tests/unit.
+    """Tests that start processes stay together: one process of pytest-xdist runs those on the Ray cluster, another one
+    those on the gloo processes of tests/contracts, each group first; files of the rest go to whoever is free.
 
     Tests marked `gpu` are skipped where there is no CUDA device.
     """
+    starting = {item.path for item in items if STARTING.intersection(getattr(item, "fixturenames", ()))}
     for item in items:
         folder, *rest = item.path.relative_to(TESTS).parts
-        item.add_marker(pytest.mark.xdist_group("/".join(rest) if folder == "unit" else "processes"))
+        together = folder != "unit" and (folder != "contracts" or item.path in starting)
+        item.add_marker(pytest.mark.xdist_group(folder if together else "/".join((folder, *rest))))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -1,6 +1,6 @@
-"""A driver that tests kill and continue: PPO or GRPO on a tiny model, with every figure and sample written to files.
+"""A driver that tests kill and continue: PPO on a tiny model, with every figure and sample written to files.
 
-python resuming_driver.py RUN MODEL PROMPTS ppo|grpo STEPS [key=value ...]
+python resuming_driver.py RUN MODEL PROMPTS STEPS [key=value ...]
 """
 
 from __future__ import annotations
@@ -34,32 +34,42 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
     return [sum(letter in "abcdefgh" for letter in text) / max(len(text), 1) for text in completions]
 
 
-class Fault(threading.Thread):
-    """Sends a signal to the process of the actor's rank 1 when that runs `call` in iteration `step`, once."""
+class Faults(threading.Thread):
+    """Sends signals to the process of the actor's rank 1, one after the other, each to a process of its own.
 
-    def __init__(self, actor: hf.WorkerGroup, call: str, step: int, number: int) -> None:
+    `faults` is "call:step:signal,...": the signal comes when that runs `call` in iteration `step`.
+    """
+
+    def __init__(self, actor: hf.WorkerGroup, faults: str) -> None:
         super().__init__(daemon=True)
-        self.host, self.call, self.step, self.number = actor.ranks.hosts[1], call, step, number
-        self.iterations = actor.session.iterations
+        self.actor, self.faults = actor, [fault.split(":") for fault in faults.split(",")]
 
     def run(self) -> None:
+        ranks = None
+        for call, step, name in self.faults:
+            while self.actor.ranks is ranks:  # the process before it was not replaced yet
+                time.sleep(0.1)
+            ranks = self.actor.ranks
+            self.send(ranks.hosts[1], call, int(step), getattr(signal, name))
+
+    def send(self, host: Any, call: str, step: int, number: int) -> None:
         import ray
 
-        port = ray.get(self.host.address)[1]
+        address, iterations = ray.get(host.address), self.actor.session.iterations
         listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-        pid = next(one.pid for one in listening if one.laddr.port == port)
+        pid = next(one.pid for one in listening if one.laddr.port == address[1])
         while True:
-            doing = liveness.ask(self.host.address)
+            doing = liveness.ask(host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
-            if (self.iterations.step or 0) >= self.step and now.endswith(self.call):
-                time.sleep(3 if self.call == "idle" else 0)
-                os.kill(pid, self.number)
-                print(f"fault: {self.number} to {pid} in {now} at {time.time()}", flush=True)
+            if (iterations.step or 0) >= step and now.endswith(call):
+                time.sleep(3 if call == "idle" else 0)
+                os.kill(pid, number)
+                print(f"fault: {number} to {pid} in {now} at {time.time()}", flush=True)
                 return
             time.sleep(0.002)
 
 
-def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, options: dict[str, str]) -> None:
+def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str]) -> None:
     devices, layout = int(options.get("devices", 2)), STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
@@ -72,9 +82,7 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
     )  # fmt: skip
     reference = hf.ReferenceWorker.on(pool, model=model, train=layout)
     judge = hf.RewardWorker.on(pool, function=reward)
-    critic = None
-    if algorithm == "ppo":
-        critic = hf.CriticWorker.on(pool, model=model, train=critic_layout, optim=hf.Adam(lr=0.01))
+    critic = hf.CriticWorker.on(pool, model=model, train=critic_layout, optim=hf.Adam(lr=0.01))
     tracker = hf.Tracker(run, total=steps, console=False)
     checkpoints = hf.Checkpoints(
         run / "checkpoints",
@@ -85,23 +93,19 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
     )
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")
-    if "fault" in options:
-        Fault(actor, options["fault"], int(options["at"]), getattr(signal, options.get("signal", "SIGKILL"))).start()
+    if "faults" in options:
+        Faults(actor, options["faults"]).start()
 
     def loop() -> None:
         for batch in checkpoints.resume(loader):
             print(f"iteration {checkpoints.done + 1} at {time.time():.2f}", flush=True)
-            batch = actor.generate_sequences(batch, n=2 if algorithm == "grpo" else 1)
+            batch = actor.generate_sequences(batch, n=2)
             batch |= actor.compute_log_prob(batch)
             batch |= reference.compute_ref_log_prob(batch)
             batch |= judge.compute_reward(batch)
-            if critic is not None:
-                batch |= critic.compute_values(batch)
-                batch |= hf.compute_advantage(batch, "gae", kl_coef=kl)
-                learned = [critic.update_critic(batch, minibatches=2), actor.update_actor(batch, minibatches=2)]
-            else:
-                batch |= hf.compute_advantage(batch, "grpo")
-                learned = [actor.update_actor(batch, kl_coef=0.02, minibatches=2)]
+            batch |= critic.compute_values(batch)
+            batch |= hf.compute_advantage(batch, "gae", kl_coef=kl)
+            learned = [critic.update_critic(batch, minibatches=2), actor.update_actor(batch, minibatches=2)]
             metrics = batch.metrics()
             tracker.log(metrics, *learned)
             checkpoints.step(metrics)
@@ -111,10 +115,10 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
                 plain = {name: rows[name].tolist() for name in rows.columns}
                 record.write(json.dumps({"step": checkpoints.done, "figures": figures, "rows": plain}) + "\n")
                 record.flush()
-            if options.get("fault") == "idle" and checkpoints.done == int(options["at"]) and not checkpoints.restarts:
+            if checkpoints.done == int(options.get("pause", -1)) and not checkpoints.restarts:
                 time.sleep(8)  # all calls have ended; the fault comes now
             if checkpoints.done == int(options.get("ask", -1)):
-                os.kill(os.getpid(), getattr(signal, options["signal"]))
+                os.kill(os.getpid(), signal.SIGTERM)
             if checkpoints.done == int(options.get("die", -1)):
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -131,5 +135,5 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
 
 
 if __name__ == "__main__":
-    where, model, prompts, algorithm, steps, *rest = sys.argv[1:]
-    main(Path(where), model, prompts, algorithm, int(steps), dict(one.split("=", 1) for one in rest))
+    where, model, prompts, steps, *rest = sys.argv[1:]
+    main(Path(where), model, prompts, int(steps), dict(one.split("=", 1) for one in rest))
