@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import hypothesis
@@ -12,8 +12,6 @@ hypothesis.settings.register_profile("tests", deadline=None)  # a loaded machine
 hypothesis.settings.load_profile("tests")
 
 TESTS = Path(__file__).parent
-STARTING = {"everyone", "processes"}
-"""Fixtures of tests/contracts that are processes of their own."""
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -29,16 +27,16 @@ for name, value in {
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes stay together: one process of pytest-xdist runs those on the Ray cluster, another one
-    those on the gloo processes of tests/contracts, each group first; files of the rest go to whoever is free.
+    """Tests that start processes stay together. One process of pytest-xdist runs those marked `gloo` and what else uses
+    the gloo processes of tests/contracts, another one those of the Ray cluster; whoever is free runs the other files.
 
     Tests marked `gpu` are skipped where there is no CUDA device.
     """
-    starting = {item.path for item in items if STARTING.intersection(getattr(item, "fixturenames", ()))}
+    gloo = {item.path for item in items if item.get_closest_marker("gloo") or "everyone" in fixtures(item)}
     for item in items:
         folder, *rest = item.path.relative_to(TESTS).parts
-        together = folder != "unit" and (folder != "contracts" or item.path in starting)
-        item.add_marker(pytest.mark.xdist_group(folder if together else "/".join((folder, *rest))))
+        alone = "/".join((folder, *rest)) if folder in ("unit", "contracts") else folder
+        item.add_marker(pytest.mark.xdist_group("gloo" if item.path in gloo else alone))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -47,6 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def fixtures(item: pytest.Item) -> Collection[str]:
+    """Names of all fixtures that a test needs."""
+    return getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
