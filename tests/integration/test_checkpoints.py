@@ -83,17 +83,25 @@ def check_equal(run: Path, other: Path, steps: range) -> None:
 @pytest.fixture(scope="module")
 def killed(runs) -> Path:
     """A run whose driver was killed in the middle of an epoch of the data, an iteration after a checkpoint."""
-    return runs.run("killed", status=-signal.SIGKILL, every=2, die=3, record=1)
+    run = runs.run("killed", status=-signal.SIGKILL, every=2, die=3, record=1)
+    assert [path.name for path in saved_steps(run / "checkpoints")] == ["step-00000002"]
+    return run
 
 
-def test_a_killed_and_a_stopped_driver_continue_exactly(runs, undisturbed, killed):
-    """What was done since the checkpoint is done once more, alike, until SIGTERM, which saves one of its own; the same
-    command continues again."""
-    assert [path.name for path in saved_steps(killed / "checkpoints")] == ["step-00000002"]
-    runs.run("killed", status=143, every=100, ask=4, asynchronous=0, record=1)
-    assert [path.name for path in saved_steps(killed / "checkpoints")] == ["step-00000005", "step-00000002"]
-    runs.run("killed", every=100, asynchronous=0, record=1)
-    check_equal(killed, undisturbed, range(1, STEPS + 1))
+@pytest.fixture(scope="module")
+def stopped(runs, killed) -> Path:
+    """The same run, continued until SIGTERM, which saves a checkpoint of its own."""
+    return runs.run("killed", status=143, every=100, ask=4, asynchronous=0, record=1)
+
+
+def test_sigterm_saves_in_a_run_that_was_killed_before(stopped):
+    assert [path.name for path in saved_steps(stopped / "checkpoints")] == ["step-00000005", "step-00000002"]
+
+
+def test_a_killed_and_stopped_driver_continues_exactly(runs, undisturbed, stopped):
+    """What was done since a checkpoint is done once more, alike; the same command continues each time."""
+    run = runs.run("killed", every=100, asynchronous=0, record=1)
+    check_equal(run, undisturbed, range(1, STEPS + 1))
 
 
 def test_lost_hosts_are_replaced(runs, undisturbed):
