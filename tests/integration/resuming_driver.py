@@ -34,37 +34,31 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
     return [sum(letter in "abcdefgh" for letter in text) / max(len(text), 1) for text in completions]
 
 
-class Faults(threading.Thread):
-    """Sends signals to the process of the actor's rank 1, one after the other, each to a process of its own.
+class Fault(threading.Thread):
+    """Sends a signal to the process of the actor's rank 1, once.
 
-    `faults` is "call:step:signal,...": the signal comes when that runs `call` in iteration `step`.
+    `fault` is "call:step:signal": it comes when that runs `call` in iteration `step`.
     """
 
-    def __init__(self, actor: hf.WorkerGroup, faults: str) -> None:
+    def __init__(self, actor: hf.WorkerGroup, fault: str) -> None:
         super().__init__(daemon=True)
-        self.actor, self.faults = actor, [fault.split(":") for fault in faults.split(",")]
+        self.call, step, name = fault.split(":")
+        self.host, self.step, self.number = actor.ranks.hosts[1], int(step), getattr(signal, name)
+        self.iterations = actor.session.iterations
 
     def run(self) -> None:
-        ranks = None
-        for call, step, name in self.faults:
-            while self.actor.ranks is ranks:  # the process before it was not replaced yet
-                time.sleep(0.1)
-            ranks = self.actor.ranks
-            self.send(ranks.hosts[1], call, int(step), getattr(signal, name))
-
-    def send(self, host: Any, call: str, step: int, number: int) -> None:
         import ray
 
-        address, iterations = ray.get(host.address), self.actor.session.iterations
+        port = ray.get(self.host.address)[1]
         listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-        pid = next(one.pid for one in listening if one.laddr.port == address[1])
+        pid = next(one.pid for one in listening if one.laddr.port == port)
         while True:
-            doing = liveness.ask(host.address)
+            doing = liveness.ask(self.host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
-            if (iterations.step or 0) >= step and now.endswith(call):
-                time.sleep(3 if call == "idle" else 0)
-                os.kill(pid, number)
-                print(f"fault: {number} to {pid} in {now} at {time.time()}", flush=True)
+            if (self.iterations.step or 0) >= self.step and now.endswith(self.call):
+                time.sleep(3 if self.call == "idle" else 0)
+                os.kill(pid, self.number)
+                print(f"fault: {self.number} to {pid} in {now} at {time.time()}", flush=True)
                 return
             time.sleep(0.002)
 
@@ -93,8 +87,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     )
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")
-    if "faults" in options:
-        Faults(actor, options["faults"]).start()
+    if "fault" in options:
+        Fault(actor, options["fault"]).start()
 
     def loop() -> None:
         for batch in checkpoints.resume(loader):
