@@ -2,10 +2,14 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("tests", deadline=None)  # a loaded machine takes any time
+hypothesis.settings.load_profile("tests")
 
 TESTS = Path(__file__).parent
 
@@ -14,6 +18,7 @@ for name, value in {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # at 15 hosts wait for whatever else computes, such as the other tests
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "MPLBACKEND": "Agg",
@@ -23,13 +28,16 @@ for name, value in {
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of pytest-xdist runs all tests that start processes, the others the files of tests/unit.
+    """Tests that start processes stay together. One process of pytest-xdist runs those marked `gloo` and what else uses
+    the gloo processes of tests/contracts, another one those of the Ray cluster; whoever is free runs the other files.
 
     Tests marked `gpu` are skipped where there is no CUDA device.
     """
+    gloo = {item.path for item in items if item.get_closest_marker("gloo") or "everyone" in fixtures(item)}
     for item in items:
         folder, *rest = item.path.relative_to(TESTS).parts
-        item.add_marker(pytest.mark.xdist_group("/".join(rest) if folder == "unit" else "processes"))
+        alone = "/".join((folder, *rest)) if folder in ("unit", "contracts") else folder
+        item.add_marker(pytest.mark.xdist_group("gloo" if item.path in gloo else alone))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -38,6 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def fixtures(item: pytest.Item) -> Collection[str]:
+    """Names of all fixtures that a test needs."""
+    return getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

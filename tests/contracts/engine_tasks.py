@@ -106,7 +106,7 @@ def updates(
     head: str,
     optimizer: config.Optimizer,
     counts: Sequence[int] | None = None,
-    steps: int = 3,
+    steps: int = 2,
 ) -> dict[str, Any]:
     """Updates: gradients of the first, norms, metrics and the parameters after them, as canonical boxes."""
     engine = build(world, name, strategy, size, path, head, optimizer)
@@ -129,7 +129,7 @@ def side_by_side(world: World, names: Sequence[str], jobs: Sequence[tuple], size
 
     engines = [build(world, n, s, size, path, head, o) for n, (s, path, head, o) in zip(names, jobs, strict=True)]
     found: list[dict[str, Any]] = [{"norms": []} for _ in engines]
-    for step in range(3):
+    for step in range(2):
         for engine, out, (_, _, head, _) in zip(engines, found, jobs, strict=True):
             loss = loss_of(head)
             engine.forward_backward(share(make_batch(seed=step), engine.grid, world.rank), loss, loss.outputs)

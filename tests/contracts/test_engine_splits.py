@@ -17,6 +17,7 @@ from tests.tiny_models import make_classifier, make_policy
 
 CASES = list(itertools.product(LOSSES, AGGREGATIONS))
 SMALL = {
+    "num_hidden_layers": 1,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 2,
@@ -43,16 +44,24 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"lm": policy, "value": make_classifier(directory / "critic", **SMALL)}
 
 
-def run(processes: RankProcesses, paths: dict[str, Path], micro_tokens: int, parts: list[list[int]]):
+def run(processes: RankProcesses, paths: dict[str, Path], micro_tokens: int, parts: list[list[int]], cases=CASES):
     strategy = Megatron(dp=len(parts), micro_tokens=micro_tokens)
-    args = (processes.name(), strategy, paths, parts, CASES)
-    return processes.run(len(parts), tasks.gradients, *args)[0]
+    args = (processes.name(), strategy, paths, parts, cases)
+    return dict(zip(cases, processes.run(len(parts), tasks.gradients, *args)[0], strict=True))
 
 
 @pytest.fixture(scope="module")
 def whole(processes, paths):
     """Everything in one micro-batch of one rank."""
     return run(processes, paths, WHOLE, [ROWS])
+
+
+def some(split: str) -> list[tuple[str, str]]:
+    """Every loss with half of the aggregations, every aggregation with half of the losses, and each pair under half of
+    the splits: in all of them, tests/unit/protocols/test_split_invariance.py computes it without an engine."""
+    shift = list(SPLITS).index(split)
+    at = {name: i for names in (LOSSES, AGGREGATIONS) for i, name in enumerate(names)}
+    return [(loss, aggregation) for loss, aggregation in CASES if (at[loss] + at[aggregation] + shift) % 2]
 
 
 def token_balanced(ranks: int) -> list[list[int]]:
@@ -64,8 +73,9 @@ def token_balanced(ranks: int) -> list[list[int]]:
 @pytest.mark.parametrize("split", SPLITS)
 def test_gradients_do_not_depend_on_the_split(processes, paths, whole, split):
     micro_tokens, parts = SPLITS[split]
-    found = run(processes, paths, micro_tokens, token_balanced(parts) if isinstance(parts, int) else parts)
-    for case, (gradient, metrics), (expected, figures) in zip(CASES, found, whole, strict=True):
+    parts = token_balanced(parts) if isinstance(parts, int) else parts
+    for case, (gradient, metrics) in run(processes, paths, micro_tokens, parts, some(split)).items():
+        expected, figures = whole[case]
         largest = float(expected.abs().max())
         assert largest > 1e-4, f"{case}: there is nothing to compare"
         difference = float((gradient - expected).abs().max()) / largest
@@ -77,6 +87,6 @@ def test_gradients_do_not_depend_on_the_split(processes, paths, whole, split):
 
 def test_the_cases_differ(whole):
     """Each loss and aggregation has a gradient of its own, so that none of them is compared with another."""
-    for (case, (gradient, _)), (other, (second, _)) in itertools.combinations(zip(CASES, whole, strict=True), 2):
+    for (case, (gradient, _)), (other, (second, _)) in itertools.combinations(whole.items(), 2):
         if gradient.shape == second.shape:
             assert not torch.allclose(gradient, second, rtol=1e-4, atol=1e-8), f"{case} and {other}"

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "offload": ({"offload": True}, 4),
 }
 KEYS = [("qwen3-tied", "lm"), ("llama", "value")]
-RANK, ALPHA, TARGETS, STEPS = 3, 5, ["q_proj", "v_proj", "down_proj"], 3  # a rank that no number of ranks divides
+RANK, ALPHA, TARGETS, STEPS = 3, 5, ["q_proj", "v_proj", "down_proj"], 2  # a rank that no number of ranks divides
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ STRATEGIES: dict[str, tuple[int, Any, dict[str, Any], list[tuple[str, str]]]] = 
     "megatron 1-1-1": (1, Megatron, {}, MODELS),
     "megatron 2-1-1": (2, Megatron, {"pp": 2}, FEW),
     "megatron 1-2-1": (2, Megatron, {"tp": 2}, MODELS),
-    "megatron 1-1-2": (2, Megatron, {}, FEW),
     "megatron 2-2-1": (4, Megatron, {"pp": 2, "tp": 2}, FEW),
     "megatron 1-2-2, sequence parallel": (4, Megatron, {"tp": 2, "sequence_parallel": True}, FEW),
     "megatron 2-1-1, recomputed": (2, Megatron, {"pp": 2, "recompute": True}, FEW),
@@ -24,7 +23,6 @@ STRATEGIES: dict[str, tuple[int, Any, dict[str, Any], list[tuple[str, str]]]] = 
     "fsdp 2": (2, FSDP, {}, MODELS),
     "fsdp 2, recomputed": (2, FSDP, {"recompute": True}, FEW),
     "fsdp 2 x tp 2": (4, FSDP, {"tp": 2}, FEW),
-    "zero-1": (2, ZeRO, {"stage": 1}, FEW),
     "zero-2, recomputed": (2, ZeRO, {"stage": 2, "recompute": True}, FEW),
     "zero-3": (2, ZeRO, {"stage": 3}, FEW),
 }

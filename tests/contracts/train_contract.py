@@ -22,7 +22,7 @@ from tests.contracts.rank_processes import RankProcesses
 Sizes = tuple[int, int, int]
 Key = tuple[str, str]
 """Name and head of a model."""
-UPDATES = 3
+UPDATES = 2
 UPDATED = [("qwen3-tied", "lm"), ("llama", "value")]  # tied embeddings, q/k norms, biases: see the log-prob tests
 FEW_KV = ("qwen3-one-kv", "lm")
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {

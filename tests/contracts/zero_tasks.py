@@ -103,11 +103,11 @@ def updates(
     settings: Mapping[str, Any],
     counts: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Three updates: the summed gradients of the first, all norms, the parameters and the state after them."""
+    """Two updates: the summed gradients of the first, all norms, the parameters and the state after them."""
     trained = Trained(world, name, path, head, optimizer, **settings)
     trained.backward(0, counts)
     gradients = trained.shards.gradients.tensors
-    results = [trained.optimizer.step(), trained.update(1, counts), trained.update(2, counts)]
+    results = [trained.optimizer.step(), trained.update(1, counts)]
     found = {
         "gradients": gradients,
         "results": results,

@@ -1,6 +1,6 @@
-"""A driver that tests kill and continue: PPO or GRPO on a tiny model, with every figure and sample written to files.
+"""A driver that tests kill and continue: PPO on a tiny model, with every figure and sample written to files.
 
-python resuming_driver.py RUN MODEL PROMPTS ppo|grpo STEPS [key=value ...]
+python resuming_driver.py RUN MODEL PROMPTS STEPS [key=value ...]
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
 
 
 class Fault(threading.Thread):
-    """Sends a signal to the process of the group's rank 1 when that runs `call` in iteration `step`, once."""
+    """Sends a signal to the process of the group's rank 1, once.
 
-    def __init__(self, group: hf.WorkerGroup, call: str, step: int, number: int) -> None:
+    `fault` is "call:step:signal": it comes when that runs `call` in iteration `step`.
+    """
+
+    def __init__(self, group: hf.WorkerGroup, fault: str) -> None:
         super().__init__(daemon=True)
-        self.host, self.call, self.step, self.number = group.ranks.hosts[1], call, step, number
+        self.call, step, name = fault.split(":")
+        self.host, self.step, self.number = group.ranks.hosts[1], int(step), getattr(signal, name)
         self.iterations = group.session.iterations
 
     def run(self) -> None:
@@ -59,15 +63,14 @@ class Fault(threading.Thread):
             time.sleep(0.002)
 
 
-def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, options: dict[str, str]) -> None:
+def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str]) -> None:
     devices, layout = int(options.get("devices", 2)), STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
     hf.init(devices=6, peer_timeout=4 * deadline, collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     pool = hf.ResourcePool([devices])
-    generate = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=6, seed=5))
-    apart = options.get("rollout") == "1"
+    generate, apart = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=6, seed=5)), "rollout" in options
     actor = hf.ActorWorker.on(
         pool, model=model, train=layout, optim=hf.Adam(lr=0.01, warmup_steps=4), generate=None if apart else generate
     )  # fmt: skip
@@ -75,7 +78,7 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
     reference = hf.ReferenceWorker.on(pool, model=model, train=layout)
     judge = hf.RewardWorker.on(pool, function=reward)
     critic = None
-    if algorithm == "ppo":
+    if not apart:
         critic = hf.CriticWorker.on(pool, model=model, train=critic_layout, optim=hf.Adam(lr=0.01))
     tracker = hf.Tracker(run, total=steps, console=False)
     checkpoints = hf.Checkpoints(
@@ -88,12 +91,12 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")
     if "fault" in options:
-        Fault(rollout, options["fault"], int(options["at"]), getattr(signal, options.get("signal", "SIGKILL"))).start()
+        Fault(rollout, options["fault"]).start()
 
     def loop() -> None:
         for batch in checkpoints.resume(loader):
             print(f"iteration {checkpoints.done + 1} at {time.time():.2f}", flush=True)
-            batch = rollout.generate_sequences(batch, n=2 if algorithm == "grpo" else 1)
+            batch = rollout.generate_sequences(batch, n=2)
             batch |= actor.compute_log_prob(batch)
             batch |= reference.compute_ref_log_prob(batch)
             batch |= judge.compute_reward(batch)
@@ -115,10 +118,10 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
                 plain = {name: rows[name].tolist() for name in rows.columns}
                 record.write(json.dumps({"step": checkpoints.done, "figures": figures, "rows": plain}) + "\n")
                 record.flush()
-            if options.get("fault") == "idle" and checkpoints.done == int(options["at"]) and not checkpoints.restarts:
+            if checkpoints.done == int(options.get("pause", -1)) and not checkpoints.restarts:
                 time.sleep(8)  # all calls have ended; the fault comes now
             if checkpoints.done == int(options.get("ask", -1)):
-                os.kill(os.getpid(), getattr(signal, options["signal"]))
+                os.kill(os.getpid(), signal.SIGTERM)
             if checkpoints.done == int(options.get("die", -1)):
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -135,5 +138,5 @@ def main(run: Path, model: str, prompts: str, algorithm: str, steps: int, option
 
 
 if __name__ == "__main__":
-    where, model, prompts, algorithm, steps, *rest = sys.argv[1:]
-    main(Path(where), model, prompts, algorithm, int(steps), dict(one.split("=", 1) for one in rest))
+    where, model, prompts, steps, *rest = sys.argv[1:]
+    main(Path(where), model, prompts, int(steps), dict(one.split("=", 1) for one in rest))

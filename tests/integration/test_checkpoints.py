@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ class Runs:
     model: Path
     prompts: Path
 
-    def run(self, name: str, algorithm: str, status: int = 0, **options: Any) -> Path:
+    def run(self, name: str, status: int = 0, **options: Any) -> Path:
         run = self.directory / name
-        words = [str(run), str(self.model), str(self.prompts), algorithm, str(STEPS)]
+        words = [str(run), str(self.model), str(self.prompts), str(STEPS)]
         words += [f"{key}={value}" for key, value in options.items()]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
@@ -58,9 +58,9 @@ def runs(tmp_path_factory) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(runs) -> dict[str, Path]:
-    """The run of each algorithm that nothing disturbs."""
-    return {name: runs.run(f"undisturbed-{name}", name, every=100, record=1) for name in ("ppo", "grpo")}
+def undisturbed(runs) -> Path:
+    """The run that nothing disturbs."""
+    return runs.run("undisturbed", every=100, record=1)
 
 
 def records(run: Path) -> dict[int, dict[str, Any]]:
@@ -69,7 +69,7 @@ def records(run: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines}
 
 
-def check_equal(run: Path, other: Path, steps: range) -> None:
+def check_equal(run: Path, other: Path, steps: Iterable[int]) -> None:
     """Figures, samples and trained parameters are the same, bit for bit, and metrics have every step once."""
     one, two = records(run), records(other)
     for step in steps:
@@ -80,50 +80,62 @@ def check_equal(run: Path, other: Path, steps: range) -> None:
     assert written == [*range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize(("algorithm", "asynchronous"), [("ppo", 1), ("grpo", 0)])
-def test_a_killed_driver_continues_exactly(runs, undisturbed, algorithm, asynchronous):
-    """Killed in the middle of an epoch of the data: what was done since the checkpoint is done once more, alike."""
-    name, options = f"killed-{algorithm}", {"every": 2, "asynchronous": asynchronous, "record": 1}
-    run = runs.run(name, algorithm, status=-signal.SIGKILL, die=5, **options)
-    assert [path.name for path in saved_steps(run / "checkpoints")] == ["step-00000004", "step-00000002"]
-    runs.run(name, algorithm, **options)
-    check_equal(run, undisturbed[algorithm], range(1, STEPS + 1))
+@pytest.fixture(scope="module")
+def killed(runs) -> Path:
+    """A run whose driver was killed in the middle of an epoch of the data, an iteration after a checkpoint."""
+    run = runs.run("killed", status=-signal.SIGKILL, every=2, die=3, record=1)
+    assert [path.name for path in saved_steps(run / "checkpoints")] == ["step-00000002"]
+    return run
 
 
-@pytest.mark.parametrize(("fault", "number"), [("update_actor", "SIGKILL"), ("generate_sequences", "SIGSTOP")])
-def test_a_lost_host_is_replaced(runs, undisturbed, fault, number):
-    options = {"every": 2, "fault": fault, "at": 4, "signal": number, "deadline": 12, "record": 1, "retry": 1}
-    run = runs.run(f"lost-{fault}", "ppo", **options)
-    check_equal(run, undisturbed["ppo"], range(1, STEPS + 1))
+@pytest.fixture(scope="module")
+def stopped(runs, killed) -> Path:
+    """The same run, continued until SIGTERM, which saves a checkpoint of its own."""
+    return runs.run("killed", status=143, every=100, ask=4, asynchronous=0, record=1)
+
+
+def test_sigterm_saves_in_a_run_that_was_killed_before(stopped):
+    assert [path.name for path in saved_steps(stopped / "checkpoints")] == ["step-00000005", "step-00000002"]
+
+
+def test_a_killed_and_stopped_driver_continues_exactly(runs, undisturbed, stopped):
+    """What was done since a checkpoint is done once more, alike; the same command continues each time. Of iteration 5
+    the driver wrote nothing: SIGTERM ended it there."""
+    run = runs.run("killed", every=100, asynchronous=0, record=1)
+    check_equal(run, undisturbed, [*range(1, 5), 6])
+
+
+@pytest.mark.parametrize(("call", "number"), [("update_actor", "SIGKILL"), ("generate_sequences", "SIGSTOP")])
+def test_a_lost_host_is_replaced(runs, undisturbed, call, number):
+    """It dies, or stops to answer."""
+    run = runs.run(f"lost-{call}", every=2, fault=f"{call}:4:{number}", deadline=12, record=1, retry=1)
+    check_equal(run, undisturbed, range(1, STEPS + 1))
     if number == "SIGSTOP":
-        stacks = "".join(path.read_text() for path in run.glob("stacks-*.txt"))
-        assert "no answer" in stacks
+        assert "no answer" in "".join(path.read_text() for path in run.glob("stacks-*.txt"))
 
 
 def test_a_host_lost_while_idle_is_replaced_by_the_loop_itself(runs, undisturbed):
     """No error reaches the driver's loop, which asks for no result."""
-    run = runs.run("lost-idle", "ppo", every=2, fault="idle", at=3, deadline=20)
-    weights, others = (load_file(path / "model" / "model.safetensors") for path in (run, undisturbed["ppo"]))
+    run = runs.run("lost-idle", every=2, fault="idle:3:SIGKILL", pause=3, deadline=20)
+    weights, others = (load_file(path / "model" / "model.safetensors") for path in (run, undisturbed))
     assert all(weights[name].equal(others[name]) for name in weights)
     written = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert written == [*range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize("fault", ["generate_sequences", "idle"])
-def test_a_lost_host_that_only_generates_costs_no_training(runs, fault):
+@pytest.fixture(scope="module")
+def apart(runs) -> Path:
+    """GRPO with a rollout on devices of its own."""
+    return runs.run("apart", every=100, rollout=1, record=1)
+
+
+@pytest.mark.parametrize(("call", "more"), [("generate_sequences", {}), ("idle", {"pause": 3})])
+def test_a_lost_host_that_only_generates_costs_no_training(runs, apart, call, more):
     """There is no checkpoint to go back to: the iteration that was under way is done again, and no other."""
-    undisturbed = runs.run(f"apart-{fault}", "grpo", every=100, rollout=1, record=1)
-    run = runs.run(f"apart-lost-{fault}", "grpo", every=100, rollout=1, record=1, retry=1, fault=fault, at=3)
+    run = runs.run(f"apart-{call}", every=100, rollout=1, record=1, retry=1, fault=f"{call}:3:SIGKILL", **more)
     lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
     assert lines == [*range(1, STEPS + 1)]
-    check_equal(run, undisturbed, range(1, STEPS + 1))
-
-
-def test_sigterm_saves_and_the_same_command_continues(runs, undisturbed):
-    run = runs.run("asked", "ppo", status=143, every=100, ask=3, signal="SIGTERM", record=1)
-    assert [path.name for path in saved_steps(run / "checkpoints")] == ["step-00000004"]
-    runs.run("asked", "ppo", every=100, record=1)
-    check_equal(run, undisturbed["ppo"], range(5, STEPS + 1))
+    check_equal(run, apart, range(1, STEPS + 1))
 
 
 # In this process

@@ -1,10 +1,10 @@
 """What vLLM generates after its weights were moved there equals what a fresh vLLM generates from their checkpoint.
 
 Two models of equal sizes and different weights are trained in the same processes: one by Megatron, one by torch with
-FSDP2 around transformers' own model. For every generation size (p_g, t_g) an engine starts, reads one model's exported
-checkpoint, generates, is given the other model's weights by a transition, and generates again; the next engine does it
-the other way around. So each model's outputs exist twice, and a left-over of either shows. vLLM with its own loader, in
-a process that knows nothing of us, says what both should be.
+FSDP2 around transformers' own model. For each of several generation sizes (p_g, t_g) an engine starts, reads one
+model's exported checkpoint, generates, is given the other model's weights by a transition, and generates again; the
+next engine does it the other way around. So each model's outputs exist twice, and a left-over of either shows. vLLM
+with its own loader, in a process that knows nothing of us, says what both should be.
 """
 
 from __future__ import annotations
@@ -36,28 +36,24 @@ from hybridflow.topology import RankGrid
 from tests.contracts.rank_processes import RankProcesses, World
 from tests.tiny_models import make_policy, make_rows
 
+pytestmark = pytest.mark.gloo
+
 PROMPTS = [[5, 9, 33, 49], [12, 7], [3, 3, 40, 41, 42, 8], [30]]
 TOKENS = 8
-STEPS, WORLD = 3, 8
+STEPS, WORLD = 3, 4
 
 # Megatron's sizes are (p, t, d), torch's mesh (replicate, shard, tp)
 MODELS: dict[str, tuple[int, int, int]] = {
     "megatron-1-4-1": (1, 4, 1),
     "megatron-2-2-1-tied": (2, 2, 1),
-    "megatron-2-4-1-tied": (2, 4, 1),
-    "fsdp-4": (1, 4, 1),
     "fsdp-2-tp-2": (1, 2, 2),
     "hsdp-2-2-tied": (2, 2, 1),
-    "fsdp-4-tp-2-tied": (1, 4, 2),
 }
-# name: (a model of either kind, p_g, t_g); one generation replica takes one to eight ranks
+# name: (a model of either kind, p_g, t_g); one generation replica takes one to four ranks
 CASES = {
-    "p1t1": ("megatron-1-4-1", "fsdp-4", 1, 1),
-    "p1t2": ("megatron-1-4-1", "fsdp-2-tp-2", 1, 2),
-    "p1t4": ("megatron-1-4-1", "fsdp-4", 1, 4),
-    "p2t1": ("megatron-2-2-1-tied", "hsdp-2-2-tied", 2, 1),
+    "p1t1": ("megatron-1-4-1", "fsdp-2-tp-2", 1, 1),
+    "p1t4": ("megatron-1-4-1", "fsdp-2-tp-2", 1, 4),
     "p2t2": ("megatron-2-2-1-tied", "hsdp-2-2-tied", 2, 2),
-    "p2t4": ("megatron-2-4-1-tied", "fsdp-4-tp-2-tied", 2, 4),
 }
 Outputs = list[tuple[list[int], list[float]]]  # per prompt: token ids, log-probabilities
 HELD: dict[str, Any] = {}  # in each process: the trained models

@@ -70,7 +70,7 @@ def minimum_into(source: Layout, destination: Layout, node: list[int]) -> int:
     return missing
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(specs, seeds, seeds, node_sizes, st.integers(1, 400))
 def test_every_element_arrives_exactly_once_at_the_smallest_cost(spec, a, b, node, limit):
     source, destination = any_layout(spec, a), any_layout(spec, b)
@@ -105,7 +105,7 @@ def test_every_element_arrives_exactly_once_at_the_smallest_cost(spec, a, b, nod
     assert sum(t.sent_between_nodes for t in traffic) == sum(t.received_between_nodes for t in traffic)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(specs, seeds, seeds, node_sizes, st.integers(1, 400))
 def test_a_rank_plans_its_own_part_as_in_the_whole(spec, a, b, node, limit):
     source, destination = any_layout(spec, a), any_layout(spec, b)

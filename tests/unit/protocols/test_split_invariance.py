@@ -70,7 +70,7 @@ def partitions(draw) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("case", LOSSES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(partitions(), st.integers(0, 3), st.sampled_from([None, 100.0]))
 def test_any_split_gives_the_same(case, aggregation, micro_batches, seed, norm):
     loss = make_loss(case, aggregation, norm)

@@ -380,9 +380,11 @@ def test_tests_that_need_objects_are_not_judged_unless_they_share_the_process(sc
     programs, tests, entry_points, setups = map(list, zip(*cases))
     results = beside.results(programs, tests, entry_points=entry_points, setups=setups)
     assert {name: result.reason for name, result in zip(OBJECTS, results) if result.score != 1.0} == {}
-    wrong = beside.results([WRONG, "while True: pass", "import os\nos._exit(0)"], [["assert f(2) == 4"]] * 3)
-    assert [(result.score, result.status) for result in wrong[:1]] == [(0.0, "failed")]
-    assert [result.score for result in wrong] == [0.0, 0.0, 0.0]
+    [wrong] = beside.results([WRONG], [["assert f(2) == 4"]])
+    assert (wrong.score, wrong.status) == (0.0, "failed")
+    brief = Code(limits=Limits(seconds=2, memory_mb=256), same_process=True)
+    endless = brief.results(["while True: pass", "import os\nos._exit(0)"], [["assert f(2) == 4"]] * 2)
+    assert [result.score for result in endless] == [0.0, 0.0]
 
 
 def test_an_object_in_place_of_a_plain_value_is_a_wrong_answer(score):
