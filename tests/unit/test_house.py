@@ -26,7 +26,7 @@ LAYERS = (
     ("batch",),
     ("config", "settings"),
     ("models",),
-    ("placement",),
+    ("placement", "admission"),
     ("protocols",),
     ("algorithms",),
     ("data",),
