@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hybridflow.errors import BatchError, ConfigError
@@ -53,11 +54,10 @@ class StreamBatch(NamedTuple):
 @dataclass
 class _Group:
     """`version`: the rollouts' at admission, none of its tokens is older. `oldest` and `spans` have one entry per
-    finished response: its oldest version, its number of versions. `finished`: the place in the order of finishing."""
+    finished response: its oldest version, its number of versions."""
 
     version: int
     replica: Replica | None = None
-    finished: int | None = None
     oldest: list[int] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
 
@@ -98,9 +98,9 @@ class Admission:
         self.version = 0  # of the rollouts
         self.prompts_ended = False
         self._groups: dict[int, _Group] = {}  # those that no batch has taken
+        self._complete: dict[int, None] = {}  # the finished ones, as they finished
         self._untrained: list[dict[int, _Group]] = []  # batches taken and not trained, from the oldest
         self._again: list[dict[int, _Group]] = []  # those of a saved state
-        self._finishes = 0
         self._last: dict[str, float] = {}  # metrics of the last batch
         self._load: dict[Replica, int] = dict.fromkeys(replicas, 0)  # unfinished rows
         require(len(self._load) > 0, "a stream needs a replica that generates, got none.")
@@ -114,7 +114,7 @@ class Admission:
     @property
     def under_way(self) -> list[int]:
         """Groups that have been admitted and have unfinished responses."""
-        return [number for number, group in self._groups.items() if group.finished is None]
+        return [number for number in self._groups if number not in self._complete]
 
     @property
     def ended(self) -> bool:
@@ -161,8 +161,8 @@ class Admission:
         found.spans += [max(1, len(set(versions))) for versions in responses]
         self._count(found, -len(responses))
         if not self._left(found):
-            found.finished, self._finishes = self._finishes, self._finishes + 1
-        return found.finished is not None
+            self._complete[group] = None
+        return group in self._complete
 
     def restarted(self, group: int) -> dict[int, Replica]:
         """All responses of the group begin anew with the rollouts' version, because its tokens were lost: its replica.
@@ -173,6 +173,7 @@ class Admission:
             raise BatchError(f"group {group!r} cannot be restarted: no group that waits for a batch has this number.")
         self._count(found, -self._left(found))
         self._groups[group] = _Group(self.version)
+        self._complete.pop(group, None)
         return self._place([group])
 
     def next_batch(self) -> StreamBatch | None:
@@ -182,16 +183,17 @@ class Admission:
         """
         if self._again:
             return self._take(self._again.pop(0), [])
-        order = sorted((g for g, group in self._groups.items() if group.finished is not None), key=self._finish)
-        if len(order) < self.options.groups:
+        if len(self._complete) < self.options.groups:
             self._check_progress()
             return None
-        chosen, missing = self._compose(order)
+        chosen, missing = self._compose()
         if missing and self.options.on_stale == "wait":
             return None
         for group in missing:
             self._count(found := self._groups.pop(group), -self._left(found))
         self.given_up += len(missing)
+        for group in chosen:
+            del self._complete[group]
         return self._take({group: self._groups.pop(group) for group in sorted(chosen)}, missing)
 
     def trained(self) -> None:
@@ -231,8 +233,8 @@ class Admission:
         """`stream/staleness_{mean,max}` in versions and `stream/spans_{mean,max}` (policy versions per response) over
         the responses of the last batch; `stream/under_way` and `stream/finished`, groups that no batch has taken; and
         counts since the start: `stream/admitted`, `stream/dropped`, `stream/moved` (groups that lost their replica)."""
-        under_way = len(self.under_way)
-        counts = {"under_way": under_way, "finished": len(self._groups) - under_way, "admitted": self.admitted}
+        finished = len(self._complete)
+        counts = {"under_way": len(self._groups) - finished, "finished": finished, "admitted": self.admitted}
         counts |= {"dropped": self.given_up, "moved": self.moved}
         return self._last | {f"stream/{name}": float(value) for name, value in counts.items()}
 
@@ -242,6 +244,7 @@ class Admission:
             "options": asdict(self.options),
             "counts": {name: getattr(self, name) for name in _COUNTS},
             "groups": _records(self._groups),
+            "complete": list(self._complete),
             "untrained": [_records(batch) for batch in [*self._untrained, *self._again]],
         }
 
@@ -254,6 +257,7 @@ class Admission:
         try:
             was, counts = dict(state["options"]), {name: state["counts"][name] for name in _COUNTS}
             groups, *again = ({g: _Group(**one) for g, one in rows} for rows in (state["groups"], *state["untrained"]))
+            complete = {group: None for group in state["complete"] if groups[group]}
             fits = (was["rows"], was["n"]) == (self.options.rows, self.options.n)
             fits = fits and was["max_staleness"] <= self.options.max_staleness
         except (KeyError, TypeError, ValueError) as error:
@@ -262,31 +266,31 @@ class Admission:
         for name, value in counts.items():
             setattr(self, name, value)
         self.taken = self.trained_batches
-        self._groups, self._again, self._untrained = groups, again, []
-        self._finishes = sum(group.finished is not None for group in groups.values())
-        for place, number in enumerate(sorted((g for g in groups if groups[g].finished is not None), key=self._finish)):
-            groups[number].finished = place
+        self._groups, self._complete, self._again, self._untrained = groups, complete, again, []
         self._load = dict.fromkeys(self._load, 0)
         for group in groups.values():
             group.replica = None
         return self._place(self.under_way)
 
-    def _compose(self, order: list[int]) -> tuple[set[int], list[int]]:
-        """B of the finished groups, and the unfinished ones that had to be in the batch; `order`: as they finished."""
+    def _compose(self) -> tuple[set[int], list[int]]:
+        """B finished groups, and unfinished ones that have to be in the batch, too."""
         size, eta = self.options.groups, self.options.max_staleness
+        by_version: dict[int, list[int]] = {}
+        for number, group in self._groups.items():
+            by_version.setdefault(group.version, []).append(number)
         chosen: set[int] = set()
         missing: list[int] = []
-        for version in sorted({group.version for group in self._groups.values()}):
-            within = [number for number, group in self._groups.items() if group.version <= version]  # U_j
+        within: list[int] = []  # U_j with j = version + eta
+        for version in sorted(by_version):
+            within += by_version[version]
             needed = len(within) - len(missing) - (version + eta - self.taken) * size
             if (lacking := needed - len(chosen)) > 0:
-                early = set(within) - chosen
-                found = [number for number in order if number in early][:lacking]
-                chosen.update(found)
-                unfinished = [n for n in within if self._groups[n].finished is None and n not in missing]
+                early = (n for n in self._complete if n not in chosen and self._groups[n].version <= version)
+                chosen.update(found := list(islice(early, lacking)))
+                unfinished = [n for n in within if n not in self._complete and n not in missing]
                 missing += unfinished[len(unfinished) - (lacking - len(found)) :]
-        rest = [number for number in order if number not in chosen]
-        return chosen.union(rest[: size - len(chosen)]), missing
+        rest = (number for number in self._complete if number not in chosen)
+        return chosen.union(islice(rest, size - len(chosen))), missing
 
     def _take(self, groups: dict[int, _Group], given_up: list[int]) -> StreamBatch:
         number = self.taken
@@ -324,7 +328,7 @@ class Admission:
 
     def _unfinished(self, group: int) -> _Group:
         found = self._groups.get(group)
-        if found is None or found.finished is not None:
+        if found is None or group in self._complete:
             raise BatchError(f"group {group!r} is not under way: {'complete' if found else 'not one of the stream'}.")
         return found
 
@@ -334,11 +338,6 @@ class Admission:
     def _count(self, group: _Group, rows: int) -> None:
         if group.replica is not None:
             self._load[group.replica] += rows
-
-    def _finish(self, number: int) -> int:
-        place = self._groups[number].finished
-        assert place is not None
-        return place
 
 
 def _records(groups: Mapping[int, _Group]) -> list[tuple[int, dict[str, Any]]]:
