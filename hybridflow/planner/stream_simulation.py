@@ -159,7 +159,7 @@ class _Replica:
 
     def decoded(self) -> float:
         """Tokens of the running rows."""
-        return len(self.running) * self.steps - self.starts
+        return max(0.0, len(self.running) * self.steps - self.starts)
 
     def fill(self, prompt_tokens: int, version: int, number: int) -> int:
         """Waiting rows take free slots; returns the `number` of rows that have begun anywhere."""
@@ -186,7 +186,7 @@ class _Simulation:
         self.replicas = [_Replica(run.speed) for _ in range(run.replicas)]
         self.events: list[tuple[float, int]] = []  # a replica's next end; out of date where it is no longer that
         self.tokens: dict[int, int] = {}  # of each group that no batch has taken, prompts included
-        self.now = self.trained_at = self.synced_at = self.busy = 0.0
+        self.now = self.trained_at = self.synced_at = self.busy = self.batch_seconds = 0.0
         self.training = self.unsynced = False
         self.rows = 0  # begun
         self.drawn = self.decoded = 0
@@ -228,9 +228,8 @@ class _Simulation:
             self.staleness.append((found["stream/staleness_mean"], found["stream/staleness_max"]))
             self.give_up(batch.given_up)
             tokens = sum(self.tokens.pop(group) for group in batch.groups)
-            seconds = self.given.train_seconds + tokens * self.given.train_seconds_per_token
-            self.training, self.trained_at = True, max(self.now, self.synced_at) + seconds
-            self.busy += seconds
+            self.batch_seconds = self.given.train_seconds + tokens * self.given.train_seconds_per_token
+            self.training, self.trained_at = True, max(self.now, self.synced_at) + self.batch_seconds
         self.admit()
 
     def admit(self) -> None:
@@ -271,6 +270,7 @@ class _Simulation:
 
     def end_training(self) -> None:
         self.training, self.unsynced = False, True
+        self.busy += self.batch_seconds
         self.ends.append(self.now)
         self.policy.trained()
 
