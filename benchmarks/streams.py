@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true", required=True)
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--ratios", type=float, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--batches", type=int, default=34)
     given = parser.parse_args()
     found = {
         f"max_over_median_{ratio:g}": {str(n): simulate(n, ratio, given.batches) for n in given.devices}

@@ -258,6 +258,8 @@ class Admission:
             was, counts = dict(state["options"]), {name: state["counts"][name] for name in _COUNTS}
             groups, *again = ({g: _Group(**one) for g, one in rows} for rows in (state["groups"], *state["untrained"]))
             complete = {group: None for group in state["complete"] if groups[group]}
+            if not all(isinstance(value, int) and value >= 0 for value in counts.values()):
+                raise ValueError(counts)
             fits = (was["rows"], was["n"]) == (self.options.rows, self.options.n)
             fits = fits and was["max_staleness"] <= self.options.max_staleness
         except (KeyError, TypeError, ValueError) as error:

@@ -121,7 +121,7 @@ class SimulatedStream:
 
 def simulate_stream(run: StreamRun) -> SimulatedStream:
     """The run, event by event; equal for equal seeds."""
-    return _Simulation(run).run()
+    return _StreamSimulation(run).run()
 
 
 @dataclass
@@ -177,7 +177,7 @@ class _Replica:
         return row
 
 
-class _Simulation:
+class _StreamSimulation:
     """A clock, replicas, and a trainer that is idle, or busy until `trained_at` and then syncs."""
 
     def __init__(self, run: StreamRun) -> None:

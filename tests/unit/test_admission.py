@@ -339,7 +339,15 @@ def test_a_state_is_of_one_stream():
     for other in (stream(rows=4), stream(n=2), stream(eta=1)):
         with pytest.raises(ConfigError, match="the saved stream had"):
             other.load_state(state)
-    for bad in ({}, {**state, "groups": [[1, {"size": 2}]]}, {**state, "counts": {}}, {**state, "untrained": 3}):
+    text = {**state, "counts": {**state["counts"], "version": "0"}}
+    for bad in (
+        {},
+        text,
+        {**state, "complete": [9]},
+        {**state, "groups": [[1, {"size": 2}]]},
+        {**state, "counts": {}},
+        {**state, "untrained": 3},
+    ):
         with pytest.raises(ConfigError, match="not one of a stream"):
             policy.load_state(bad)
     assert stream(eta=3).load_state(state) == {0: "a", 1: "b", 2: "a"}
