@@ -2,7 +2,8 @@
 
 A group is the n responses to one prompt. Groups are numbered in the order of their admission, which is the loader's
 order; a batch is B = rows / n whole groups. Versions count weight updates, one per batch: batch k (0, 1, ...) is
-trained at version k. Tokens carry the version that their rollout has, which is the trainer's of the last weight sync.
+trained at version k. Tokens carry the version that their rollout has, which is the trainer's of the last weight sync
+(with several rollouts, the version of this file is that of the one synced longest ago).
 """
 
 from __future__ import annotations
@@ -152,10 +153,10 @@ class Admission:
         if len(responses) > left:
             raise BatchError(f"group {group} has {left} unfinished responses, {len(responses)} were reported to end.")
         for versions in responses:
-            if versions and not found.version <= min(versions) <= max(versions) <= self.version:
+            if versions and not found.version <= min(versions) <= max(versions) <= self.trained_batches:
                 raise BatchError(
-                    f"a response of group {group} has tokens of versions {sorted(versions)}: its rollouts had versions "
-                    f"from {found.version} (at its admission) to {self.version}."
+                    f"a response of group {group} has tokens of versions {sorted(versions)}: possible are "
+                    f"{found.version}, the rollouts' at its admission, to {self.trained_batches}, the trainer's."
                 )
         found.oldest += [min(versions, default=self.version) for versions in responses]
         found.spans += [max(1, len(set(versions))) for versions in responses]

@@ -382,7 +382,7 @@ def test_wrong_reports_are_refused():
     for group, responses, message in (
         (7, None, "group 7 is not under way"),
         (0, [{0}] * 3, "has 2 unfinished responses, 3 were"),
-        (0, [{1}], r"versions \[1\]: its rollouts had versions from 0 .* to 0"),
+        (0, [{1}], r"versions \[1\]: possible are 0, .* to 0, the trainer"),
     ):
         with pytest.raises(BatchError, match=message):
             policy.finished(group, responses)
