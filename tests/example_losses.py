@@ -28,6 +28,14 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gspo": ("gspo", {"clip": 0.1, "clip_high": 0.1}),
     "gspo-shared": ("gspo", {"clip": 0.2, "clip_high": 0.2, "rollout_correction": "sequence", **SHARED}),
     "cispo": ("cispo", {"rollout_correction": hf.algorithms.RolloutCorrection("geometric", mode="reject", high=1.1)}),
+    "ppo-masks": (
+        "ppo",
+        {
+            "rollout_correction": hf.algorithms.RolloutCorrection(
+                divergence="k3", divergence_limit=0.1, negative_limit=0.02
+            )
+        },
+    ),
     "geo_mean": ("geo_mean", {"clip": 0.2, **SHARED}),
     "sapo": ("sapo", {}),
     "reinforce": (

@@ -11,7 +11,8 @@ Read in this order:
    (ReaL) places calls by `evaluation`, `similarity` (PUZZLE) cuts groups that share all devices.
 4. `planning` is the entry; `explain` reports infeasible problems and runner-up layouts.
 
-On its own: `checkpointing`, the interval between checkpoints and the share of time that failures leave.
+On their own: `checkpointing`, the interval between checkpoints and the share of time that failures leave;
+`stream_simulation`, the rows per second of loops whose generation runs ahead of training.
 """
 
 from __future__ import annotations
@@ -34,9 +35,17 @@ from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, 
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.planning import plan
+from hybridflow.planner.stream_simulation import (
+    DecodingSpeed,
+    ResponseLengths,
+    SimulatedStream,
+    StreamRun,
+    simulate_stream,
+)
 
 __all__ = [
-    "PUBLISHED", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "DeviceSpec", "FailureModel",
-    "LayerProfile", "NodeSpec", "Observation", "OneLayout", "Parallel", "Pin", "SimulatedRun", "Together", "Workload",
-    "calibrate", "checkpoint_every", "checkpoint_interval", "effective_share", "plan", "simulate_run",
+    "PUBLISHED", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "DecodingSpeed", "DeviceSpec",
+    "FailureModel", "LayerProfile", "NodeSpec", "Observation", "OneLayout", "Parallel", "Pin", "ResponseLengths",
+    "SimulatedRun", "SimulatedStream", "StreamRun", "Together", "Workload", "calibrate", "checkpoint_every",
+    "checkpoint_interval", "effective_share", "plan", "simulate_run", "simulate_stream",
 ]  # fmt: skip

@@ -85,8 +85,8 @@ class PolicyLoss(AggregatedLoss):
         names.append("response_mask")
         if self.kl_coef:
             names.append("ref_log_probs")
-        if self.rollout_correction is not None:
-            names += ["old_log_probs", "log_probs"]
+        if (correction := RolloutCorrection.of(self.rollout_correction)) is not None:
+            names += correction.reads
         return tuple(dict.fromkeys(names))
 
     @property
@@ -105,15 +105,12 @@ class PolicyLoss(AggregatedLoss):
         token_loss, metrics = found.loss, self._metrics(found, columns, weights)
         if (correction := RolloutCorrection.of(self.rollout_correction)) is not None:
             sampled = token_column(rows, "log_probs", mask)
-            token_weight = correction.weights(columns("old_log_probs"), sampled, mask)
-            token_loss = token_loss * token_weight.weight
-            metrics |= {
-                "rollout/weight": weights.mean(token_weight.weight),
-                "rollout/weight_squared": weights.mean(token_weight.weight.square()),
-                f"rollout/{'truncated' if correction.mode == 'truncate' else 'rejected'}": weights.mean(
-                    token_weight.outside
-                ),
-            }
+            old, a = (columns(name) if name in correction.reads else None for name in ("old_log_probs", "advantages"))
+            found_weights = correction.weights(old, sampled, mask, columns("log_probs"), a)
+            token_loss = token_loss * found_weights.weight
+            metrics["rollout/weight_squared"] = weights.mean(found_weights.weight.square())
+            shares = found_weights._asdict().items()
+            metrics |= {f"rollout/{name}": weights.mean(share) for name, share in shares if share is not None}
         if self.entropy_coef != 0.0:
             entropy = columns("entropy").values
             token_loss = token_loss - self.entropy_coef * entropy

@@ -141,15 +141,27 @@ def token_weights(mask: Ragged, how: str, norm: float | None) -> list[float]:
     }[how]
 
 
-def rollout_row(old: Array, sampled: Array, correction: hf.algorithms.RolloutCorrection) -> tuple[Array, Array]:
+def rollout_row(
+    old: Array, sampled: Array, new: Array, a: Array, correction: hf.algorithms.RolloutCorrection
+) -> tuple[Array, dict[str, Array]]:
     d = old - sampled
-    level = {"token": d, "sequence": np.full_like(d, d.sum()), "geometric": np.full_like(d, d.mean())}
+    level = {"token": d, "sequence": np.full_like(d, d.sum()), "geometric": np.full_like(d, d.mean()), None: 0 * d}
     w = np.exp(np.clip(level[correction.level], -20, 20))
-    if correction.mode == "truncate":
+    shares = {}
+    if correction.level and correction.mode == "truncate":
         cut = np.maximum(np.minimum(w, correction.high), correction.low or 0.0)
-        return cut, cut != w
-    kept = (w <= correction.high) & (w >= (correction.low or 1 / correction.high))
-    return np.where(kept, w, 0.0), ~kept
+        shares["truncated"], w = cut != w, cut
+    elif correction.level:
+        shares["rejected"] = (w > correction.high) | (w < (correction.low or 1 / correction.high))
+    if correction.divergence:
+        kl = d**2 / 2 if correction.divergence == "k2" else np.exp(d) - 1 - d
+        of = {"token": kl, "sequence": np.full_like(d, kl.mean()), "max": np.full_like(d, kl.max())}
+        far = of[correction.divergence_level] > correction.divergence_limit
+        shares["rejected"] = far | shares.get("rejected", False)
+    if correction.negative_limit:
+        shares["sequence_mask"] = (a < 0) & (np.mean(sampled - new) > correction.negative_limit)
+    zero = np.logical_or.reduce([0 * d > 0, *(share for name, share in shares.items() if name != "truncated")])
+    return np.where(zero, 0.0, w), shares
 
 
 def oracle(name: str, batch: Batch, outputs: dict[str, Ragged], how: str, own: dict, shared: dict):
@@ -174,11 +186,12 @@ def oracle(name: str, batch: Batch, outputs: dict[str, Ragged], how: str, own: d
         loss, jacobian, clipped = ROWS[name](new[at], old, advantages[at], **own)
         if "rollout_correction" in shared:
             correction = shared["rollout_correction"]
-            w, outside = rollout_row(old, column["log_probs"][at], correction)
+            w, shares = rollout_row(old, column["log_probs"][at], new[at], advantages[at], correction)
             loss, jacobian = w * loss, w[:, None] * jacobian
             add("rollout/weight", w)
             add("rollout/weight_squared", w**2)
-            add("rollout/truncated" if correction.mode == "truncate" else "rollout/rejected", outside)
+            for share, where in shares.items():
+                add(f"rollout/{share}", where)
         total += weight * float(loss.sum())
         gradient[at] += weight * jacobian.sum(0)
         if (coef := shared.get("entropy_coef", 0.0)) != 0.0:
@@ -241,6 +254,17 @@ def test_each_loss_in_float32(name, own):
         compare(name, *made(mask, 5, torch.float32), how, own, {}, 1e-5)
 
 
+MASKS = [
+    {"divergence": kind, "divergence_limit": limit, "divergence_level": level, **also}
+    for kind, limit, level, also in (
+        ("k2", 0.1, "token", {}),
+        ("k3", 0.1, "sequence", {"negative_limit": 0.02}),
+        ("k3", 0.2, "max", {}),
+        ("k2", 0.05, "sequence", {}),
+    )
+]
+
+
 @pytest.mark.parametrize(("name", "own"), CASES, ids=IDS)
 @settings(max_examples=10, deadline=None)
 @given(
@@ -249,9 +273,10 @@ def test_each_loss_in_float32(name, own):
     st.sampled_from(["token", "sequence", "geometric"]),
     st.sampled_from([{}, {"high": 1.2}, {"high": 1.5, "low": 0.8}]),
     st.sampled_from(["truncate", "reject"]),
+    st.sampled_from([{}, {}, {"negative_limit": 0.05}, *MASKS]),
 )
-def test_what_all_losses_share(name, own, made_batch, how, level, limits, mode):
-    correction = hf.algorithms.RolloutCorrection(level, mode=mode, **limits)
+def test_what_all_losses_share(name, own, made_batch, how, level, limits, mode, masks):
+    correction = hf.algorithms.RolloutCorrection(level, mode=mode, **limits, **masks)
     shared = {"entropy_coef": 0.03, "kl_coef": 0.2, "rollout_correction": correction}
     if how == "seq-mean-token-sum-norm":
         shared["norm"] = 17.0
@@ -269,7 +294,8 @@ def test_garbage_at_masked_tokens_stays_out_of_loss_and_gradient(name, own):
         if column.values.dtype == FLOAT:  # type: ignore[union-attr]
             column.values[hidden] = garbage.roll(i)[: int(hidden.sum())]  # type: ignore[union-attr]
     if name != "pretrain":
-        own = {**own, "entropy_coef": 0.1, "kl_coef": 0.1, "rollout_correction": "sequence"}
+        correction = hf.algorithms.RolloutCorrection("sequence", **MASKS[1])
+        own = {**own, "entropy_coef": 0.1, "kl_coef": 0.1, "rollout_correction": correction}
     expected, got = (run(policy_loss(name, **own), *given) for given in ((clean, outputs), (dirty_batch, dirty)))
     assert math.isfinite(got[0])
     assert got[0] == expected[0]
@@ -310,6 +336,36 @@ def test_ratios_far_away_stay_finite():
     for level in ("token", "sequence", "geometric"):
         found = hf.algorithms.RolloutCorrection(level, high=math.exp(30)).weights(far, batch["log_probs"], mask)
         assert torch.isfinite(found.weight).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.sampled_from([{"negative_limit": 0.05}, *MASKS]))
+def test_masks_without_weights(made_batch, masks):
+    correction = hf.algorithms.RolloutCorrection(None, **masks)
+    compare("ppo", *made_batch, None, {}, {"rollout_correction": correction}, 1e-10)
+
+
+def test_masks_keep_what_is_close_and_the_good_rows():
+    """Two rows of two tokens: d is 0 and 1 in the first, 0 and 0 in the second."""
+    mask = Ragged.from_rows([[True, True], [True, True]], torch.bool)
+    sampled, old = mask.with_values(torch.full((4,), -2.0)), mask.with_values(torch.tensor([-2.0, -1.0, -2.0, -2.0]))
+
+    def kept(**options: Any) -> list[float]:
+        found = hf.algorithms.RolloutCorrection(None, **options).weights(old, sampled, mask, current, advantages)
+        return found.weight.tolist()
+
+    current, advantages = (
+        mask.with_values(torch.tensor([-2.0, -2.2] * 2)),
+        mask.with_values(torch.tensor([1.0, -1.0] * 2)),
+    )
+    assert kept(divergence="k2", divergence_limit=0.4, divergence_level="token") == [1, 0, 1, 1]  # 0.5
+    assert kept(divergence="k2", divergence_limit=0.6, divergence_level="token") == [1, 1, 1, 1]
+    assert kept(divergence="k3", divergence_limit=0.7, divergence_level="token") == [1, 0, 1, 1]  # e - 2
+    assert kept(divergence="k3", divergence_limit=0.35) == [0, 0, 1, 1]  # (e - 2) / 2
+    assert kept(divergence="k3", divergence_limit=0.37) == [1, 1, 1, 1]
+    assert kept(divergence="k3", divergence_limit=0.7, divergence_level="max") == [0, 0, 1, 1]
+    assert kept(negative_limit=0.09) == [1, 0, 1, 0]  # the mean of log-ratios is 0.1
+    assert kept(negative_limit=0.11) == [1, 1, 1, 1]
 
 
 def test_k3_is_kept_within_what_float32_can_say():
@@ -387,6 +443,12 @@ def test_bad_value_loss_and_rollout_settings_are_refused():
         (lambda: hf.algorithms.RolloutCorrection(high=0.0), r"high=0.0\): must be"),
         (lambda: hf.algorithms.RolloutCorrection(low=3.0), "from 3 to 2: the lower limit must be below"),
         (lambda: hf.algorithms.RolloutCorrection(mode="reject", high=0.9), "from 1.11111 to 0.9"),
+        (lambda: hf.algorithms.RolloutCorrection(divergence="k3"), "divergence_limit=None.: give both"),
+        (lambda: hf.algorithms.RolloutCorrection(divergence_limit=0.1), "divergence=None.*: give both"),
+        (lambda: hf.algorithms.RolloutCorrection(divergence="k1", divergence_limit=0.1), "divergence='k1'. is unknown"),
+        (lambda: hf.algorithms.RolloutCorrection(negative_limit=0), "negative_limit=0.: must be"),
+        (lambda: hf.algorithms.RolloutCorrection(None), "corrects nothing"),
+        (lambda: hf.algorithms.RolloutCorrection(None, high=3.0, negative_limit=0.1), "level=None. has no weights"),
     ):
         with pytest.raises(ConfigError, match=message):
             call()
@@ -397,6 +459,8 @@ def test_losses_say_what_they_read():
     assert policy_loss("reinforce", rollout_correction="token").reads == (
         *("advantages", "response_mask", "old_log_probs", "log_probs"),
     )
+    negative = hf.algorithms.RolloutCorrection(None, negative_limit=0.1)
+    assert policy_loss("reinforce", rollout_correction=negative).reads == ("advantages", "response_mask", "log_probs")
     for name in ("ppo", "gspo", "cispo", "geo_mean", "sapo"):
         loss = policy_loss(
             name, kl_coef=0.1, entropy_coef=0.1, rollout_correction=hf.algorithms.RolloutCorrection("sequence")

@@ -1,0 +1,301 @@
+"""What asynchrony gains: generation and training on separate devices, event by event, under the admission of streams.
+
+The simulation acts on the same `Admission` as a stream, so that it predicts the policy itself. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import NormalDist
+from typing import Annotated, Any
+
+from hybridflow.admission import Admission, StreamOptions
+from hybridflow.settings import Check, Count, NonNegative, Positive, Size, is_number, require, settings
+
+_TAIL = NormalDist().inv_cdf(0.999)
+Ratio = Annotated[float, Check("a number of at least 1", lambda value: is_number(value) and value >= 1)]
+
+
+@settings
+class DecodingSpeed:
+    """A decoding step of one replica with m rows takes `base` + m `per_row` seconds; computing the keys and values of
+    prompts and of interrupted rows `prefill` seconds per token. Up to `slots` rows are decoded at once."""
+
+    base: NonNegative
+    per_row: NonNegative
+    prefill: NonNegative = 0.0
+    slots: Size = 256
+
+    def __post_init__(self) -> None:
+        require(self.base + self.per_row > 0, "DecodingSpeed: a step takes time: give base or per_row above 0.")
+
+    @classmethod
+    def fitted(cls, few: tuple[int, float], many: tuple[int, float], **others: Any) -> DecodingSpeed:
+        """From two measurements (rows, seconds of a step). Errors: ConfigError when more rows are not slower."""
+        (m, seconds), (more, longer) = few, many
+        require(
+            m < more and seconds <= longer <= seconds * more / m,
+            f"a step of {m} rows took {seconds:g} s and one of {more} rows {longer:g} s: give the step of fewer rows "
+            f"first; that of more rows takes longer, but not more than in proportion.",
+        )
+        per_row = (longer - seconds) / (more - m)
+        return cls(base=max(0.0, seconds - m * per_row), per_row=per_row, **others)
+
+    def step(self, rows: int) -> float:
+        """Seconds of a step."""
+        return self.base + rows * self.per_row
+
+
+@settings
+class ResponseLengths:
+    """Lognormal: one in a thousand responses is longer than `ratio` medians, and cut there."""
+
+    median: Positive
+    ratio: Ratio
+
+    def draw(self, random: Random) -> int:
+        """Tokens of a response."""
+        factor = math.exp(math.log(self.ratio) / _TAIL * random.gauss(0.0, 1.0))
+        return max(1, round(self.median * min(factor, self.ratio)))
+
+
+@settings
+class StreamRun:
+    """A loop that trains `batches` batches of a stream; seconds and tokens.
+
+    Training a batch takes `train_seconds` and `train_seconds_per_token` of its prompts and responses, and each weight
+    sync `sync_seconds` of the trainer and of all replicas. A sync interrupts the rows under way, whose keys and values
+    are computed again unless `keep_kv`. `lengths` are those of all responses in the order of admission, again from the
+    first when they end, or a distribution.
+
+    With `max_staleness=0` this is the synchronous loop: on one set of devices if replicas and training use all of
+    them, since they alternate. `whole_batches` with `max_staleness=1` is one-step-off: prompts start, and weights
+    arrive, between two batches only.
+    """
+
+    options: StreamOptions
+    replicas: Size
+    speed: DecodingSpeed
+    lengths: ResponseLengths | Sequence[int]
+    prompt_tokens: Count = 0
+    train_seconds: NonNegative = 0.0
+    train_seconds_per_token: NonNegative = 0.0
+    sync_seconds: NonNegative = 0.0
+    keep_kv: bool = False
+    whole_batches: bool = False
+    batches: Size = 16
+    warm_up: Count = 4
+    seed: Count = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.warm_up < self.batches,
+            f"StreamRun(batches={self.batches}, warm_up={self.warm_up}): more batches than those that do not count.",
+        )
+        given = self.lengths if not isinstance(self.lengths, ResponseLengths) else [1]
+        require(
+            len(given) > 0 and all(type(tokens) is int and tokens > 0 for tokens in given),
+            f"StreamRun(lengths={str(self.lengths)[:80]}): give numbers of tokens above 0, or ResponseLengths.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStream:
+    """`rows_per_second` after the warm-up; shares of all time in which the trainer trains, and in which the mean
+    replica has rows; `recomputed`: tokens whose keys and values were computed again, per token that was decoded;
+    `staleness_mean` and `staleness_max` over batches."""
+
+    rows_per_second: float
+    trainer_busy: float
+    rollout_busy: float
+    recomputed: float
+    staleness_mean: float
+    staleness_max: float
+    given_up: int
+
+
+def simulate_stream(run: StreamRun) -> SimulatedStream:
+    """The run, event by event; equal for equal seeds."""
+    return _StreamSimulation(run).run()
+
+
+@dataclass
+class _Row:
+    group: int
+    length: int
+    version: int = 0  # of its first token
+
+
+@dataclass
+class _Replica:
+    """Rows that are decoded by `steps` (in number, since the start), after `stalled` seconds of other work."""
+
+    speed: DecodingSpeed
+    now: float = 0.0
+    steps: float = 0.0
+    stalled: float = 0.0
+    busy: float = 0.0
+    starts: float = 0.0  # the sum over running rows of the step at which each began
+    running: list[tuple[float, int, _Row]] = field(default_factory=list)  # a heap by last step
+    waiting: deque[_Row] = field(default_factory=deque)
+
+    def pass_until(self, time: float) -> None:
+        elapsed, self.now = time - self.now, time
+        other = min(elapsed, self.stalled)
+        self.stalled -= other
+        if self.running:
+            self.busy += elapsed
+            self.steps += (elapsed - other) / self.speed.step(len(self.running))
+
+    def next_end(self) -> float:
+        if not self.running:
+            return math.inf
+        return self.now + self.stalled + max(0.0, self.running[0][0] - self.steps) * self.speed.step(len(self.running))
+
+    def decoded(self) -> float:
+        """Tokens of the running rows."""
+        return max(0.0, len(self.running) * self.steps - self.starts)
+
+    def fill(self, prompt_tokens: int, version: int, number: int) -> int:
+        """Waiting rows take free slots; returns the `number` of rows that have begun anywhere."""
+        while self.waiting and len(self.running) < self.speed.slots:
+            row = self.waiting.popleft()
+            row.version, number = version, number + 1
+            heapq.heappush(self.running, (self.steps + row.length, number, row))
+            self.starts += self.steps
+            self.stalled += prompt_tokens * self.speed.prefill
+        return number
+
+    def finished(self) -> _Row:
+        end, _, row = heapq.heappop(self.running)
+        self.starts -= end - row.length
+        return row
+
+
+class _StreamSimulation:
+    """A clock, replicas, and a trainer that is idle, or busy until `trained_at` and then syncs."""
+
+    def __init__(self, run: StreamRun) -> None:
+        self.given, self.random = run, Random(run.seed)
+        self.policy = Admission(run.options, range(run.replicas))
+        self.replicas = [_Replica(run.speed) for _ in range(run.replicas)]
+        self.events: list[tuple[float, int]] = []  # a replica's next end; out of date where it is no longer that
+        self.tokens: dict[int, int] = {}  # of each group that no batch has taken, prompts included
+        self.now = self.trained_at = self.synced_at = self.busy = self.batch_seconds = 0.0
+        self.training = self.unsynced = False
+        self.rows = 0  # begun
+        self.drawn = self.decoded = 0
+        self.recomputed = 0.0
+        self.ends: list[float] = []
+        self.staleness: list[tuple[float, float]] = []
+
+    def run(self) -> SimulatedStream:
+        run = self.given
+        self.admit()
+        while len(self.ends) < run.batches:
+            if self.training and (not self.events or self.trained_at <= self.events[0][0]):
+                self.now = self.trained_at
+                self.end_training()
+                self.proceed()
+            else:
+                self.now, replica = heapq.heappop(self.events)
+                if self.end_row(replica):
+                    self.proceed()
+        seconds = self.ends[-1] - (self.ends[run.warm_up - 1] if run.warm_up else 0.0)
+        means, maxima = zip(*self.staleness, strict=True)
+        return SimulatedStream(
+            rows_per_second=(run.batches - run.warm_up) * run.options.rows / seconds,
+            trainer_busy=self.busy / self.now,
+            rollout_busy=sum(replica.busy for replica in self.replicas) / len(self.replicas) / self.now,
+            recomputed=self.recomputed / max(1, self.decoded),
+            staleness_mean=sum(means) / len(means),
+            staleness_max=max(maxima),
+            given_up=self.policy.given_up,
+        )
+
+    def proceed(self) -> None:
+        """Whatever follows at once: a sync, further prompts, the next batch."""
+        whole = self.given.whole_batches
+        if self.unsynced and not (whole and self.policy.under_way):
+            self.sync()
+        if not self.training and not self.unsynced and (batch := self.policy.next_batch()) is not None:
+            found = self.policy.metrics()
+            self.staleness.append((found["stream/staleness_mean"], found["stream/staleness_max"]))
+            self.give_up(batch.given_up)
+            tokens = sum(self.tokens.pop(group) for group in batch.groups)
+            self.batch_seconds = self.given.train_seconds + tokens * self.given.train_seconds_per_token
+            self.training, self.trained_at = True, max(self.now, self.synced_at) + self.batch_seconds
+        self.admit()
+
+    def admit(self) -> None:
+        count, whole = self.policy.capacity, self.given.whole_batches
+        if not count or (whole and self.policy.under_way):
+            return
+        count = min(count, self.given.options.groups) if whole else count
+        for group, replica in self.policy.admit(count).items():
+            lengths = [self.draw() for _ in range(self.given.options.n)]
+            self.tokens[group] = sum(lengths) + len(lengths) * self.given.prompt_tokens
+            self.replicas[int(replica)].waiting.extend(_Row(group, length) for length in lengths)
+        for number in range(len(self.replicas)):
+            self.refill(number)
+
+    def draw(self) -> int:
+        lengths, self.drawn = self.given.lengths, self.drawn + 1
+        if isinstance(lengths, ResponseLengths):
+            return lengths.draw(self.random)
+        return lengths[(self.drawn - 1) % len(lengths)]
+
+    def refill(self, number: int) -> None:
+        replica = self.replicas[number]
+        replica.pass_until(self.now)
+        self.rows = replica.fill(self.given.prompt_tokens, self.policy.version, self.rows)
+        if replica.running:
+            heapq.heappush(self.events, (replica.next_end(), number))
+
+    def end_row(self, number: int) -> bool:
+        """The first row of the replica ends, unless the event is an earlier forecast. Returns whether a group does."""
+        replica = self.replicas[number]
+        if replica.next_end() > self.now + 1e-9 * (1.0 + self.now):
+            return False
+        replica.pass_until(self.now)
+        row = replica.finished()
+        self.decoded += row.length
+        self.refill(number)
+        return self.policy.finished(row.group, [range(row.version, self.policy.version + 1)])
+
+    def end_training(self) -> None:
+        self.training, self.unsynced = False, True
+        self.busy += self.batch_seconds
+        self.ends.append(self.now)
+        self.policy.trained()
+
+    def sync(self) -> None:
+        """The trainer waits for it like the replicas."""
+        self.unsynced, self.synced_at = False, self.now + self.given.sync_seconds
+        self.policy.synced()
+        for number, replica in enumerate(self.replicas):
+            replica.pass_until(self.now)
+            again = replica.decoded() + len(replica.running) * self.given.prompt_tokens
+            if self.given.keep_kv:
+                again = 0.0
+            self.recomputed += again
+            replica.stalled += self.given.sync_seconds + again * self.given.speed.prefill
+            self.refill(number)
+
+    def give_up(self, groups: Sequence[int]) -> None:
+        """Their rows leave the replicas at once."""
+        gone = set(groups)
+        for number, replica in enumerate(self.replicas) if gone else ():
+            replica.pass_until(self.now)
+            left = [entry for entry in replica.running if entry[2].group not in gone]
+            heapq.heapify(left)
+            replica.running, replica.starts = left, sum(end - row.length for end, _, row in left)
+            replica.waiting = deque(row for row in replica.waiting if row.group not in gone)
+            self.refill(number)
+        for group in gone:
+            del self.tokens[group]

@@ -1,0 +1,146 @@
+"""The simulated stream against runs that can be computed by hand, and its orders and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.admission import StreamOptions
+from hybridflow.errors import ConfigError
+from hybridflow.planner import DecodingSpeed, ResponseLengths, StreamRun, simulate_stream
+
+SPEED = DecodingSpeed(base=0.5, per_row=0.25)
+
+
+def run(eta: int = 0, rows: int = 8, n: int = 2, **given) -> StreamRun:
+    settings = {"replicas": 2, "speed": SPEED, "lengths": [10], "train_seconds": 6.0, "sync_seconds": 1.0}
+    return StreamRun(options=StreamOptions(rows=rows, n=n, max_staleness=eta), **{**settings, **given})
+
+
+def seconds(run: StreamRun) -> float:
+    """Per batch, after the warm-up."""
+    return run.options.rows / simulate_stream(run).rows_per_second
+
+
+def test_the_synchronous_loop_is_generation_then_training_then_the_sync():
+    """2 groups of 2 rows on each of 2 replicas: 10 steps of 0.5 + 4 * 0.25 s."""
+    found = simulate_stream(run())
+    assert 8 / found.rows_per_second == pytest.approx(15 + 6 + 1)
+    assert found.staleness_max == 0
+    assert found.recomputed == 0
+    assert (found.trainer_busy, found.rollout_busy) == pytest.approx((6 / 22, 16 / 22), rel=0.05)
+
+
+def test_prompts_are_computed_before_the_first_token():
+    prompts = DecodingSpeed(base=0.5, per_row=0.25, prefill=0.125)
+    assert seconds(run(speed=prompts, prompt_tokens=3)) == pytest.approx(15 + 4 * 3 * 0.125 + 6 + 1)
+
+
+def test_rows_beyond_the_slots_wait():
+    few = DecodingSpeed(base=0.5, per_row=0.25, slots=2)
+    assert seconds(run(speed=few)) == pytest.approx(2 * 10 * 1.0 + 6 + 1)
+
+
+def test_training_takes_time_by_its_tokens():
+    timed = run(train_seconds=1.0, train_seconds_per_token=0.1, prompt_tokens=5)
+    assert seconds(timed) == pytest.approx(15 + 1 + 8 * 15 * 0.1 + 1)
+
+
+@pytest.mark.parametrize(("train", "expected"), [(6.0, 15 + 1), (40.0, 40 + 1)])
+def test_one_step_off_takes_the_longer_of_generation_and_training(train, expected):
+    one_step_off = run(1, train_seconds=train, whole_batches=True)
+    assert seconds(one_step_off) == pytest.approx(expected)
+    assert simulate_stream(one_step_off).staleness_max == 1
+
+
+def test_the_longest_response_bounds_the_rows_of_a_stream():
+    """One response in 8 takes 10 times as long, and runs alone for most of it: eta = 4 allows up to 5 batches in it."""
+    long = [10] * 7 + [200]
+    speeds = [simulate_stream(run(eta, lengths=long, sync_seconds=0.0, batches=40)).rows_per_second for eta in range(5)]
+    assert speeds == sorted(speeds)
+    assert 1.5 < speeds[4] / speeds[0] < 5
+
+
+def test_interrupted_rows_are_computed_again():
+    speed = DecodingSpeed(base=0.5, per_row=0.25, prefill=0.05)
+    again, kept = (simulate_stream(run(2, lengths=[5, 5, 5, 60], speed=speed, keep_kv=keep)) for keep in (False, True))
+    assert again.recomputed > 0.05
+    assert kept.recomputed == 0
+    assert kept.rows_per_second > again.rows_per_second
+
+
+def test_dropping_the_late_is_faster_and_counted():
+    drop = run(1, lengths=[10] * 15 + [300])
+    options = StreamOptions(rows=8, n=2, max_staleness=1, on_stale="drop")
+    waiting, dropping = simulate_stream(drop), simulate_stream(replace(drop, options=options))
+    assert waiting.given_up == 0 < dropping.given_up
+    assert dropping.rows_per_second > 1.5 * waiting.rows_per_second
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**20))
+def test_random_runs_end_within_the_bound(seed: int):
+    random = Random(seed)
+    n, eta = random.randint(1, 3), random.randint(0, 3)
+    given_run = StreamRun(
+        options=StreamOptions(
+            rows=n * random.randint(1, 9), n=n, max_staleness=eta, on_stale=random.choice(["wait", "drop"])
+        ),
+        replicas=random.randint(1, 5),
+        speed=DecodingSpeed(
+            base=random.random(), per_row=random.random(), prefill=random.random() / 10, slots=random.randint(1, 9)
+        ),
+        lengths=ResponseLengths(median=20, ratio=random.choice([1, 4, 16])),
+        prompt_tokens=random.randint(0, 9),
+        train_seconds=random.choice([0.0, 30 * random.random()]),
+        sync_seconds=random.choice([0.0, random.random()]),
+        whole_batches=eta == 1 and random.random() < 0.5,
+        batches=random.randint(5, 12),
+        seed=seed,
+    )
+    found = simulate_stream(given_run)
+    assert found == simulate_stream(given_run)
+    assert found.staleness_mean <= found.staleness_max <= eta
+    assert 0 <= found.trainer_busy <= 1 + 1e-9
+    assert 0 < found.rollout_busy <= 1 + 1e-9
+    assert found.rows_per_second > 0
+    assert not found.given_up or given_run.options.on_stale == "drop"
+
+
+def test_lengths_have_their_median_and_their_maximum():
+    lengths = ResponseLengths(median=100, ratio=16)
+    drawn = sorted(lengths.draw(random) for random in [Random(1)] for _ in range(20_000))
+    assert drawn[10_000] == pytest.approx(100, rel=0.03)
+    assert drawn[-1] == 1600
+    assert sum(tokens == 1600 for tokens in drawn) == pytest.approx(20, abs=15)
+
+
+def test_the_speed_of_decoding_goes_through_two_measurements():
+    speed = DecodingSpeed.fitted((1, 0.01), (201, 0.03), slots=300)
+    assert (speed.step(1), speed.step(201), speed.slots) == (pytest.approx(0.01), pytest.approx(0.03), 300)
+    for few, many in (((1, 0.02), (10, 0.01)), ((10, 0.01), (10, 0.02)), ((1, 0.01), (2, 0.03))):
+        with pytest.raises(ConfigError, match=r"a step of \d+ rows took"):
+            DecodingSpeed.fitted(few, many)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"replicas": 0}, "replicas=0"),
+        ({"lengths": []}, "give numbers of tokens"),
+        ({"lengths": [3, 0]}, "give numbers of tokens"),
+        ({"batches": 4}, "batches=4, warm_up=4"),
+        ({"train_seconds": -1.0}, "train_seconds=-1"),
+    ],
+)
+def test_bad_runs_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        run(**given)
+    with pytest.raises(ConfigError, match="a step takes time"):
+        DecodingSpeed(base=0.0, per_row=0.0)
+    with pytest.raises(ConfigError, match=r"ratio=0\.5.: must be a number of at least 1"):
+        ResponseLengths(median=5, ratio=0.5)
