@@ -195,7 +195,8 @@ class HybridEngine:
         self._synchronize()
         seconds = time.perf_counter() - start
         self._generate.wake()
-        self._generate.weights_changed()
+        if stale:
+            self._generate.weights_changed()
         self.phase, self._arrived, self._parked, self._settled = "generation", True, False, True
         self._report(seconds)
 
