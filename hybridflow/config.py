@@ -318,6 +318,17 @@ class Sampling:
 
 
 @settings
+class Until:
+    """When a session of generation returns: `rows` finished rows or `groups` (prompts without unfinished rows in this engine) can be
+    taken, `steps` decoding steps or `seconds` have passed, or no row is unfinished: whichever comes first."""
+
+    rows: Size | None = None
+    groups: Size | None = None
+    steps: Size | None = None
+    seconds: Positive | None = None
+
+
+@settings
 class VLLM:
     """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
 

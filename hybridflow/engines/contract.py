@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
-from hybridflow.config import Sampling
+from hybridflow.config import Sampling, Until
 from hybridflow.engine3d.interfaces import Generator
-from hybridflow.settings import Positive, Size, settings
 from hybridflow.topology import GenerationGrid
 
 Output = Literal["log_probs", "entropy", "values"]
@@ -64,27 +63,23 @@ class Row:
         return self.end == "stop"
 
 
-@settings
-class Until:
-    """When `advance` returns: `rows` finished rows or `groups` (prompts without unfinished rows in this engine) can be
-    taken, `steps` decoding steps or `seconds` have passed, or no row is unfinished: whichever comes first."""
-
-    rows: Size | None = None
-    groups: Size | None = None
-    steps: Size | None = None
-    seconds: Positive | None = None
-
-
 class GenerateEngine(Generator, Protocol):
     """One rank of a sharded model that generates.
 
     A session: `submit` rows, `advance` them, `take` the finished ones; `generate` is the three in a row. All ranks of
-    one generation replica make the same calls with the same rows and get the same results. `policy_version` is the
-    version of the weights: `weights_changed` counts it from 0, and the owner may set it between two calls.
+    one generation replica make the same calls with the same rows and get the same results. Tokens
+    record `policy_version`: `weights_changed` counts it from 0, and the owner may set it between two calls.
     """
 
     grid: GenerationGrid
-    policy_version: int
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the present weights."""
+        ...
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None: ...
 
     def generate(
         self,

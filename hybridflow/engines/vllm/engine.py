@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hybridflow.config import VLLM, Sampling
+from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory
 from hybridflow.engine3d.transition import alike
-from hybridflow.engines.contract import Row, Until
+from hybridflow.engines.contract import Row
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.core import memory, model_runner, start_core, zero_pages
@@ -149,7 +149,7 @@ class VLLMEngine:
         seeds: Sequence[int] | None = None,
         row_ids: Sequence[int] | None = None,
     ) -> list[Row]:
-        """`sampling.n` rows per prompt, without tokens; `row_ids` default to positions, `seeds` are as in `generate`."""
+        """`sampling.n` rows without tokens per prompt; `row_ids` default to positions, `seeds` as in `generate`."""
         seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
         row_ids = range(len(prompts)) if row_ids is None else row_ids
         for what, given in (("seeds", seeds), ("row_ids", row_ids)):

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.engines.contract import Row, Until
+from hybridflow.config import Until
+from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.core import model_runner
 from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.errors import ConfigError
@@ -42,6 +43,7 @@ class EngineLoop:
         self._core, self._requests, self._agreed = core, requests, agreed
         self._max_length, self._keeps = max_length, keeps
         self._sampler: Any = model_runner(core).sampler
+        self._scheduler: Any = core.scheduler
         self.policy_version = -1  # vLLM starts with random weights
         self._changes = 0
         self.rows: dict[str, Row] = {}  # unfinished
@@ -129,7 +131,7 @@ class EngineLoop:
         self._changes += 1
         if self._keeps and self._admitted:  # new rows have another salt, so only these could find blocks of the past
             for name in self._admitted:
-                self._core.scheduler.requests[name].skip_reading_prefix_cache = True
+                self._scheduler.requests[name].skip_reading_prefix_cache = True
         else:
             self.forget_cache()
 
@@ -158,12 +160,12 @@ class EngineLoop:
 
         core, stopped = self._core, []
         if not schedule:
-            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
             outputs, executed = core.step_fn()
         finally:
             if not schedule:
-                core.scheduler.set_pause_state(PauseState.UNPAUSED)
+                self._scheduler.set_pause_state(PauseState.UNPAUSED)
         core.post_step(executed)
         for output in outputs[0].outputs if outputs else ():  # pipelines are filled first
             if output.request_id in self._admitted and self._take_output(output) and output.finish_reason is None:
