@@ -130,7 +130,8 @@ class VLLMEngine:
         """
         self._check_memory()
         first, self._generated = -1 - self._generated, self._generated + len(prompts)
-        rows = self.new_rows(prompts, sampling, seeds, range(first, first - len(prompts), -1))  # ids of nobody else
+        row_ids = range(first, first - len(prompts), -1)  # rows of a session have ids of at least 0
+        rows = self.new_rows(prompts, sampling, seeds, row_ids)
         self._check_rows(rows, range(len(prompts)) if names is None else names)
         own = {row.name for row in rows}
         try:
