@@ -319,8 +319,8 @@ class Sampling:
 
 @settings
 class Until:
-    """When a session of generation returns: `rows` finished rows can be taken, or `groups` (prompts without unfinished
-    rows in the engine), `steps` decoding steps or `seconds` have passed, or no row is unfinished: whichever is first."""
+    """When a call of a session of generation ends: `rows` finished rows can be taken, or `groups` (prompts without
+    unfinished rows in the engine), `steps` decoding steps or `seconds` have passed, or no row is unfinished."""
 
     rows: Size | None = None
     groups: Size | None = None
