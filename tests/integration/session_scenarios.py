@@ -134,7 +134,7 @@ def _errors(engine: VLLMEngine) -> dict[str, Any]:
     [done] = engine.take()
     out["finished"] = error(done)
     out["prompt"] = error(Row(0, 0, [], SAMPLED, 1))
-    core = engine._core
+    core: Any = engine._core
     engine.submit(new_rows(engine))
     engine.advance(Until(steps=2))
     whole, core.step_fn = core.step_fn, _fail

@@ -273,14 +273,15 @@ def _kept(engine: VLLMEngine, weights: dict[str, Tensor]) -> dict[str, Any]:
     """Rows that keep their KV cache, of prompts that fill blocks of it, when weights change; and new ones beside."""
     long = [[t % 60 + 2 for t in range(40)]]
     sampling = Sampling(max_tokens=10, greedy=True, ignore_eos=True)
-    loop, core, out = engine._loop, engine._alive(), {}
+    loop, out = engine._loop, dict[str, Any]()
+    scheduler: Any = engine._alive().scheduler
     loop._keeps = True
     for name, scale in (("equal", 1.0), ("other", 0.8)):
         _write(engine, 0, weights)
         engine.submit(engine.new_rows(long, sampling))
         engine.advance(Until(steps=4))
         _write(engine, 0, weights, scale)
-        computed = [request.num_computed_tokens for request in core.scheduler.requests.values()]
+        computed = [request.num_computed_tokens for request in scheduler.requests.values()]
         fresh = engine.generate(long, sampling)[0][0]
         out[name] = (computed, fresh.token_ids, session_scenarios.plain(engine.take()))
     loop._keeps = False
