@@ -121,8 +121,8 @@ class GenerateEngine(Generator, Protocol):
         ...
 
     @property
-    def unfinished(self) -> int:
-        """The number of unfinished rows."""
+    def unfinished(self) -> list[Row]:
+        """The unfinished rows as they are now, in the order of `submit`; they stay the engine's."""
         ...
 
     @property

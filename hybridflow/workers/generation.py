@@ -227,7 +227,11 @@ class RowSession:
             return generation.advance(batch, until, rows, version, **sampling)
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
-    def withdraw_rows(self, replica: int | None = None) -> list[dict[str, Any]]:
-        """The unfinished rows of a generation replica as plain data; it forgets them. None: a list for each replica."""
+    def withdraw_rows(self, replica: int | None = None, keep: bool = False) -> list[dict[str, Any]]:
+        """The unfinished rows of a generation replica as plain data. None: a list of them for each replica.
+
+        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host.
+        """
         del replica  # used by the driver only
-        return [asdict(row) for row in self.rollout().engine.withdraw()]
+        engine = self.rollout().engine
+        return [asdict(row) for row in (engine.unfinished if keep else engine.withdraw())]

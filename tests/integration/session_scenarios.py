@@ -126,7 +126,7 @@ def _errors(engine: VLLMEngine) -> dict[str, Any]:
             return f"{type(raised).__name__}: {raised}"
         return "no error"
 
-    out = {"twice": error(first, second, first), "left": engine.unfinished}
+    out = {"twice": error(first, second, first), "left": len(engine.unfinished)}
     engine.submit([first])
     out["held"] = error(second, first)
     engine.advance()
@@ -145,7 +145,7 @@ def _errors(engine: VLLMEngine) -> dict[str, Any]:
             out["raised"] = str(raised)
     out["scheduled"] = len(core.scheduler.requests)
     core.step_fn = whole
-    out["unfinished"] = engine.unfinished
+    out["unfinished"] = len(engine.unfinished)
     out["rescued"] = continued(engine, plain(engine.withdraw()))
     return out
 

@@ -86,7 +86,9 @@ def test_a_session_gives_the_rows_of_one_call(rollout, prompts):
 def test_rows_move_to_another_replica_while_both_work(rollout, prompts):
     calls = [rollout.advance_rows(prompts, until=hf.Until(steps=4), replica=0)]
     calls.append(rollout.advance_rows(prompts, until=hf.Until(steps=2), replica=1, greedy=True))
+    kept = rollout.withdraw_rows(replica=0, keep=True)
     state = rollout.withdraw_rows(replica=0).get()
+    assert kept.get() == state
     assert [len(row["token_ids"]) for row in state] == [4] * 8
     assert [len(row["token_ids"]) for row in rollout.withdraw_rows(replica=1).get()] == [2] * 8
     moved = drained(rollout, 1, rows=state)

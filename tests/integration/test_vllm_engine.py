@@ -277,7 +277,7 @@ def test_a_session_returns_at_its_limits(results) -> None:
     assert len(limits["rows"][0]) >= 2
     assert {row["row_id"] for row in limits["groups"][0]} - {row["row_id"] for row in limits["groups"][1]}
     assert {len(row["token_ids"]) for row in limits["steps"][1]} == {5}
-    assert limits["empty"] == ([], [], 0)
+    assert limits["empty"] == ([], [], [])
 
 
 def test_errors_of_a_session_lose_no_row(results) -> None:

@@ -190,9 +190,9 @@ class VLLMEngine:
         return self._loop.withdraw(names)
 
     @property
-    def unfinished(self) -> int:
-        """The number of unfinished rows."""
-        return len(self._loop.rows)
+    def unfinished(self) -> list[Row]:
+        """The unfinished rows as they are now, in the order of `submit`; they stay the engine's."""
+        return list(self._loop.rows.values())
 
     @property
     def policy_version(self) -> int:
