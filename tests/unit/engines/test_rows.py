@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,23 @@ def test_seeds_of_neighbouring_rows_and_positions_are_uniform():
     bits = (found[:, None] >> np.arange(63)) & 1
     assert np.abs(bits.mean(0) - 0.5).max() < 0.01
     assert np.abs(np.corrcoef(found[:-1].astype(float), found[1:].astype(float))[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("along", ["positions", "rows"])
+def test_draws_have_the_distribution_of_the_logits(along):
+    import vllm._custom_ops  # noqa: F401  (registers torch.ops._C)
+
+    from hybridflow.engines.vllm.sampler import gumbel_argmax
+
+    count, wanted = 100_000, torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+    rows = range(count) if along == "rows" else [0] * count
+    positions = np.arange(count) if along == "positions" else np.zeros(count, np.int64)
+    seeds = draw_seeds(np.array([derived_seed(5, row) for row in rows], np.uint64), positions)
+    drawn = gumbel_argmax(wanted.log().expand(count, 5).contiguous(), torch.from_numpy(seeds))
+    pairs = (drawn[:-1] * 5 + drawn[1:]).bincount(minlength=25) / (count - 1)
+    both = wanted[:, None].mul(wanted).flatten()
+    assert float((drawn.bincount(minlength=5) / count - wanted).square().div(wanted).sum() * count) < 30  # chi2(4)
+    assert float((pairs - both).square().div(both).sum() * count) < 70  # chi2(24)
 
 
 @given(
