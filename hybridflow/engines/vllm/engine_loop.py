@@ -211,4 +211,5 @@ def _steps_ahead(seconds: float, passed: float, made: int) -> int:
     """Steps to make before the next look at the clock: half of what fits, by the steps made so far."""
     if passed >= seconds:
         return 0
-    return min(_MOST_STEPS, max(1, int((seconds - passed) / 2 / (passed / made)))) if made and passed else 1
+    fitting = (seconds - passed) / 2 * made / passed if passed else 1.0
+    return int(max(1.0, min(_MOST_STEPS, fitting)))

@@ -76,7 +76,7 @@ def test_looks_at_the_clock_are_neither_late_nor_many(seconds, passed, made):
     assert (ahead == 0) == (passed >= seconds)
     assert ahead <= 64
     if ahead > 1:
-        assert passed + ahead * passed / made <= seconds
+        assert passed + ahead * passed / made <= seconds * 1.000001
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"seconds": 0.0}, {"rows": -1}, {"groups": 1.5}, {"tokens": 3}])
