@@ -78,7 +78,8 @@ def single(engine: VLLMEngine, path: Path, write: Callable[[float], None]) -> di
         engine.sleep()
         engine.wake()
 
-    out: dict[str, Any] = {"whole": stepped(engine, new_rows(engine), lambda: None)}
+    out: dict[str, Any] = {"whole": continued(engine, plain(new_rows(engine)))}
+    out["paused"] = stepped(engine, new_rows(engine), lambda: None)
     out["generated"] = [row.token_ids for each in engine.generate(PROMPTS, SAMPLED, SEEDS) for row in each]
     for name, between in {"again": again, "new weights": engine.weights_changed, "asleep": asleep}.items():
         out[name] = stepped(engine, new_rows(engine), between)

@@ -206,13 +206,20 @@ def test_a_row_that_is_interrupted_at_every_step_equals_the_uninterrupted_one(re
     assert out["generated"] == [row["token_ids"] for row in whole[:6]]
     assert any(row["end"] == "length" for row in whole)
     for row, other in zip(whole, found, strict=True):
-        for name in ("row_id", "index", "token_ids", "log_probs", "end"):
-            assert row[name] == other[name], name  # bit for bit
+        for name in ("row_id", "index", "token_ids", "end"):
+            assert row[name] == other[name], name
+        # a key computed again by a longer pass may differ in its last bit
+        assert torch.tensor(row["log_probs"]).sub(torch.tensor(other["log_probs"])).abs().max() < 1e-5
         assert len(row["log_probs"]) == len(row["token_ids"]) == len(other["policy_version"])
         assert (row["spans"], row["recomputed"]) == (1, 0)
         assert other["spans"] == len(row["token_ids"])
     if how == "new weights":
         assert all(row["policy_version"] == sorted(set(row["policy_version"])) for row in found)
+
+
+def test_a_row_that_pauses_at_every_step_is_the_same_bit_for_bit(results) -> None:
+    out = results["llama"][2]["session"]
+    assert out["paused"] == out["whole"]
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name][4] == "llama"])

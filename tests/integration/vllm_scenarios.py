@@ -218,6 +218,7 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
         _write(engine, context.rank, weights)
         out["session"] = session_scenarios.several_ranks(engine, root / "rows.json")
     if name == "llama":
+        _write(engine, 0, weights)
         out["session"] = session_scenarios.single(
             engine, root / "rows.json", lambda scale: _write(engine, 0, weights, scale)
         )
