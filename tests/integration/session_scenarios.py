@@ -16,7 +16,7 @@ from hybridflow.errors import HybridFlowError
 PROMPTS = [[5, 9, 33, 69], [12, 7], [60]]
 SEEDS = [11, 12, 14]
 SAMPLED = Sampling(max_tokens=10, temperature=0.7, n=2, top_k=40)
-GREEDY = Sampling(max_tokens=12, greedy=True, ignore_eos=True)
+GREEDY = Sampling(max_tokens=12, greedy=True, ignore_eos=True, seed=1)
 MOVED_AFTER = (0, 1, 4, 9)  # steps
 
 
