@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hybridflow.config import LoRA as LoRA
     from hybridflow.config import Megatron as Megatron
     from hybridflow.config import Sampling as Sampling
+    from hybridflow.config import Until as Until
     from hybridflow.config import ZeRO as ZeRO
     from hybridflow.driver import KEEP as KEEP
     from hybridflow.driver import compute_advantage as compute_advantage
@@ -75,7 +76,7 @@ _WHERE = {
     "cluster.batch_ref": ("BatchRef",),
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
-    "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Sampling", "ZeRO"),
+    "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Sampling", "Until", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
     "engines.checkpoint.export": ("export",),
     "loader": ("PromptLoader", "TextLoader", "dynamic_sampling"),

@@ -318,6 +318,17 @@ class Sampling:
 
 
 @settings
+class Until:
+    """When a call of a session of generation ends: `rows` finished rows can be taken, or `groups` (prompts without
+    unfinished rows in the engine), `steps` decoding steps or `seconds` have passed, or no row is unfinished."""
+
+    rows: Size | None = None
+    groups: Size | None = None
+    steps: Size | None = None
+    seconds: Positive | None = None
+
+
+@settings
 class VLLM:
     """vLLM generation inside the training processes with sizes t_g=`tp`, p_g=`pp` (paper, section 5).
 
@@ -325,6 +336,9 @@ class VLLM:
     prompt plus response (None: the model's context): a response ends there, unfinished, even before `max_tokens`; a
     `max_tokens` that leaves no room for a prompt is refused. `memory_fraction` (CUDA) is the share of device memory for
     weights and KV cache, `kv_cache_gb` (CPU) the size of the KV cache in GiB.
+
+    Unfinished rows continue when new weights arrive: with `kv="recompute"` their KV cache is computed again, with
+    `kv="keep"` it stays (faster; later tokens then attend to keys and values of older weights).
 
     On CUDA vLLM captures graphs, which hold addresses: its weights are released and acquired as a whole and never share
     memory with training. `eager=True` captures no graphs: generation is slower, the transition works layer by layer and
@@ -342,6 +356,7 @@ class VLLM:
     memory_fraction: Annotated[float, Check("in (0, 1)", lambda value: is_number(value) and 0 < value < 1)] = 0.5
     kv_cache_gb: NonNegative = 0.25
     eager: bool = False
+    kv: Literal["recompute", "keep"] = "recompute"
     sampling: Sampling = Sampling()
 
     def __post_init__(self) -> None:

@@ -142,6 +142,27 @@ THREE_D_ALL_MICRO_DP = Protocol("THREE_D_ALL_MICRO_DP", _split_over_generation_r
 THREE_D_PP_ONLY = Protocol("THREE_D_PP_ONLY", _same_to_every_rank, _from_every_stage)
 THREE_D_PP_AS_DP = Protocol("THREE_D_PP_AS_DP", _split_over_p_and_d, _join_stages_as_replicas)
 
+
+def on_replica(number: int) -> Protocol:
+    """Everything to the ranks of generation replica `number`, and the output of its first rank.
+
+    Errors: ProtocolError for a replica that the grid does not have.
+    """
+
+    def distribute(grid: RankGrid, rows: Any) -> list[Any]:
+        generation = grid.generation()
+        if type(number) is not int or not 0 <= number < generation.replicas:
+            raise ProtocolError(
+                f"replica={number!r}: this group has the generation replicas 0..{generation.replicas - 1}."
+            )
+        return [rows if generation.replica(rank) == number else SKIP for rank in range(grid.size)]
+
+    def collect(grid: RankGrid, outputs: Sequence[Any]) -> Any:
+        return next(output for output in outputs if output is not SKIP)
+
+    return Protocol("ON_REPLICA", distribute, collect)
+
+
 Settings = Mapping[str, Any]
 """Keyword arguments: of the worker's constructor, or of one call."""
 
@@ -164,9 +185,10 @@ class Operation:
     row, whose cost (the worker's `token_cost`) is spread evenly over ranks. `chunks` names the setting that counts
     mini-batches; each is split over all ranks, so it holds the same rows for every data parallel size. `repeat(worker
     settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the
-    output. `resizes`: the number of output rows is known only after the call (the call waits). `check` validates a
-    call's settings on the driver. `kind` classifies the operation for the planner; by default an operation with
-    `repeat` and `carries` generates, one with `chunks` or named update_... trains.
+    output. `resizes`: the number of output rows is known only after the call (the call waits, or with `later` returns a
+    `LaterBatch`). `replica` names the setting that, unless None, numbers the one generation replica to call
+    (`on_replica`). `check` validates a call's settings on the driver. `kind` classifies the operation for the planner;
+    by default an operation with `repeat` and `carries` generates, one with `chunks` or named update_... trains.
 
     Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
     """
@@ -182,6 +204,8 @@ class Operation:
     repeat: Callable[[Settings, Settings], int] | None = field(default=None, repr=False)
     carries: bool = False
     resizes: bool = False
+    later: bool = False
+    replica: str | None = None
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
     name: str = ""

@@ -265,6 +265,28 @@ class OneColumn:
         return self.batch.get(timeout=timeout)[self.batch.columns[0]]
 
 
+@dataclass(frozen=True)
+class LaterBatch:
+    """Columns of a running call on some ranks, which alone know how many rows there will be."""
+
+    outputs: tuple[RankOutput, ...]
+    columns: tuple[str, ...]
+
+    @staticmethod
+    def concat(parts: Sequence[LaterBatch]) -> LaterBatch:
+        """The rows of all parts."""
+        return LaterBatch(tuple(output for part in parts for output in part.outputs), parts[0].columns)
+
+    def done(self) -> bool:
+        return Future(self.outputs).done()
+
+    def get(self, timeout: float | None = None) -> BatchRef:
+        """Wait for the call. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
+        rows = Reader(timeout).rows(self.outputs)
+        known = [replace(output, rows=count) for output, count in zip(self.outputs, rows, strict=True)]
+        return BatchRef.concat([BatchRef.of_output(output, self.columns) for output in known])
+
+
 def _as_ref(value: Any) -> BatchRef:
     if isinstance(value, BatchRef):
         return value

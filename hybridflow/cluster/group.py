@@ -40,7 +40,7 @@ from hybridflow.errors import (
     nearest,
 )
 from hybridflow.models.spec import Cost
-from hybridflow.protocols import ONE_TO_ALL, Operation, kind_of
+from hybridflow.protocols import ONE_TO_ALL, Operation, kind_of, on_replica
 from hybridflow.topology import RankGrid
 
 _CLOSE_SECONDS = 60.0
@@ -220,7 +220,7 @@ class WorkerGroup:
         inputs, seq = call.inputs(self.grid), self.session.iterations.sequence()
         issued = self.session.backend.issue(self.ranks, call.asked(inputs, seq, self.ranks.key))
         self.calls_issued[operation.name] += 1
-        result = operation.protocol.collect(self.grid, call.results(inputs, issued))
+        result = call.operation.protocol.collect(self.grid, call.results(inputs, issued))
         if operation.carries:
             rows = next(iter(call.rows.values()))
             result = (rows.repeat(call.factor) if call.factor > 1 else rows) | result
@@ -244,6 +244,8 @@ class WorkerGroup:
                 settings[name] = value.batch
         if operation.check is not None:
             operation.check(self.settings, settings)
+        if operation.replica is not None and (number := settings[operation.replica]) is not None:
+            operation = replace(operation, protocol=on_replica(number))
         rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
         reads = {name: self._reads(operation, settings, ref) for name, ref in rows.items()}
         spec = self._split_spec(operation, settings, rows)

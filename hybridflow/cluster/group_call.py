@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.cluster.backend import RankCall
-from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.batch_ref import BatchRef, LaterBatch
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.store import Reader
@@ -91,6 +91,8 @@ class GroupCall:
         Waits only for row counts that just the workers know."""
         if not self.writes:
             return [SKIP if output is None else Future((output,)) for output in outputs]
+        if self.operation.later:
+            return [SKIP if output is None else LaterBatch((output,), self.writes) for output in outputs]
         unknown = [output for output in outputs if output is not None and output.rows is None]
         rows = dict(zip(map(id, unknown), Reader().rows(unknown) if unknown else (), strict=True))
         out = []

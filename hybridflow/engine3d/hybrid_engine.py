@@ -162,6 +162,7 @@ class HybridEngine:
         self._settled = True  # False after a failed call
         self._parked = False  # current generation weights are in host memory
         self._arrived = False  # current generation weights are in memory
+        self._trained = True  # generation has not had the current weights yet
         self._moved_seconds = self._hidden_seconds = 0.0  # of steps since the latest transition
         self.report = TransitionReport()
         self._reported = self._counted()  # bytes until the latest report
@@ -195,7 +196,9 @@ class HybridEngine:
         self._synchronize()
         seconds = time.perf_counter() - start
         self._generate.wake()
-        self._generate.weights_changed()
+        if self._trained:
+            self._generate.weights_changed()
+            self._trained = False
         self.phase, self._arrived, self._parked, self._settled = "generation", True, False, True
         self._report(seconds)
 
@@ -228,7 +231,7 @@ class HybridEngine:
             raise ConfigError("the weights are in their generation layout: call to_training() before training them.")
         if not self._settled:
             raise ConfigError("an earlier call failed half-way: call to_training() on all ranks before training.")
-        self._arrived = self._parked = False
+        self._arrived, self._parked, self._trained = False, False, True
         self._move.generate.release()
 
     def step(self) -> dict[str, float]:

@@ -87,8 +87,8 @@ class Generator(Holder, Protocol):
         """
         ...
 
-    def weights_changed(self) -> None:
-        """Drop caches of the old weights (prefix cache)."""
+    def weights_changed(self, version: int | None = None) -> None:
+        """Drop caches of the old weights (prefix cache). `version`: of the new ones, by default the next number."""
         ...
 
     def sleep(self) -> None:

@@ -5,11 +5,11 @@ A training framework implements `sharded_model.ShardedModel`. A loss sees flat t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, cast
 
-from hybridflow.config import Sampling
+from hybridflow.config import Sampling, Until
 from hybridflow.engine3d.interfaces import Generator
 from hybridflow.topology import GenerationGrid
 
@@ -25,19 +25,61 @@ class Uninitialized:
 UNINITIALIZED = Uninitialized()
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One response: token ids and the sampling policy's log-probabilities of them, of equal length."""
+@dataclass(slots=True)
+class Row:
+    """One response, unfinished or finished: the `index`-th of the prompt `row_id`.
 
-    token_ids: list[int]
-    log_probs: list[float]
-    finished: bool  # ended by a stop token or stop string rather than by max_tokens
+    Plain values: `Row(**json.loads(json.dumps(dataclasses.asdict(row))))` equals the row. An unfinished row can be
+    continued by any engine of the model. The draw of a token depends on `seed` and its position in the response only.
+    `log_probs` are those of the sampling policy, and `policy_version` its version, token by token.
+    `spans` counts the times that an engine took the row up, `recomputed` the tokens that it computed again for that
+    (fewer where its prefix cache has them).
+    """
+
+    row_id: int
+    index: int
+    prompt_ids: list[int]
+    sampling: Sampling
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    policy_version: list[int] = field(default_factory=list)
+    end: Literal["", "stop", "length"] = ""  # "stop": by a stop token or stop string
+    spans: int = 0
+    recomputed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(given := cast("object", self.sampling), Mapping):
+            self.sampling = Sampling(**given)
+
+    @property
+    def name(self) -> str:
+        """Unique in an engine."""
+        return f"{self.row_id}.{self.index}"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the model ended the response, rather than its length."""
+        return self.end == "stop"
 
 
 class GenerateEngine(Generator, Protocol):
-    """One rank of a sharded model that generates."""
+    """One rank of a sharded model that generates.
+
+    A session: `submit` rows, `advance` them, `take` the finished ones; `generate` is the three in a row. All ranks of
+    one generation replica make the same calls with the same rows and get the same results. Tokens
+    record `policy_version`: `weights_changed` counts it from 0, and the owner may set it between two calls.
+    """
 
     grid: GenerationGrid
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the present weights."""
+        ...
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None: ...
 
     def generate(
         self,
@@ -45,13 +87,42 @@ class GenerateEngine(Generator, Protocol):
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         names: Sequence[int] | None = None,
-    ) -> list[list[Completion]]:
-        """`sampling.n` completions of each prompt; `seeds` one per prompt, so results do not depend on the split.
+    ) -> list[list[Row]]:
+        """`sampling.n` finished rows of each prompt; `seeds` one per prompt, so results do not depend on the split.
 
         `names`, one per prompt, are what error messages call them (default: their positions).
-
-        All ranks of one generation replica are called with the same prompts and return the same completions.
         """
+        ...
+
+    def new_rows(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None = None,
+        row_ids: Sequence[int] | None = None,
+    ) -> list[Row]:
+        """`sampling.n` rows of each prompt, without tokens."""
+        ...
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """Take up copies of unfinished rows; those with tokens are continued."""
+        ...
+
+    def advance(self, until: Until = ...) -> None:
+        """Decode all unfinished rows until `until`."""
+        ...
+
+    def take(self) -> list[Row]:
+        """The finished rows that were not taken yet, in the order in which they finished."""
+        ...
+
+    def withdraw(self, names: Collection[str] | None = None) -> list[Row]:
+        """The unfinished rows (with these names), in the order of `submit`. The engine forgets them."""
+        ...
+
+    @property
+    def unfinished(self) -> list[Row]:
+        """The unfinished rows as they are now, in the order of `submit`; they stay the engine's."""
         ...
 
     @property

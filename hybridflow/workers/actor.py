@@ -23,9 +23,10 @@ from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, Settings, register
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
+from hybridflow.workers.generation import Generation, RowSession, check_alone, generates
 from hybridflow.workers.lora_options import lora_of
 from hybridflow.workers.model_worker import ModelWorker, UpdateCall
-from hybridflow.workers.rollout import Generation, RolloutWorker, check_alone, generates
+from hybridflow.workers.rollout import RolloutWorker
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
@@ -71,7 +72,7 @@ def _check_reference(settings: Settings, call: Any) -> None:
 _UPDATE = UpdateCall("actor", policy_loss, ("temperature?",))
 
 
-class ActorWorker(ModelWorker):
+class ActorWorker(RowSession, ModelWorker):
     """One rank of a policy: a training engine, and a generation engine in the same process that shares its weights.
 
     `bucket_mb` bounds the buffers of weight transfers between them (None: a small part of the shard). `offload` moves
@@ -198,22 +199,36 @@ class ActorWorker(ModelWorker):
         """`n` responses per prompt; input columns are returned too, each row n times.
 
         Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
-        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `response_mask` ragged
-        [B, R] bool, `num_tokens` [B] int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B]
-        float32 (training divides its logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the
-        `Sampling` of the `VLLM` strategy for this call, e.g. `greedy=True`. A response ends, unfinished, when prompt
-        and response fill the context (or `max_length`), even before `max_tokens`.
+        ragged int64, `log_probs` ragged [B, R] float32 of the sampling policy after temperature, `policy_version`
+        ragged [B, R] int32 of the weights that sampled each token, `response_mask` ragged [B, R] bool, `num_tokens` [B]
+        int64 (prompt + response), `finished` [B] bool (not truncated), `temperature` [B] float32 (training divides its
+        logits by it) and, with a tokenizer, `response` (text). `sampling` overrides the `Sampling` of the `VLLM`
+        strategy for this call, e.g. `greedy=True`. A response ends, unfinished, when prompt and response fill the
+        context (or `max_length`), even before `max_tokens`.
 
         Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
         """
+        with self.generating() as generation:
+            return generation.responses(batch, **sampling)
+
+    def rollout(self) -> Generation:
         assert self.generation is not None  # checked on the driver
-        assert self.hybrid is not None
+        return self.generation
+
+    @contextmanager
+    def generating(self, alone: bool = False) -> Iterator[Generation]:
+        assert self.hybrid is not None  # checked on the driver
+        require(
+            not alone or self.hybrid.phase == "generation" or self.context.grid.generation().replicas == 1,
+            "this actor's weights are in their training layout, and all ranks move them: call "
+            "advance_rows(replica=None) first.",
+        )
         with self.context.stage("transition"):
             if self.hybrid.phase == "training":
                 self._merge()
             self.hybrid.to_generation()
         with self.context.stage("generation"):
-            return self.generation.responses(batch, **sampling)
+            yield self.rollout()
 
     @register(
         THREE_D_PROTO,

@@ -141,7 +141,7 @@ class PlainGenerator:
             self.shared.add(name)
         return self._shares
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, version: int | None = None) -> None:
         self.changes += 1
 
     def sleep(self) -> None:

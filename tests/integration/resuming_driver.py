@@ -1,4 +1,4 @@
-"""A driver that tests kill and continue: PPO on a tiny model, with every figure and sample written to files.
+"""A driver that tests kill and continue: PPO, or GRPO with `rollout=1`, on a tiny model; it writes all that it sees.
 
 python resuming_driver.py RUN MODEL PROMPTS STEPS [key=value ...]
 """

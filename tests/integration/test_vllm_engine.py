@@ -23,6 +23,7 @@ from hybridflow.engines.vllm.requirements import check
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import ModelSpec
 from tests.contracts.rank_processes import forking
+from tests.integration.session_scenarios import PROMPTS as SESSION_PROMPTS
 from tests.integration.vllm_scenarios import (
     CONTEXT,
     EOS,
@@ -195,6 +196,121 @@ def test_stop_strings_end_responses_and_stay_in_them(results) -> None:
         assert finished == ("w7" in text or "w8 w" in text)
         assert "w7" not in before
         assert "w8 w" not in before
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("how", ["again", "new weights", "asleep"])
+def test_a_row_that_is_interrupted_at_every_step_equals_the_uninterrupted_one(results, how) -> None:
+    out = results["llama"][2]["session"]
+    whole, found = out["whole"], out[how]
+    assert out["generated"] == [row["token_ids"] for row in whole[:6]]
+    assert any(row["end"] == "length" for row in whole)
+    for row, other in zip(whole, found, strict=True):
+        for name in ("row_id", "index", "token_ids", "end"):
+            assert row[name] == other[name], name
+        # a key computed again by a longer pass may differ in its last bit
+        assert torch.tensor(row["log_probs"]).sub(torch.tensor(other["log_probs"])).abs().max() < 1e-5
+        assert len(row["log_probs"]) == len(row["token_ids"]) == len(other["policy_version"])
+        assert (row["spans"], row["recomputed"]) == (1, 0)
+        assert other["spans"] == len(row["token_ids"])
+    if how == "new weights":
+        assert all(row["policy_version"] == sorted(set(row["policy_version"])) for row in found)
+
+
+def test_a_row_that_pauses_at_every_step_is_the_same_bit_for_bit(results) -> None:
+    out = results["llama"][2]["session"]
+    assert out["paused"] == out["whole"]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name][4] == "llama"])
+def test_rows_continue_in_another_engine(results, name) -> None:
+    whole = results["llama"][2]["session"]["whole"]
+    for out in results[name].values():
+        for found in out["session"]["moved"]:
+            assert [row["token_ids"] for row in found] == [row["token_ids"] for row in whole]
+            for row, other in zip(whole, found, strict=True):
+                assert row["end"] == other["end"]
+                assert torch.tensor(row["log_probs"]).sub(torch.tensor(other["log_probs"])).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name][4] == "llama" and name != "llama"])
+def test_ranks_of_a_replica_agree_when_the_time_is_over(results, name) -> None:
+    whole, by_replica = results["llama"][2]["session"]["whole"], {}
+    for out in results[name].values():
+        by_replica.setdefault(out["replica"], set()).add(out["session"]["calls"])
+        assert [row["token_ids"] for row in out["session"]["timed"]] == [row["token_ids"] for row in whole]
+        assert out["session"]["calls"] > 1
+    assert all(len(calls) == 1 for calls in by_replica.values())
+
+
+def test_tokens_have_the_version_that_sampled_them(results, models) -> None:
+    out = results["llama"][2]["session"]["versions"]
+    assert out["last"] == 9
+    for prompt, row in zip(SESSION_PROMPTS, out["rows"], strict=True):
+        assert row["policy_version"] == [7] * 3 + [8] * 5 + [9] * 4
+        assert (row["spans"], row["recomputed"]) == (3, 2 * len(prompt) + 3 + 8)
+        tokens, found = row["token_ids"], torch.tensor(row["log_probs"])
+        of_version = []
+        for scale in (1.0, 0.8, 1.2):
+            _scale(models["llama"], scale)
+            logp = _logits(models["llama"], prompt, tokens).log_softmax(-1)
+            of_version.append(logp.gather(-1, torch.tensor(tokens)[:, None])[:, 0])
+            _scale(models["llama"], 1 / scale)
+        wanted = torch.stack(of_version)[torch.tensor(row["policy_version"]) - 7, torch.arange(len(tokens))]
+        assert found.sub(wanted).abs().max() < 1e-3
+        assert found.sub(of_version[0]).abs().max() > 1e-2
+
+
+def test_a_kept_cache_stays_with_its_rows(results) -> None:
+    kept = results["llama"][2]["kept"]
+    for name in ("equal", "other"):
+        computed, fresh, [row] = kept[name]
+        assert computed == [43]  # 40 of the prompt, 3 tokens: nothing is computed again
+        assert row["spans"] == 1
+        assert len(set(row["policy_version"])) == 2
+        assert fresh == kept["whole" if name == "equal" else "fresh"]
+    assert kept["equal"][2][0]["token_ids"] == kept["whole"]
+
+
+def test_a_session_returns_at_its_limits(results) -> None:
+    limits = results["llama"][2]["session"]["limits"]
+    whole = {(row["row_id"], row["index"]): row for row in results["llama"][2]["session"]["whole"]}
+    for name in ("rows", "groups", "steps"):
+        taken, withdrawn = limits[name]
+        assert sorted((row["row_id"], row["index"]) for row in taken + withdrawn) == sorted(whole)[:6]
+        for row in taken + withdrawn:
+            tokens = whole[row["row_id"], row["index"]]["token_ids"]
+            assert row["token_ids"] == (tokens if row["end"] else tokens[: len(row["token_ids"])])
+    assert len(limits["rows"][0]) >= 2
+    assert {row["row_id"] for row in limits["groups"][0]} - {row["row_id"] for row in limits["groups"][1]}
+    assert {len(row["token_ids"]) for row in limits["steps"][1]} == {5}
+    assert limits["empty"] == ([], [], [])
+
+
+def test_errors_of_a_session_lose_no_row(results) -> None:
+    session = results["llama"][2]["session"]
+    errors, whole = session["errors"], session["whole"]
+    assert errors["twice"].startswith("ConfigError: row 0.0 was submitted twice")
+    assert errors["left"] == 0
+    assert errors["held"].startswith("ConfigError: row 0.0 was submitted twice")
+    assert errors["waiting"].startswith("ConfigError: row 0.0 was submitted twice")
+    assert errors["finished"].startswith("ConfigError: row 0.0 is finished")
+    assert errors["prompt"].startswith("PromptError: prompt 0 is empty")
+    assert errors["raised"] == "a step failed"
+    assert errors["scheduled"] == 0
+    assert errors["unfinished"] == len(errors["rescued"])
+    wanted = {(row["row_id"], row["index"]): row["token_ids"] for row in whole}
+    assert all(row["token_ids"] == wanted[row["row_id"], row["index"]] for row in errors["rescued"])
+
+
+def test_stop_strings_are_found_across_interruptions(results) -> None:
+    out = results["llama"][2]["stop session"]
+    kept = ("row_id", "index", "token_ids", "end")
+    whole, again = ([{name: row[name] for name in kept} for row in out[how]] for how in ("whole", "again"))
+    assert whole == again
+    assert any(row["end"] == "stop" and len(row["token_ids"]) > 2 for row in whole)
 
 
 def test_sleep_frees_the_cache_and_wake_restores_it(results) -> None:

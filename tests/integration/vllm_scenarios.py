@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.config import VLLM, Sampling
+from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import HybridFlowError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
+from tests.integration import session_scenarios
 
 VOCAB, CONTEXT, EOS = 70, 64, 1  # 70 rows of vocabulary: vLLM pads them to 128
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -28,6 +29,7 @@ RANDOM = Sampling(max_tokens=8, temperature=0.7, n=2)
 
 # name: (world ranks, training grid (p, t, d), p_g, t_g, family)
 SCENARIOS: dict[str, tuple[list[int], tuple[int, int, int], int, int, str]] = {
+    "llama": ([2], (1, 1, 1), 1, 1, "llama"),  # first: others continue its rows
     "p1t4-p1t2": ([0, 1, 2, 3], (1, 4, 1), 1, 2, "llama"),
     "p2t2-p2t1": ([0, 1, 2, 3], (2, 2, 1), 2, 1, "llama"),
     "p2t2-p1t2": ([0, 1, 2, 3], (2, 2, 1), 1, 2, "qwen3"),
@@ -39,7 +41,6 @@ SCENARIOS: dict[str, tuple[list[int], tuple[int, int, int], int, int, str]] = {
     "p1t2-p1t1": ([0, 1], (1, 2, 1), 1, 1, "llama"),
     "qwen2": ([0], (1, 1, 1), 1, 1, "qwen2"),
     "qwen3": ([1], (1, 1, 1), 1, 1, "qwen3"),
-    "llama": ([2], (1, 1, 1), 1, 1, "llama"),
 }
 
 
@@ -213,7 +214,15 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     out["empty"] = engine.generate([], GREEDY)
     _write(engine, context.rank, weights, scale=0.8)
     out["scaled"] = _plain(engine.generate(PROMPTS, GREEDY))
+    if family == "llama" and name != "llama":
+        _write(engine, context.rank, weights)
+        out["session"] = session_scenarios.several_ranks(engine, root / "rows.json")
     if name == "llama":
+        _write(engine, 0, weights)
+        out["session"] = session_scenarios.single(
+            engine, root / "rows.json", lambda scale: _write(engine, 0, weights, scale)
+        )
+        out["kept"] = _kept(engine, weights)
         out |= _single(engine, context, strategy, spec, weights, root / family)
     engine.close()
     engine.close()
@@ -257,6 +266,30 @@ def _single(
     _save_tokenizer(path)
     text = Sampling(max_tokens=30, temperature=3.0, stop=("w7", "w8 w"), ignore_eos=True)
     out["stop"] = _plain(engine.generate(PROMPTS, text, SEEDS))
+    out["stop session"] = session_scenarios.with_stop_strings(engine)
+    return out
+
+
+def _kept(engine: VLLMEngine, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Rows that keep their KV cache, of prompts that fill blocks of it, when weights change; and new ones beside."""
+    long = [[t % 60 + 2 for t in range(40)]]
+    sampling = Sampling(max_tokens=10, greedy=True, ignore_eos=True)
+    loop, out = engine._loop, dict[str, Any]()
+    scheduler: Any = engine._alive().scheduler
+    loop._keeps = True
+    for name, scale in (("equal", 1.0), ("other", 0.8)):
+        _write(engine, 0, weights)
+        engine.submit(engine.new_rows(long, sampling))
+        engine.advance(Until(steps=4))
+        _write(engine, 0, weights, scale)
+        computed = [request.num_computed_tokens for request in scheduler.requests.values()]
+        fresh = engine.generate(long, sampling)[0][0]
+        out[name] = (computed, fresh.token_ids, session_scenarios.plain(engine.take()))
+    loop._keeps = False
+    _write(engine, 0, weights, 0.8)
+    out["fresh"] = engine.generate(long, sampling)[0][0].token_ids
+    _write(engine, 0, weights)
+    out["whole"] = engine.generate(long, sampling)[0][0].token_ids
     return out
 
 

@@ -50,7 +50,7 @@ def start_core(
             config = _config(strategy, spec, checkpoint, device)
             core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)
         runner = model_runner(core)
-        runner.sampler = PolicySampler()
+        runner.sampler = PolicySampler(runner)
         if strategy.pp > 1 and runner.intermediate_tensors is None:  # made during warm-up, which CPU has none of
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device

@@ -8,33 +8,27 @@ directly; its front end (text, streaming, statistics) is for servers.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hybridflow.config import VLLM, Sampling
+from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory
 from hybridflow.engine3d.transition import alike
-from hybridflow.engines.contract import Completion
+from hybridflow.engines.contract import Row
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.core import memory, model_runner, start_core, zero_pages
 from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
-from hybridflow.engines.vllm.engine_loop import (
-    derived_seed,
-    draw,
-    request_parameters,
-    stop_string_watch,
-    stop_token_ids,
-    submit,
-)
+from hybridflow.engines.vllm.engine_loop import EngineLoop
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
+from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
+from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
@@ -74,8 +68,7 @@ class VLLMEngine:
         self.checkpoint, self.device = Path(checkpoint), context.device
         self.max_length = max_length(spec, strategy)
         probe = None if isinstance(spec, ModelSpec) else LayoutProbe(spec.tensors(), spec.family)
-        self._stop_ids = stop_token_ids(self.checkpoint)
-        self._calls, self._eager = 0, runs_eagerly(strategy, context.device.type)
+        self._calls, self._generated, self._eager = 0, 0, runs_eagerly(strategy, context.device.type)
         isolation.prepare(self.device.type)
         with isolation.fence(self.device):
             if isolation.in_use():
@@ -92,6 +85,8 @@ class VLLMEngine:
             self._flat = flat_storages(self._layout.regions(context.rank))
             caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
             self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
+            requests, keeps = RequestMaker(self.checkpoint), strategy.kv == "keep"
+            self._loop = EngineLoop(self._core, requests, self._groups.of_first, self.max_length, keeps)
         except BaseException:
             self._shut_down(self._core)  # or no other engine could start in this process
             raise
@@ -120,8 +115,8 @@ class VLLMEngine:
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         names: Sequence[int] | None = None,
-    ) -> list[list[Completion]]:
-        """`sampling.n` completions of each prompt (token ids), in order.
+    ) -> list[list[Row]]:
+        """`sampling.n` finished rows of each prompt (token ids), in order; other rows of the session advance with them.
 
         Token ids are exactly what was sampled, the stop token or the tokens of a stop string included.
         Log-probabilities are those of the policy at `sampling.temperature` over the whole vocabulary, before top-k and
@@ -133,23 +128,83 @@ class VLLMEngine:
         Errors: PromptError for an empty prompt, unknown token ids, or one too long; ConfigError for `stop` without
         a tokenizer in the checkpoint directory.
         """
-        if not prompts:
-            return []
-        core = self._alive()
         self._check_memory()
-        self._check_prompts(prompts, sampling, range(len(prompts)) if names is None else names)
-        seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
-        if len(seeds) != len(prompts):
-            raise ConfigError(f"generate got {len(seeds)} seeds for {len(prompts)} prompts. Give one per prompt.")
-        self._calls += 1
-        parameters = request_parameters(sampling, self._stop_ids, seeds)
-        watch = partial(stop_string_watch, self.checkpoint) if sampling.stop else None
-        responses = submit(core, f"{self._calls}", prompts, parameters, watch)
-        draw(core, responses)
-        drawn = [Completion(r.token_ids, r.log_probs, r.finished) for r in responses.values()]
+        first, self._generated = -1 - self._generated, self._generated + len(prompts)
+        row_ids = range(first, first - len(prompts), -1)  # rows of a session have ids of at least 0
+        rows = self.new_rows(prompts, sampling, seeds, row_ids)
+        self._check_rows(rows, range(len(prompts)) if names is None else names)
+        own = {row.name for row in rows}
+        try:
+            self._loop.submit(rows)
+            self._loop.run(lambda: own.isdisjoint(self._loop.rows))
+        finally:
+            self._loop.withdraw(own)
+            finished = {row.name: row for row in self._loop.take(own)}
+        drawn = [finished[row.name] for row in rows]
         return [drawn[i : i + sampling.n] for i in range(0, len(drawn), sampling.n)]
 
+    def new_rows(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None = None,
+        row_ids: Sequence[int] | None = None,
+    ) -> list[Row]:
+        """`sampling.n` rows without tokens per prompt; `row_ids` default to positions, `seeds` as in `generate`."""
+        seeds = self._seeds(len(prompts), sampling) if seeds is None else seeds
+        row_ids = range(len(prompts)) if row_ids is None else row_ids
+        for what, given in (("seeds", seeds), ("row_ids", row_ids)):
+            if len(given) != len(prompts):
+                raise ConfigError(f"generate got {len(given)} {what} for {len(prompts)} prompts. Give one per prompt.")
+        self._calls += 1
+        rows = []
+        for row_id, prompt, seed in zip(row_ids, prompts, seeds, strict=True):
+            ids = list(prompt)
+            rows += [Row(row_id, index, ids, sampling, derived_seed(seed, index)) for index in range(sampling.n)]
+        return rows
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """Take up copies of unfinished rows; those with tokens are continued. Works while the engine sleeps.
+
+        Errors: as `generate`, and ConfigError for a row that is finished or that the engine has already; then none is
+        taken up.
+        """
+        self._check_rows(rows)
+        self._loop.submit(rows)
+
+    def advance(self, until: Until = Until()) -> None:  # noqa: B008  a frozen value
+        """Decode all unfinished rows until `until`.
+
+        After an error all rows that are not finished can be withdrawn, with the tokens that they have.
+        """
+        if self._loop.rows:
+            self._check_memory()
+            self._loop.advance(until)
+
+    def take(self) -> list[Row]:
+        """The finished rows that were not taken yet, in the order in which they finished."""
+        return self._loop.take()
+
+    def withdraw(self, names: Collection[str] | None = None) -> list[Row]:
+        """The unfinished rows (with these names), in the order of `submit`. The engine forgets them."""
+        return self._loop.withdraw(names)
+
+    @property
+    def unfinished(self) -> list[Row]:
+        """The unfinished rows as they are now, in the order of `submit`; they stay the engine's."""
+        return list(self._loop.rows.values())
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights, recorded with each token; the owner may set it. -1 before the first weights."""
+        return self._loop.policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._loop.policy_version = version
+
     def _check_memory(self) -> None:
+        _ = self._alive()
         if not self._cache.resident_bytes:
             raise PlacementError("this vLLM engine sleeps and has no KV cache. Call wake() first.")
         weights = self.memory()
@@ -159,20 +214,26 @@ class VLLMEngine:
                 "weights in before generating: HybridEngine.to_generation(), or memory().acquire() and a plan."
             )
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling, names: Sequence[int]) -> None:
-        needed = sampling.longest if sampling.ignore_eos else 1
-        for row, prompt in zip(names, prompts, strict=True):
-            if not len(prompt):
-                raise PromptError(f"prompt {row} is empty. Give it at least one token.")
+    def _check_rows(self, rows: Sequence[Row], names: Sequence[int] | None = None) -> None:
+        """`names`: of their prompts, where those are not their `row_id`s."""
+        called = dict(zip(dict.fromkeys(row.row_id for row in rows), names, strict=True)) if names is not None else {}
+        checked = None
+        for row in rows:
+            prompt, sampling, name = row.prompt_ids, row.sampling, called.get(row.row_id, row.row_id)
+            if prompt is checked:  # of another response
+                continue
+            checked, needed = prompt, sampling.longest if sampling.ignore_eos else 1
+            if not prompt:
+                raise PromptError(f"prompt {name} is empty. Give it at least one token.")
             if len(prompt) + needed > self.max_length:
                 raise PromptError(
-                    f"prompt {row} has {len(prompt)} tokens and leaves no room for {needed} response tokens within "
+                    f"prompt {name} has {len(prompt)} tokens and leaves no room for {needed} response tokens within "
                     f"max_length={self.max_length} (the model's context is {self.spec.context}). Shorten or filter "
                     "the prompts, or raise VLLM(max_length=...)."
                 )
             if min(prompt) < 0 or max(prompt) >= self.spec.vocab:
                 raise PromptError(
-                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "
+                    f"prompt {name} has token ids from {min(prompt)} to {max(prompt)}, the vocabulary is "
                     f"0..{self.spec.vocab - 1}. Was it made with another tokenizer?"
                 )
 
@@ -181,10 +242,13 @@ class VLLMEngine:
         base = derived_seed(self._groups.seed, self._calls) if sampling.seed is None else sampling.seed
         return [derived_seed(base, row) for row in range(rows)]
 
-    def weights_changed(self) -> None:
-        """Forget what was computed with the old weights (prefix cache)."""
-        done = self._alive().reset_prefix_cache()
-        assert done, "blocks of the KV cache are in use outside generate()"
+    def weights_changed(self, version: int | None = None) -> None:
+        """Continue with the weights that have been written: `version`, by default the next number.
+
+        The KV cache of unfinished rows is computed again, unless `VLLM(kv="keep")`; that of the past is never shared.
+        """
+        _ = self._alive()
+        self._loop.weights_changed(version)
 
     def layout(self) -> Layout:
         return self._layout
@@ -231,8 +295,12 @@ class VLLMEngine:
         return self._cache.resident_bytes
 
     def sleep(self) -> None:
-        """Release the memory of the KV cache until `wake()`; weights stay, see `memory()` for theirs."""
-        self.weights_changed()
+        """Release the memory of the KV cache until `wake()`; weights stay, see `memory()` for theirs.
+
+        Unfinished rows stay: the next `advance` computes their KV cache again.
+        """
+        _ = self._alive()
+        self._loop.forget_cache()
         self._cache.release()
 
     def wake(self) -> None:

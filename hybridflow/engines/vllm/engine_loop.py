@@ -1,174 +1,215 @@
-"""The engine loop: requests go to vLLM's scheduler, and its core is stepped until each of them has ended.
+"""The engine loop: rows go to vLLM's scheduler, and its core is stepped until enough of them have finished.
 
-Also what a request is made of: our `Sampling` as vLLM's parameters, a seed for each response, stop tokens and strings.
+    submit -> unfinished rows -> advance: admit, step, step, ... -> finished rows -> take
+                    |  ^                    |
+            withdraw   evict (new weights, sleep, an error): admitted again by the next advance
+
+A row is the whole state of its response. What vLLM has of it (a request, KV cache) can be dropped at any time between
+two steps and is computed again from its tokens.
 """
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config import Sampling
-from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.config import Until
+from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.core import model_runner
+from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-
-@dataclass(slots=True)
-class Response:
-    """A response that is being drawn; `watch` looks for stop strings."""
-
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finished: bool = False
-    watch: IncrementalDetokenizer | None = None
-
-    def take(self, output: EngineCoreOutput) -> bool:
-        """Add what one step gave; True when the response has ended."""
-        self.token_ids += output.new_token_ids
-        if output.new_logprobs is not None:
-            self.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
-        reason = output.finish_reason
-        self.finished = reason is not None and str(reason) == "stop"
-        if self.watch is not None and self.watch.update(output.new_token_ids, False) is not None:
-            self.finished = True
-        return self.finished or reason is not None
+_MOST_STEPS = 64  # between two looks at the clock
 
 
-def submit(
-    core: EngineCore,
-    call: str,
-    prompts: Sequence[Sequence[int]],
-    parameters: Sequence[SamplingParams],
-    watch: Callable[[EngineCoreRequest], IncrementalDetokenizer] | None = None,
-) -> dict[str, Response]:
-    """Hand one request per entry of `parameters` to the scheduler: equally many of each prompt, prompt by prompt.
+class EngineLoop:
+    """The rows of one rank. All ranks of a replica make the same calls, and the same steps in each.
 
-    Returns what will become of each request by its name, in order; names begin with `call`. `watch` makes what looks
-    for stop strings in a request.
+    `agreed(number)` is the number of the replica's first rank, collective over the replica. With `keeps`, rows keep
+    their KV cache when weights change. A row cannot be longer than `max_length` tokens of prompt and response.
     """
-    from vllm.v1.engine import EngineCoreRequest
 
-    responses: dict[str, Response] = {}
-    each = len(parameters) // len(prompts)
-    for index, own in enumerate(parameters):
-        request = EngineCoreRequest(
-            request_id=f"{call}-{index}",
-            prompt_token_ids=list(prompts[index // each]),
-            mm_features=None,
-            sampling_params=own,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        responses[request.request_id] = Response(watch=watch(request) if watch else None)
-        core.add_request(*core.preprocess_add_request(request))
-    return responses
+    def __init__(
+        self, core: EngineCore, requests: RequestMaker, agreed: Callable[[int], int], max_length: int, keeps: bool
+    ) -> None:
+        self._core, self._requests, self._agreed = core, requests, agreed
+        self._max_length, self._keeps = max_length, keeps
+        self._sampler: Any = model_runner(core).sampler
+        self._scheduler: Any = core.scheduler
+        self.policy_version = -1  # vLLM starts with random weights
+        self._changes = 0
+        self.rows: dict[str, Row] = {}  # unfinished
+        self._finished: dict[str, Row] = {}
+        self._admitted: dict[str, IncrementalDetokenizer | None] = {}  # in vLLM's scheduler
+        self._open: Counter[int] = Counter()  # unfinished rows of each prompt
 
+    def submit(self, rows: Sequence[Row]) -> None:
+        """Errors: ConfigError for a row that is finished or that the engine has already; then none is taken up."""
+        names = Counter(row.name for row in rows)
+        for row in rows:
+            if names[row.name] > 1 or row.name in self.rows or row.name in self._finished:
+                raise ConfigError(
+                    f"row {row.name} was submitted twice: take() or withdraw() it first, or give its prompt another "
+                    "row_id."
+                )
+            if row.end or not len(row.token_ids) == len(row.log_probs) == len(row.policy_version):
+                raise ConfigError(
+                    f"row {row.name} is {'finished' if row.end else 'damaged'}: it has {len(row.token_ids)} tokens, "
+                    f"{len(row.log_probs)} log-probabilities, {len(row.policy_version)} versions and end={row.end!r}. "
+                    "Submit unfinished rows as withdraw() returned them."
+                )
+            self._requests.check(row)
+        for given in rows:
+            row = replace(
+                given,
+                token_ids=list(given.token_ids),
+                log_probs=list(given.log_probs),
+                policy_version=list(given.policy_version),
+            )
+            self.rows[row.name] = row
+            self._open[row.row_id] += 1
+            length = len(row.token_ids)
+            if length >= row.sampling.longest or len(row.prompt_ids) + length >= self._max_length:
+                self._finish(row, "length")
 
-def draw(core: EngineCore, responses: Mapping[str, Response]) -> None:
-    """Step vLLM until every response has ended; even after an error none stays in its scheduler."""
-    live = set(responses)
-    try:
-        while live:
-            outputs, executed = core.step_fn()
-            core.post_step(executed)
-            if not outputs:  # pipeline parallelism fills its queue first
+    def advance(self, until: Until) -> None:
+        def reached() -> bool:
+            return (until.rows is not None and len(self._finished) >= until.rows) or (
+                until.groups is not None and self._groups() >= until.groups
+            )
+
+        self.run(reached, until.steps, until.seconds)
+
+    def run(self, reached: Callable[[], bool], steps: int | None = None, seconds: float | None = None) -> None:
+        """Step until no row is unfinished, `reached()`, or `steps` or `seconds` have passed.
+
+        After an error no row is in vLLM's scheduler; all can be withdrawn, with the tokens that they have.
+        """
+        start, made, checked = time.monotonic(), 0, 0
+        try:
+            self._admit()
+            while self.rows and not reached() and (steps is None or made < steps):
+                if seconds is not None and made == checked:
+                    if (ahead := self._agreed(_steps_ahead(seconds, time.monotonic() - start, made))) < 1:
+                        break
+                    checked += ahead
+                self._step()
+                made += 1
+            while any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in self._core.batch_queue or ()):
+                self._step(schedule=False)
+        except BaseException:
+            self.evict()
+            raise
+
+    def take(self, names: Collection[str] | None = None) -> list[Row]:
+        """Finished rows, in the order in which they finished; all, or those of `names`."""
+        return [self._finished.pop(name) for name in list(self._finished) if names is None or name in names]
+
+    def withdraw(self, names: Collection[str] | None = None) -> list[Row]:
+        out = [row for name, row in self.rows.items() if names is None or name in names]
+        self._release([row.name for row in out])
+        for row in out:
+            del self.rows[row.name]
+            self._open -= Counter([row.row_id])
+        return out
+
+    def evict(self) -> None:
+        """Take all rows out of vLLM's scheduler; they stay unfinished, and their KV cache is free."""
+        self._release(list(self._admitted))
+
+    def weights_changed(self, version: int | None) -> None:
+        """Other weights have been written; rows continue with them. `version`: theirs, by default the next."""
+        self.policy_version = self.policy_version + 1 if version is None else version
+        self._changes += 1
+        if self._keeps and self._admitted:  # new rows have another salt, so only these could find blocks of the past
+            for name in self._admitted:
+                self._scheduler.requests[name].skip_reading_prefix_cache = True
+        else:
+            self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Free the whole KV cache."""
+        self.evict()
+        done = self._core.reset_prefix_cache()
+        assert done, "blocks of the KV cache belong to no row"
+
+    def _admit(self) -> None:
+        """Hand the rows that vLLM does not have to its scheduler."""
+        salt = f"{self._changes}" if self._keeps else None
+        for name, row in self.rows.items():
+            if name in self._admitted:
                 continue
-            stopped = []
-            for output in outputs[0].outputs:
-                name = output.request_id
-                if name in live and responses[name].take(output):
-                    live.discard(name)
-                    if output.finish_reason is None:
-                        stopped.append(name)
-            if stopped:
-                core.abort_requests(stopped)
-    finally:
-        if live:
-            core.abort_requests(list(live))
-        model_runner(core).sampler.forget()
+            request, core = self._requests.request(row, salt), self._core
+            self._sampler.streams[name] = (row.seed, len(row.prompt_ids))
+            self._admitted[name] = self._requests.watch(row)
+            core.add_request(*core.preprocess_add_request(request))
+            row.recomputed += len(row.prompt_ids) + len(row.token_ids) if row.spans else 0
+            row.spans += 1
+
+    def _step(self, schedule: bool = True) -> None:
+        """One step of vLLM's core; `schedule=False` only completes one that is in flight."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        core, stopped = self._core, []
+        if not schedule:
+            self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            outputs, executed = core.step_fn()
+        finally:
+            if not schedule:
+                self._scheduler.set_pause_state(PauseState.UNPAUSED)
+        core.post_step(executed)
+        for output in outputs[0].outputs if outputs else ():  # pipelines are filled first
+            if output.request_id in self._admitted and self._take_output(output) and output.finish_reason is None:
+                stopped.append(output.request_id)
+        if stopped:
+            core.abort_requests(stopped)
+
+    def _take_output(self, output: EngineCoreOutput) -> bool:
+        """Add the tokens of one step to their row; True when it is finished."""
+        row, reason = self.rows[output.request_id], output.finish_reason
+        row.token_ids += output.new_token_ids
+        row.policy_version += [self.policy_version] * len(output.new_token_ids)
+        if output.new_logprobs is not None:
+            row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
+        watch = self._admitted[row.name]
+        stopped = watch is not None and watch.update(output.new_token_ids, False) is not None
+        if not stopped and reason is None:
+            return False
+        self._forget([row.name])
+        self._finish(row, "stop" if stopped or str(reason) == "stop" else "length")
+        return True
+
+    def _finish(self, row: Row, end: Any) -> None:
+        row.end = end
+        self._finished[row.name] = self.rows.pop(row.name)
+        self._open -= Counter([row.row_id])
+
+    def _groups(self) -> int:
+        """The number of prompts of which all rows are finished."""
+        return len({row.row_id for row in self._finished.values()} - self._open.keys())
+
+    def _release(self, names: Sequence[str]) -> None:
+        self._core.abort_requests([name for name in names if name in self._admitted])
+        self._forget(names)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._admitted.pop(name, None)
+            self._sampler.streams.pop(name, None)
 
 
-_MASK = 2**64 - 1
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """A seed in 0..2^63-1 for the index-th draw under `seed`: SplitMix64, so neighbours have nothing in common."""
-    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) >> 1
-
-
-def request_parameters(sampling: Sampling, stop_ids: Sequence[int], seeds: Sequence[int]) -> list[SamplingParams]:
-    """vLLM parameters of every request, in (prompt, response) order; `stop_ids` end a response unless ignored.
-
-    Stop tokens and stop strings stay in the response: its token ids are exactly what was sampled.
-    """
-    from vllm import SamplingParams
-
-    shared = SamplingParams(
-        top_p=1.0 if sampling.greedy else sampling.top_p,
-        top_k=0 if sampling.greedy else sampling.top_k,
-        max_tokens=sampling.longest,
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop),
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=[] if sampling.ignore_eos else list(stop_ids),
-        logprobs=0,
-    )
-    shared.temperature = 0.0 if sampling.greedy else sampling.temperature  # vLLM's constructor refuses more than 2
-    if sampling.greedy:
-        return [shared] * (len(seeds) * sampling.n)
-    requests = []
-    for seed in seeds:
-        for index in range(sampling.n):
-            own = copy.copy(shared)
-            own.seed = derived_seed(seed, index)
-            requests.append(own)
-    return requests
-
-
-def stop_token_ids(checkpoint: Path) -> list[int]:
-    """End-of-sequence ids of `generation_config.json`, or of `config.json` where that says nothing. Ascending."""
-    for name in ("generation_config.json", "config.json"):
-        path = checkpoint / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return sorted({found} if isinstance(found, int) else set(found))
-    return []
-
-
-def stop_string_watch(checkpoint: Path, request: EngineCoreRequest) -> IncrementalDetokenizer:
-    """Finds stop strings in a response: its `update(new_token_ids, False)` returns the one that was completed, or None.
-
-    Errors: ConfigError for a checkpoint without a tokenizer.
-    """
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-    if not has_tokenizer(checkpoint):
-        raise ConfigError(
-            f"Sampling(stop=...) needs a tokenizer to see text, {checkpoint} has none. Save one there, or end "
-            "responses by the model's stop token."
-        )
-    return IncrementalDetokenizer.from_new_request(_tokenizer(checkpoint), request)
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(checkpoint: Path) -> Any:
-    return load_tokenizer(checkpoint).raw
+def _steps_ahead(seconds: float, passed: float, made: int) -> int:
+    """Steps to make before the next look at the clock: half of what fits, by the steps made so far."""
+    if passed >= seconds:
+        return 0
+    fitting = (seconds - passed) / 2 * made / passed if passed else 1.0
+    return int(max(1.0, min(_MOST_STEPS, fitting)))

@@ -194,6 +194,14 @@ class ReplicaGroups:
             return [mine]
         return gather(mine, self.context.groups.new("generate/replica", self.members, "gloo"))
 
+    def of_first(self, number: int) -> int:
+        """The first member's number; collective."""
+        if len(self.members) == 1:
+            return number
+        found, group = torch.tensor(number), self.context.groups.new("generate/replica", self.members, "gloo")
+        dist.broadcast(found, group=group, group_src=0)
+        return int(found)
+
     @contextmanager
     def installing(self) -> Iterator[None]:
         """vLLM's worker, when built inside this block, gets the groups of this replica."""

@@ -4,31 +4,38 @@ vLLM's own sampler takes log-probabilities either before the temperature or afte
 renormalised them. Training needs the policy at its temperature over the whole vocabulary. It also needs no ranks and
 no top tokens, which cost vLLM a compilation at the first step and a third of the sampling time afterwards.
 
+A draw depends on the row's seed and the position of the token in its response only: not on the rows beside it, on where
+it is drawn, or on how often the row was interrupted.
+
 Shapes: B requests, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
-from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
+
+from hybridflow.engines.vllm.seeds import draw_seeds
 
 
 class PolicySampler(Sampler):
-    """Samples tokens with log-probabilities after temperature and before truncation."""
+    """Samples tokens with log-probabilities after temperature and before truncation.
 
-    def __init__(self) -> None:
+    `streams` holds, for every request in vLLM's scheduler, the seed of its row and the tokens of the row's prompt.
+    `runner` is vLLM's model runner, whose batch says which request and how many tokens each row of logits has.
+    """
+
+    def __init__(self, runner: Any) -> None:
         super().__init__("processed_logprobs")
-        self._streams: dict[torch.Generator, Iterator[int]] = {}
-
-    def forget(self) -> None:
-        """Drop the seed streams of requests that have ended."""
-        self._streams.clear()
+        self._runner = runner
+        self.streams: dict[str, tuple[int, int]] = {}
 
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: object = None
@@ -39,22 +46,21 @@ class PolicySampler(Sampler):
             return self.greedy_sample(logits), logits.log_softmax(-1)
         temperature = sampling_metadata.temperature
         assert temperature is not None
+        greedy_B = None if sampling_metadata.all_random else self.greedy_sample(logits)
         logits = self.apply_temperature(logits, temperature, sampling_metadata.all_random)
         logp_BV = logits.log_softmax(-1)
         kept_BV = logits
         if sampling_metadata.top_k is not None or sampling_metadata.top_p is not None:
             kept_BV = apply_top_k_top_p(logp_BV.clone(), sampling_metadata.top_k, sampling_metadata.top_p)
-        return self._draw(kept_BV, sampling_metadata.generators), logp_BV
+        drawn_B = gumbel_argmax(kept_BV, self._seeds(len(logits)))
+        return drawn_B if greedy_B is None else torch.where(temperature < _SAMPLING_EPS, greedy_B, drawn_B), logp_BV
 
-    def _draw(self, logits_BV: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
-        if logits_BV.device.type != "cpu":
-            return random_sample(logits_BV.softmax(-1, dtype=torch.float32), generators)
-        seeds, streams = [0] * len(logits_BV), self._streams
-        for row, generator in generators.items():
-            if (stream := streams.get(generator)) is None:
-                stream = streams[generator] = _stream(generator)
-            seeds[row] = next(stream)
-        return torch.ops._C.fused_gumbel_argmax(logits_BV, torch.tensor(seeds))
+    def _seeds(self, rows: int) -> Tensor:
+        """[B] int64 of the next tokens."""
+        batch, streams = self._runner.input_batch, self.streams
+        seed_B, prompt_B = zip(*(streams[name] for name in batch.req_ids[:rows]), strict=True)
+        positions_B = batch.num_tokens_no_spec[:rows].astype(np.int64) - np.array(prompt_B)
+        return torch.from_numpy(draw_seeds(np.array(seed_B, np.uint64), positions_B))
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
@@ -64,7 +70,13 @@ class PolicySampler(Sampler):
         return LogprobsTensors(ids_B1.to(torch.int32), logprobs.gather(-1, ids_B1), torch.zeros_like(token_ids))
 
 
-def _stream(generator: torch.Generator) -> Iterator[int]:
-    """Seeds of a request's draws, made 64 at a time: one call of torch per token and row costs more than the draw."""
-    while True:
-        yield from torch.randint(0, 2**62, (64,), generator=generator).tolist()
+def gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:
+    """A token [B] int64 from each row of `logits` [B, V], whose noise depends on its seed [B] int64 (CPU) only."""
+    if logits.device.type == "cpu":
+        return torch.ops._C.fused_gumbel_argmax(logits, seeds)
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    rows = torch.arange(len(seeds), device=logits.device)
+    on_device = seeds.pin_memory().to(logits.device, non_blocking=True)
+    ones = torch.ones(len(seeds), device=logits.device)  # the temperature has been applied
+    return gumbel_sample(logits, rows, ones, on_device, torch.zeros_like(rows), False, False)

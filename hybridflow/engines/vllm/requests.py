@@ -1,0 +1,106 @@
+"""vLLM requests of rows: our `Sampling` as vLLM's parameters, stop tokens and stop strings."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config import Sampling
+from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.engines.contract import Row
+from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+
+class RequestMaker:
+    """Makes the requests of rows for a model with the stop tokens and the tokenizer of `checkpoint`."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._stop_ids = stop_token_ids(checkpoint)
+        self._parameters = lru_cache(maxsize=4096)(self._new_parameters)
+
+    def check(self, row: Row) -> None:
+        """Errors: ConfigError for stop strings without a tokenizer in the checkpoint."""
+        if row.sampling.stop and not has_tokenizer(self._checkpoint):
+            raise ConfigError(
+                f"Sampling(stop=...) needs a tokenizer to see text, {self._checkpoint} has none. Save one there, or "
+                "end responses by the model's stop token."
+            )
+
+    def request(self, row: Row, salt: str | None) -> EngineCoreRequest:
+        """The rest of the response, after the prompt and the tokens so far; rows of another `salt` share no cache."""
+        left = row.sampling.longest - len(row.token_ids)
+        return _request(row.name, row.prompt_ids + row.token_ids, self._parameters(row.sampling, left), salt)
+
+    def watch(self, row: Row) -> IncrementalDetokenizer | None:
+        """Finds stop strings in a response: `update(new_token_ids, False)` returns a string that was completed or None.
+
+        It has seen the tokens so far. None for a row without stop strings.
+        """
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        if not row.sampling.stop:
+            return None
+        asked = _request(row.name, row.prompt_ids, self._parameters(row.sampling, row.sampling.longest), None)
+        watch = IncrementalDetokenizer.from_new_request(_tokenizer(self._checkpoint), asked)
+        watch.update(row.token_ids, False)
+        return watch
+
+    def _new_parameters(self, sampling: Sampling, tokens: int) -> SamplingParams:
+        """Parameters of a request for at most `tokens` tokens. Draws take their seeds from `PolicySampler.streams`.
+
+        Stop tokens and stop strings stay in the response: its token ids are exactly what was sampled.
+        """
+        from vllm import SamplingParams
+
+        out = SamplingParams(
+            top_p=1.0 if sampling.greedy else sampling.top_p,
+            top_k=0 if sampling.greedy else sampling.top_k,
+            max_tokens=tokens,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            detokenize=bool(sampling.stop),
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else list(self._stop_ids),
+            logprobs=0,
+        )
+        out.temperature = 0.0 if sampling.greedy else sampling.temperature  # vLLM's constructor refuses more than 2
+        return out
+
+
+def stop_token_ids(checkpoint: Path) -> list[int]:
+    """End-of-sequence ids of `generation_config.json`, or of `config.json` where that says nothing. Ascending."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return sorted({found} if isinstance(found, int) else set(found))
+    return []
+
+
+def _request(name: str, token_ids: list[int], parameters: SamplingParams, salt: str | None) -> EngineCoreRequest:
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=parameters,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(checkpoint: Path) -> Any:
+    return load_tokenizer(checkpoint).raw

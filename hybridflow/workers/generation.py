@@ -1,0 +1,237 @@
+"""Generation of a worker (paper, table 4): responses to a batch in one call, or a session of rows across calls."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridflow.algorithms.masked import row_column, token_column
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.cluster.backend import RankGroup
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.config import FSDP, VLLM, Sampling, Until
+from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.engines.contract import GenerateEngine, Row
+from hybridflow.engines.vllm.requirements import check_response
+from hybridflow.errors import ConfigError, PlacementError, PromptError
+from hybridflow.models.hf_spec import read_spec
+from hybridflow.protocols import THREE_D_ALL_MICRO_DP, Settings, register
+from hybridflow.settings import require
+
+_WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
+_WRITTEN += ("temperature",)
+_ROWS = ("row_id", "response_index", "spans", "recomputed_tokens")
+_SESSION = ("batch", "until", "rows", "replica", "version")
+"""Settings of `advance_rows` that are not those of the sampling."""
+
+
+def _sampling(settings: Settings, call: Settings) -> Sampling:
+    if settings["generate"] is None:
+        raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
+    own: VLLM = settings["generate"]
+    return replace(own.sampling, **{name: value for name, value in call.items() if name not in _SESSION})
+
+
+def _check(settings: Settings, call: Settings) -> None:
+    asked = _sampling(settings, call)
+    if (
+        "max_tokens" in call and (Path(settings["model"]) / "config.json").is_file()
+    ):  # a trace may have a model's name only
+        check_response(read_spec(settings["model"], "lm", FSDP()), settings["generate"], asked.max_tokens)
+    batch = call["batch"]
+    texts = isinstance(batch, BatchRef) and "prompt" in batch and "prompt_ids" not in batch
+    if texts and not has_tokenizer(settings["model"]):
+        raise PromptError(
+            f"prompts are text and {settings['model']} has no tokenizer. Give prompt_ids, or add a tokenizer."
+        )
+
+
+def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
+    return (*_WRITTEN, "response") if has_tokenizer(settings["model"]) else _WRITTEN
+
+
+generates = register(
+    THREE_D_ALL_MICRO_DP,
+    reads=("prompt_ids|prompt", "row_id?"),
+    writes=_writes,
+    repeat=lambda settings, call: _sampling(settings, call).n,
+    carries=True,
+    check=_check,
+)
+"""Declares `generate_sequences` of a worker whose settings are `model` and `generate`."""
+
+
+def check_alone(name: str, neighbours: Sequence[RankGroup]) -> None:
+    """A process can hold one vLLM engine, which keeps its groups in globals. Errors: PlacementError."""
+    for group in neighbours:
+        if isinstance(group.settings.get("generate"), VLLM):
+            raise PlacementError(
+                f"{name}(generate=...) asks for a vLLM engine in hosts where {group.name} has one already, "
+                f"and a process can hold one. Close that group first ({group.name}.close()), place this one on "
+                f"other devices, or leave generate= out."
+            )
+
+
+class Generation:
+    """One rank's generation engine, its checkpoint's tokenizer and its strategy's defaults.
+
+    `engine` may be replaced by another of the same model; it is closed when the tokenizer cannot be read.
+    """
+
+    def __init__(self, engine: GenerateEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
+        self.engine, self.strategy = engine, strategy
+        try:
+            self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+        except BaseException:
+            engine.close()
+            raise
+
+    def responses(self, batch: Batch, **sampling: Any) -> Batch:
+        """`n` responses per prompt of `batch`, as the columns of `generate_sequences`.
+
+        A row's random numbers depend on the seed of `sampling` and its `row_id`, not on the split.
+        """
+        chosen = replace(self.strategy.sampling, **sampling)
+        row_ids = _row_ids(batch)
+        drawn = self.engine.generate(self._prompt_ids(batch), chosen, _seeds(chosen, row_ids), row_ids)
+        return self._columns([row for several in drawn for row in several])
+
+    def advance(
+        self,
+        batch: Batch | None,
+        until: Until,
+        rows: Sequence[Mapping[str, Any]] = (),
+        version: int | None = None,
+        **sampling: Any,
+    ) -> Batch:
+        """The rows that finish, see `RowSession.advance_rows`."""
+        chosen, engine = replace(self.strategy.sampling, **sampling), self.engine
+        given = [Row(**row) for row in rows]
+        if batch is not None:
+            row_ids = _row_ids(batch)
+            given += engine.new_rows(self._prompt_ids(batch), chosen, _seeds(chosen, row_ids), row_ids)
+        engine.submit(given)
+        if version is not None:
+            engine.policy_version = version
+        engine.advance(until)
+        taken = engine.take()
+        numbers = [(row.row_id, row.index, row.spans, row.recomputed) for row in taken]
+        more = torch.tensor(numbers, dtype=torch.int64).reshape(-1, len(_ROWS)).unbind(1)
+        return self._columns(taken).with_columns(**dict(zip(_ROWS, more, strict=True)))
+
+    def _prompt_ids(self, batch: Batch) -> list[list[int]]:
+        if "prompt_ids" in batch:
+            return token_column(batch, "prompt_ids").tolist()
+        assert self.tokenizer is not None  # checked on the driver
+        return self.tokenizer.encode(batch["prompt"])
+
+    def _columns(self, rows: Sequence[Row]) -> Batch:
+        response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
+        temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
+        columns: dict[str, Any] = {
+            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
+            "response_ids": response_ids,
+            "log_probs": Ragged.from_rows([row.log_probs for row in rows], torch.float32),
+            "policy_version": Ragged.from_rows([row.policy_version for row in rows], torch.int32),
+            "response_mask": response_ids.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+            "num_tokens": torch.tensor([len(row.prompt_ids) + len(row.token_ids) for row in rows], dtype=torch.int64),
+            "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
+            "temperature": torch.tensor(temperatures, dtype=torch.float32),
+        }
+        if self.tokenizer is not None:
+            columns["response"] = self.tokenizer.decode([row.token_ids for row in rows])
+        return Batch(columns)
+
+
+def _row_ids(batch: Batch) -> list[int] | None:
+    return row_column(batch, "row_id").tolist() if "row_id" in batch else None
+
+
+def _seeds(sampling: Sampling, row_ids: Sequence[int] | None) -> list[int] | None:
+    """One per prompt."""
+    if sampling.seed is None or row_ids is None:
+        return None
+    return [sampling.seed * 1_000_003 + row_id for row_id in row_ids]
+
+
+def _check_session(settings: Settings, call: Settings) -> None:
+    require(
+        isinstance(call["until"], Until) and call["until"] != Until(),
+        f"advance_rows(until={call['until']!r}): give when the call ends, such as hf.Until(steps=16) or (seconds=1.0).",
+    )
+    given = call["batch"]
+    require(
+        given is None or "row_id" in given,
+        "advance_rows names rows by 'row_id', which this batch lacks. Prompts of hf.PromptLoader have it.",
+    )
+    require(
+        not call["rows"] or call["replica"] is not None,
+        "advance_rows(rows=...) without replica=: every replica would continue all of them. Give each its own.",
+    )
+    _check(settings, call)
+
+
+class RowSession:
+    """Generation that lives across calls, of a worker with a generation engine: each replica holds unfinished rows.
+
+    The calls of one replica run in the order of all calls of its hosts, so weights may arrive between two of them.
+    """
+
+    @abstractmethod
+    def generating(self, alone: bool = False) -> AbstractContextManager[Generation]:
+        """Weights and KV cache are in memory inside the block. `alone`: only the ranks of one replica are called."""
+
+    @abstractmethod
+    def rollout(self) -> Generation:
+        """The generation engine, as it is."""
+
+    @register(
+        THREE_D_ALL_MICRO_DP,
+        reads=("prompt_ids|prompt", "row_id"),
+        writes=lambda settings, call: (*_writes(settings, call), *_ROWS),
+        resizes=True,
+        later=True,
+        replica="replica",
+        check=_check_session,
+    )
+    def advance_rows(
+        self,
+        batch: Batch | None = None,
+        *,
+        until: Until,
+        rows: Sequence[Mapping[str, Any]] = (),
+        replica: int | None = None,
+        version: int | None = None,
+        **sampling: Any,
+    ) -> Batch:
+        """Submit `n` rows per prompt of `batch`, and `rows` as `withdraw_rows` returned them; decode until `until`.
+
+        Runs on generation replica `replica` only; None: on all of them, which share the rows of `batch`, and each
+        decodes until `until`. An actor's weights move to generation on all ranks: the first call after training needs
+        None. The finished rows, in the order in which they finished, have the
+        columns of `generate_sequences`, and `row_id`, `response_index` (0..n-1), `spans` and `recomputed_tokens` (see
+        `Row`), all [B] int64. `version` is the policy version of the present weights (default: counted by the engine).
+
+        Errors: as `generate_sequences`; ConfigError for a row that the replica has already. No row of a failed call is
+        lost: what it had submitted before can be withdrawn.
+        """
+        with self.generating(alone=replica is not None) as generation:
+            return generation.advance(batch, until, rows, version, **sampling)
+
+    @register(THREE_D_ALL_MICRO_DP, replica="replica")
+    def withdraw_rows(self, replica: int | None = None, keep: bool = False) -> list[dict[str, Any]]:
+        """The unfinished rows of a generation replica as plain data. None: a list of them for each replica.
+
+        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host.
+        """
+        del replica  # used by the driver only
+        engine = self.rollout().engine
+        return [asdict(row) for row in (engine.unfinished if keep else engine.withdraw())]

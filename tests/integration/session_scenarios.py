@@ -1,0 +1,166 @@
+"""Sessions of the engines of vllm_scenarios.py: rows that are interrupted, moved and continued."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import Sampling, Until
+from hybridflow.engines.contract import Row
+from hybridflow.engines.vllm.engine import VLLMEngine
+from hybridflow.errors import HybridFlowError
+
+PROMPTS = [[5, 9, 33, 69], [12, 7], [60]]
+SEEDS = [11, 12, 14]
+SAMPLED = Sampling(max_tokens=10, temperature=0.7, n=2, top_k=40)
+GREEDY = Sampling(max_tokens=12, greedy=True, ignore_eos=True, seed=1)
+MOVED_AFTER = (0, 1, 4, 9)  # steps
+
+
+def new_rows(engine: VLLMEngine) -> list[Row]:
+    rows = engine.new_rows(PROMPTS, SAMPLED, SEEDS)
+    return rows + engine.new_rows(PROMPTS, GREEDY, row_ids=[10, 11, 12])
+
+
+def plain(rows: list[Row]) -> list[dict[str, Any]]:
+    """As they would be in a file."""
+    return json.loads(json.dumps([asdict(row) for row in sorted(rows, key=lambda row: (row.row_id, row.index))]))
+
+
+def stepped(engine: VLLMEngine, rows: list[Row], between: Callable[[], object]) -> list[dict[str, Any]]:
+    """All rows, finished, with `between` after every step."""
+    engine.submit(rows)
+    out = []
+    while engine.unfinished:
+        engine.advance(Until(steps=1))
+        out += engine.take()
+        between()
+    return plain(out)
+
+
+def moved_out(engine: VLLMEngine, steps: int) -> list[dict[str, Any]]:
+    """All rows after some steps."""
+    engine.submit(new_rows(engine))
+    if steps:
+        engine.advance(Until(steps=steps))
+    return plain(engine.take() + engine.withdraw())
+
+
+def continued(engine: VLLMEngine, state: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = [Row(**row) for row in state]
+    engine.submit([row for row in rows if not row.end])
+    engine.advance(Until(seconds=1000.0))
+    return plain([row for row in rows if row.end] + engine.take())
+
+
+def several_ranks(engine: VLLMEngine, path: Path) -> dict[str, Any]:
+    """What needs ranks that agree; rows of the engine in `single` arrive in a file."""
+    state = json.loads(path.read_text())
+    out = {"moved": [continued(engine, each) for each in state]}
+    engine.submit(new_rows(engine))
+    calls = 0
+    while engine.unfinished and calls < 10_000:
+        engine.advance(Until(seconds=0.002))
+        calls += 1
+    return out | {"timed": plain(engine.take()), "calls": calls}
+
+
+def single(engine: VLLMEngine, path: Path, write: Callable[[float], None]) -> dict[str, Any]:
+    """`write(scale)` writes the scaled weights."""
+
+    def again() -> None:
+        engine.submit([Row(**row) for row in plain(engine.withdraw())])
+
+    def asleep() -> None:
+        engine.sleep()
+        engine.wake()
+
+    out: dict[str, Any] = {"whole": continued(engine, plain(new_rows(engine)))}
+    out["paused"] = stepped(engine, new_rows(engine), lambda: None)
+    out["generated"] = [row.token_ids for each in engine.generate(PROMPTS, SAMPLED, SEEDS) for row in each]
+    for name, between in {"again": again, "new weights": engine.weights_changed, "asleep": asleep}.items():
+        out[name] = stepped(engine, new_rows(engine), between)
+    state = [moved_out(engine, steps) for steps in MOVED_AFTER]
+    path.write_text(json.dumps(state))
+    out["moved"] = [continued(engine, each) for each in state]
+    out["versions"] = _versions(engine, write)
+    out["limits"] = _limits(engine)
+    out["errors"] = _errors(engine)
+    return out
+
+
+def _versions(engine: VLLMEngine, write: Callable[[float], None]) -> dict[str, Any]:
+    """Weights that change after three steps, and after five more."""
+    engine.policy_version = 7
+    engine.submit(engine.new_rows(PROMPTS, GREEDY))
+    for scale, steps in ((0.8, 3), (1.2, 5)):
+        engine.advance(Until(steps=steps))
+        write(scale)
+    engine.advance()
+    out = {"rows": plain(engine.take()), "last": engine.policy_version}
+    write(1.0)
+    return out
+
+
+def _limits(engine: VLLMEngine) -> dict[str, Any]:
+    out = {}
+    for name, until in {"rows": Until(rows=2), "groups": Until(groups=1), "steps": Until(steps=5)}.items():
+        engine.submit(engine.new_rows(PROMPTS, SAMPLED, SEEDS))
+        engine.advance(until)
+        taken = engine.take()
+        out[name] = (plain(taken), plain(engine.withdraw()))
+    engine.submit([])
+    engine.advance(Until(steps=1))
+    return out | {"empty": (engine.take(), engine.withdraw(), engine.unfinished)}
+
+
+def _errors(engine: VLLMEngine) -> dict[str, Any]:
+    first, second = engine.new_rows(PROMPTS[:1], SAMPLED, SEEDS[:1])
+
+    def error(*rows: Row) -> str:
+        try:
+            engine.submit(rows)
+        except HybridFlowError as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return "no error"
+
+    out = {"twice": error(first, second, first), "left": len(engine.unfinished)}
+    engine.submit([first])
+    out["held"] = error(second, first)
+    engine.advance()
+    out["waiting"] = error(first)
+    [done] = engine.take()
+    out["finished"] = error(done)
+    out["prompt"] = error(Row(0, 0, [], SAMPLED, 1))
+    core: Any = engine._core
+    engine.submit(new_rows(engine))
+    engine.advance(Until(steps=2))
+    whole, core.step_fn = core.step_fn, _fail
+    for call in (engine.advance, lambda: engine.generate(PROMPTS, GREEDY)):
+        try:
+            call()
+        except RuntimeError as raised:
+            out["raised"] = str(raised)
+    out["scheduled"] = len(core.scheduler.requests)
+    core.step_fn = whole
+    out["unfinished"] = len(engine.unfinished)
+    out["rescued"] = continued(engine, plain(engine.withdraw()))
+    return out
+
+
+def _fail() -> Any:
+    raise RuntimeError("a step failed")
+
+
+def with_stop_strings(engine: VLLMEngine) -> dict[str, Any]:
+    """A stop string of two tokens, between which rows are interrupted."""
+    text = Sampling(max_tokens=30, temperature=3.0, stop=("w7", "w8 w"), ignore_eos=True, n=4)
+
+    def again() -> None:
+        engine.submit([Row(**row) for row in plain(engine.withdraw())])
+
+    whole = stepped(engine, engine.new_rows(PROMPTS, text, SEEDS), lambda: None)
+    return {"whole": whole, "again": stepped(engine, engine.new_rows(PROMPTS, text, SEEDS), again)}

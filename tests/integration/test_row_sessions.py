@@ -1,0 +1,137 @@
+"""Sessions of generation over calls of a group: replicas advance on their own, weights arrive in between, rows move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybridflow as hf
+from hybridflow.cluster.batch_ref import LaterBatch
+from hybridflow.errors import ConfigError, ProtocolError, WorkerError
+from tests import tiny_models
+from tests.tiny_models import make_prompts
+
+SAMPLING = hf.Sampling(max_tokens=12, seed=5, n=2, ignore_eos=True)
+COLUMNS = ("response_ids", "log_probs", "policy_version", "num_tokens", "finished", "temperature", "response")
+Rows = dict[tuple[int, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def actor(pool, policy) -> Iterator[hf.WorkerGroup]:
+    group = hf.ActorWorker.on(
+        pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=hf.VLLM(sampling=SAMPLING)
+    )
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def rollout(pool, policy) -> Iterator[hf.WorkerGroup]:
+    """Two replicas."""
+    group = hf.RolloutWorker.on(pool[2:4], model=policy, generate=hf.VLLM(sampling=SAMPLING))
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> hf.Batch:
+    return make_prompts(4).with_columns(row_id=torch.tensor([7, 8, 20, 21]))
+
+
+def rows_of(batch: hf.Batch) -> Rows:
+    names = zip(batch["row_id"].tolist(), batch["response_index"].tolist(), strict=True)
+    columns = {name: batch[name] if isinstance(batch[name], list) else batch[name].tolist() for name in COLUMNS}
+    return {name: {column: values[i] for column, values in columns.items()} for i, name in enumerate(names)}
+
+
+def whole(group: hf.WorkerGroup, prompts: hf.Batch) -> Rows:
+    found = group.generate_sequences(prompts).get()
+    index = torch.arange(found.rows) % SAMPLING.n
+    return rows_of(found.with_columns(row_id=prompts["row_id"].repeat_interleave(SAMPLING.n), response_index=index))
+
+
+def drained(group: hf.WorkerGroup, replica: int | None, **more: Any) -> Rows:
+    out: Rows = {}
+    for _ in range(100):
+        batch = group.advance_rows(until=hf.Until(steps=5), replica=replica, **more).get().get()
+        more.pop("rows", None)
+        out |= rows_of(batch)
+        if not batch.rows and out:
+            return out
+    raise AssertionError("the session does not end")
+
+
+def without(rows: Rows, *columns: str) -> Rows:
+    return {name: {key: row[key] for key in row if key not in columns} for name, row in rows.items()}
+
+
+def test_a_session_gives_the_rows_of_one_call(rollout, prompts):
+    later = rollout.advance_rows(prompts, until=hf.Until(steps=3), replica=1)
+    assert isinstance(later, LaterBatch)
+    first = later.get()
+    assert (first.rows, first.get().rows, later.done()) == (0, 0, True)
+    assert {"row_id", "response_index", "spans", "recomputed_tokens", *COLUMNS} <= set(first.columns)
+    assert drained(rollout, 1) == whole(rollout, prompts)
+
+
+def test_rows_move_to_another_replica_while_both_work(rollout, prompts):
+    calls = [rollout.advance_rows(prompts, until=hf.Until(steps=4), replica=0)]
+    calls.append(rollout.advance_rows(prompts, until=hf.Until(steps=2), replica=1, greedy=True))
+    kept = rollout.withdraw_rows(replica=0, keep=True)
+    state = rollout.withdraw_rows(replica=0).get()
+    assert kept.get() == state
+    assert [len(row["token_ids"]) for row in state] == [4] * 8
+    assert [len(row["token_ids"]) for row in rollout.withdraw_rows(replica=1).get()] == [2] * 8
+    moved = drained(rollout, 1, rows=state)
+    assert moved == whole(rollout, prompts)
+    assert rollout.withdraw_rows().get() == [[], []]
+    assert all(call.get().rows == 0 for call in calls)
+
+
+def test_weights_arrive_between_two_calls(actor, rollout, prompts):
+    rollout.advance_rows(prompts, until=hf.Until(steps=5), replica=0, version=3)
+    hf.sync_weights(actor, rollout)
+    found = rollout.advance_rows(until=hf.Until(rows=8), replica=0, version=4).get().get()
+    wanted = whole(rollout, prompts)
+    assert without(rows_of(found), "policy_version", "log_probs") == without(wanted, "policy_version", "log_probs")
+    assert found["policy_version"].tolist() == [[3] * 5 + [4] * 7] * 8
+    assert found["spans"].tolist() == [2] * 8
+    assert found["recomputed_tokens"].tolist() == [len(ids) + 5 for ids in found["prompt_ids"].tolist()]
+
+
+def test_an_actor_continues_rows_after_training(actor, rollout, prompts):
+    wanted = whole(actor, prompts)
+    first = actor.advance_rows(prompts, until=hf.Until(steps=6))
+    scored = actor.compute_log_prob(rollout.generate_sequences(prompts))  # in the training layout
+    with pytest.raises(WorkerError, match=r"call advance_rows\(replica=None\) first"):
+        actor.advance_rows(until=hf.Until(steps=1), replica=0).get()
+    assert first.get().rows == 0
+    assert "old_log_probs" in scored.columns
+    found = drained(actor, None)
+    assert without(found, "log_probs") == without(wanted, "log_probs")  # and equal versions
+
+
+def test_wrong_calls_are_refused(rollout, prompts, settle):
+    with pytest.raises(ConfigError, match="give when the call ends"):
+        rollout.advance_rows(prompts, until=hf.Until())
+    with pytest.raises(ProtocolError, match=r"replicas 0\.\.1"):
+        rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=2)
+    with pytest.raises(ConfigError, match="every replica would continue"):
+        rollout.advance_rows(until=hf.Until(steps=1), rows=[{}])
+    unnamed = hf.BatchRef.from_batch(hf.Batch({"prompt_ids": prompts["prompt_ids"]}), number=False)
+    with pytest.raises(ConfigError, match="row_id"):
+        rollout.advance_rows(unnamed, until=hf.Until(steps=1), replica=0)
+    rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=0)
+    with pytest.raises(WorkerError, match=r"row 7\.0 was submitted twice"):
+        rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=0).get()
+    settle()
+    assert len(rollout.withdraw_rows(replica=0).get()) == 8
