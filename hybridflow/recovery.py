@@ -42,7 +42,7 @@ def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> No
 
 def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
     """Replace only the pools that have lost hosts. Returns the moment (of these, the newest first) from which the run
-    goes on, or None: the run has to continue from a checkpoint.
+    continues, or None when it has to continue from a checkpoint.
 
     Errors: those of a host that does not answer or cannot be built.
     """
