@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from hybridflow.protocols import register as register
     from hybridflow.run_state import load as load
     from hybridflow.run_state import save as save
+    from hybridflow.streams import stream as stream
     from hybridflow.tracing.auto import auto as auto
     from hybridflow.tracing.trace import trace as trace
     from hybridflow.tracing.trace import trace_spec as trace_spec
@@ -86,6 +87,7 @@ _WHERE = {
         *("THREE_D_PP_ONLY", "THREE_D_PROTO", "register"),
     ),
     "run_state": ("load", "save"),
+    "streams": ("stream",),
     "tracing.auto": ("auto",),
     "tracing.trace": ("trace", "trace_spec"),
     "tracker": ("Tracker",),

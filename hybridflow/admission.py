@@ -343,5 +343,5 @@ class Admission:
             self._load[group.replica] += rows
 
 
-def _records(groups: Mapping[int, _Group]) -> list[tuple[int, dict[str, Any]]]:
-    return [(number, asdict(group)) for number, group in groups.items()]
+def _records(groups: Mapping[int, _Group]) -> list[list[Any]]:
+    return [[number, asdict(group)] for number, group in groups.items()]

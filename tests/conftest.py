@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -28,16 +28,13 @@ for name, value in {
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes stay together. One process of pytest-xdist runs those marked `gloo` and what else uses
-    the gloo processes of tests/contracts, another one those of the Ray cluster; whoever is free runs the other files.
+    """One process of pytest-xdist runs all tests that start processes, the others the files of tests/unit.
 
     Tests marked `gpu` are skipped where there is no CUDA device.
     """
-    gloo = {item.path for item in items if item.get_closest_marker("gloo") or "everyone" in fixtures(item)}
     for item in items:
         folder, *rest = item.path.relative_to(TESTS).parts
-        alone = "/".join((folder, *rest)) if folder in ("unit", "contracts") else folder
-        item.add_marker(pytest.mark.xdist_group("gloo" if item.path in gloo else alone))
+        item.add_marker(pytest.mark.xdist_group("/".join(rest) if folder == "unit" else "processes"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -46,11 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def fixtures(item: pytest.Item) -> Collection[str]:
-    """Names of all fixtures that a test needs."""
-    return getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

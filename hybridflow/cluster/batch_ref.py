@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from hybridflow.batch.batch import Batch
@@ -285,6 +287,14 @@ class LaterBatch:
         rows = Reader(timeout).rows(self.outputs)
         known = [replace(output, rows=count) for output, count in zip(self.outputs, rows, strict=True)]
         return BatchRef.concat([BatchRef.of_output(output, self.columns) for output in known])
+
+
+def wait_for_one(calls: Sequence[LaterBatch], seconds: float) -> None:
+    """Returns when one of the calls has ended, or after `seconds`."""
+    refs = [output.ref for call in calls for output in call.outputs]
+    ends, unended = time.monotonic() + seconds, refs
+    while unended and not any(call.done() for call in calls) and (left := ends - time.monotonic()) > 0:
+        unended = ray.wait(unended, num_returns=1, timeout=left)[1]
 
 
 def _as_ref(value: Any) -> BatchRef:

@@ -28,7 +28,7 @@ from hybridflow.settings import require
 
 _WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
 _WRITTEN += ("temperature",)
-_ROWS = ("row_id", "response_index", "spans", "recomputed_tokens")
+_ROWS = ("row_id", "response_index", "oldest_version", "newest_version", "spans", "recomputed_tokens")
 _SESSION = ("batch", "until", "rows", "replica", "version")
 """Settings of `advance_rows` that are not those of the sampling."""
 
@@ -123,7 +123,10 @@ class Generation:
             engine.policy_version = version
         engine.advance(until)
         taken = engine.take()
-        numbers = [(row.row_id, row.index, row.spans, row.recomputed) for row in taken]
+        numbers = [
+            (row.row_id, row.index, min(row.policy_version), max(row.policy_version), row.spans, row.recomputed)
+            for row in taken
+        ]
         more = torch.tensor(numbers, dtype=torch.int64).reshape(-1, len(_ROWS)).unbind(1)
         return self._columns(taken).with_columns(**dict(zip(_ROWS, more, strict=True)))
 
@@ -216,9 +219,11 @@ class RowSession:
 
         Runs on generation replica `replica` only; None: on all of them, which share the rows of `batch`, and each
         decodes until `until`. An actor's weights move to generation on all ranks: the first call after training needs
-        None. The finished rows, in the order in which they finished, have the
-        columns of `generate_sequences`, and `row_id`, `response_index` (0..n-1), `spans` and `recomputed_tokens` (see
-        `Row`), all [B] int64. `version` is the policy version of the present weights (default: counted by the engine).
+        None. `version` is the policy version of the present weights (default: counted by the engine).
+
+        The finished rows, in the order in which they finished, have the columns of `generate_sequences`, and `row_id`,
+        `response_index` (0..n-1), `oldest_version` and `newest_version` of its tokens, `spans` and `recomputed_tokens`
+        (see `Row`), all [B] int64.
 
         Errors: as `generate_sequences`; ConfigError for a row that the replica has already. No row of a failed call is
         lost: what it had submitted before can be withdrawn.
@@ -227,11 +232,15 @@ class RowSession:
             return generation.advance(batch, until, rows, version, **sampling)
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
-    def withdraw_rows(self, replica: int | None = None, keep: bool = False) -> list[dict[str, Any]]:
-        """The unfinished rows of a generation replica as plain data. None: a list of them for each replica.
+    def withdraw_rows(
+        self, replica: int | None = None, keep: bool = False, row_ids: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """The unfinished rows (of the prompts `row_ids`) of a generation replica as plain data. None: a list of them
+        for each replica.
 
         The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host.
         """
         del replica  # used by the driver only
         engine = self.rollout().engine
-        return [asdict(row) for row in (engine.unfinished if keep else engine.withdraw())]
+        found = [row for row in engine.unfinished if row_ids is None or row.row_id in row_ids]
+        return [asdict(row) for row in (found if keep else engine.withdraw([row.name for row in found]))]

@@ -35,30 +35,36 @@ def reward(prompts: list[str], completions: list[str], **columns: object) -> lis
 
 
 class Fault(threading.Thread):
-    """Sends a signal to the process of the group's rank 1, once.
+    """Sends signals to the process of the group's rank 1.
 
-    `fault` is "call:step:signal": it comes when that runs `call` in iteration `step`.
+    `faults` are "call:step:signal", separated by commas: one comes when that runs `call` in iteration `step`.
     """
 
-    def __init__(self, group: hf.WorkerGroup, fault: str) -> None:
+    def __init__(self, group: hf.WorkerGroup, faults: str) -> None:
         super().__init__(daemon=True)
-        self.call, step, name = fault.split(":")
-        self.host, self.step, self.number = group.ranks.hosts[1], int(step), getattr(signal, name)
-        self.iterations = group.session.iterations
+        self.group, self.iterations = group, group.session.iterations
+        self.faults = [fault.split(":") for fault in faults.split(",")]
 
     def run(self) -> None:
+        for call, step, name in self.faults:
+            while (self.iterations.step or 0) < int(step):
+                time.sleep(0.002)
+            self.send(call, getattr(signal, name))
+
+    def send(self, call: str, number: int) -> None:
         import ray
 
-        port = ray.get(self.host.address)[1]
+        host = self.group.ranks.hosts[1]
+        port = ray.get(host.address)[1]
         listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
         pid = next(one.pid for one in listening if one.laddr.port == port)
         while True:
-            doing = liveness.ask(self.host.address)
+            doing = liveness.ask(host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
-            if (self.iterations.step or 0) >= self.step and now.endswith(self.call):
-                time.sleep(3 if self.call == "idle" else 0)
-                os.kill(pid, self.number)
-                print(f"fault: {self.number} to {pid} in {now} at {time.time()}", flush=True)
+            if now.endswith(call):
+                time.sleep(3 if call == "idle" else 0)
+                os.kill(pid, number)
+                print(f"fault: {number} to {pid} in {now} at {time.time()}", flush=True)
                 return
             time.sleep(0.002)
 
@@ -118,7 +124,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
                 plain = {name: rows[name].tolist() for name in rows.columns}
                 record.write(json.dumps({"step": checkpoints.done, "figures": figures, "rows": plain}) + "\n")
                 record.flush()
-            if checkpoints.done == int(options.get("pause", -1)) and not checkpoints.restarts:
+            if checkpoints.done == int(options.get("pause", -1)):
+                del options["pause"]
                 time.sleep(8)  # all calls have ended; the fault comes now
             if checkpoints.done == int(options.get("ask", -1)):
                 os.kill(os.getpid(), signal.SIGTERM)

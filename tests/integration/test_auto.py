@@ -120,8 +120,8 @@ def test_a_placement_for_another_cluster_leaves_nothing_behind():
     assert done.stdout == "refused\n", done.stderr
 
 
-def lengths(completions: list[str]) -> list[float]:
-    return [len(text) / 6 for text in completions]
+def early_letters(completions: list[str]) -> list[float]:
+    return [sum(letter in "abcdefgh" for letter in text) / 6 for text in completions]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_driver_is_planned_and_runs_as_found(cluster, closing, settle, policy,
         optim, generate = hf.SGD(lr=0.1), hf.VLLM(tp=8, sampling=hf.Sampling(max_tokens=6, seed=1))
         groups["actor"] = actor = hf.ActorWorker.on(pool, model=policy, optim=optim, generate=generate)
         groups["reference"] = reference = hf.ReferenceWorker.on(pool[8:16], model=policy)
-        groups["reward"] = reward = hf.RewardWorker.on(pool, function=lengths)
+        groups["reward"] = reward = hf.RewardWorker.on(pool, function=early_letters)
         figures = []
         for batch in hf.PromptLoader(prompts, batch_size=4, steps=steps):
             batch = actor.generate_sequences(batch, n=2)

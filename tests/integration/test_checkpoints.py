@@ -108,7 +108,7 @@ def test_a_killed_and_stopped_driver_continues_exactly(runs, undisturbed, stoppe
 @pytest.mark.parametrize(("call", "number"), [("update_actor", "SIGKILL"), ("generate_sequences", "SIGSTOP")])
 def test_a_lost_host_is_replaced(runs, undisturbed, call, number):
     """It dies, or stops to answer."""
-    run = runs.run(f"lost-{call}", every=2, fault=f"{call}:4:{number}", deadline=12, record=1, retry=1)
+    run = runs.run(f"lost-{call}", every=2, fault=f"{call}:4:{number}", deadline=20, record=1, retry=1)
     check_equal(run, undisturbed, range(1, STEPS + 1))
     if number == "SIGSTOP":
         assert "no answer" in "".join(path.read_text() for path in run.glob("stacks-*.txt"))
@@ -129,10 +129,10 @@ def apart(runs) -> Path:
     return runs.run("apart", every=100, rollout=1, record=1)
 
 
-@pytest.mark.parametrize(("call", "more"), [("generate_sequences", {}), ("idle", {"pause": 3})])
-def test_a_lost_host_that_only_generates_costs_no_training(runs, apart, call, more):
+def test_lost_hosts_that_only_generate_cost_no_training(runs, apart):
     """There is no checkpoint to go back to: the iteration that was under way is done again, and no other."""
-    run = runs.run(f"apart-{call}", every=100, rollout=1, record=1, retry=1, fault=f"{call}:3:SIGKILL", **more)
+    faults = "generate_sequences:2:SIGKILL,idle:4:SIGKILL"
+    run = runs.run("apart-lost", every=100, rollout=1, record=1, retry=1, fault=faults, pause=4)
     lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
     assert lines == [*range(1, STEPS + 1)]
     check_equal(run, apart, range(1, STEPS + 1))

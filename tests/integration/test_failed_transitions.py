@@ -19,8 +19,6 @@ from tests.contracts.plain_holders import PlainGenerator, PlainTrainer, resident
 from tests.contracts.rank_processes import RankProcesses, World
 from tests.integration.transition_cases import BF16, BUCKET, FP32, TIED, Case, Scarce, build, plain
 
-pytestmark = pytest.mark.gloo
-
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankProcesses]:

@@ -28,8 +28,6 @@ from tests import tiny_models
 from tests.contracts.plain_holders import resident_bytes, tensors
 from tests.contracts.rank_processes import RankProcesses, World
 
-pytestmark = pytest.mark.gloo
-
 WARM_UP, CYCLES = 3, 20
 VOCABULARY = 64  # neither engine pads it
 FLAT_ENDS = 5 * 128 * 4  # bytes: Megatron's flat buffers, here five, end at multiples of 128 elements

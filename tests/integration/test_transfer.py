@@ -28,8 +28,6 @@ from tests.example_layouts import SPEC, placed, whole
 from tests.integration.transfer_pairs import RANKS, empty, values_of
 from tests.integration.transfer_tasks import Watch, member
 
-pytestmark = pytest.mark.gloo
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

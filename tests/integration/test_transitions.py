@@ -20,8 +20,6 @@ from tests.contracts.plain_holders import PlainGenerator, PlainTrainer, resident
 from tests.contracts.rank_processes import RankProcesses, World
 from tests.integration.transition_cases import BF16, FP16, FP32, SPEC, TIED, Case, build
 
-pytestmark = pytest.mark.gloo
-
 SIZES = [(p, t, 8 // (p * t)) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) if p * t <= 8]
 
 

@@ -36,8 +36,6 @@ from tests.integration.vllm_scenarios import (
     save_model,
 )
 
-pytestmark = pytest.mark.gloo
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,8 +19,6 @@ from hybridflow.models.hf_spec import TransformersSpec
 from tests.contracts.rank_processes import RankProcesses
 from tests.integration.probing_tasks import PROMPTS, generated, packed, same_regions
 
-pytestmark = pytest.mark.gloo
-
 SIZES: dict[str, Any] = {
     "vocab_size": 70,  # vLLM pads them to 128
     "hidden_size": 128,

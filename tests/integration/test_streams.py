@@ -1,0 +1,175 @@
+"""Streams on real hosts: the synchronous loop, staleness, weights in the middle of responses, continuing, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybridflow as hf
+from hybridflow.errors import ConfigError
+from tests import tiny_models
+
+PROMPTS = [{"prompt": text} for text in ("abc", "hello you", "xyz", "the end", "k", "a b c", "zz", "four")]
+SAMPLING = hf.Sampling(max_tokens=6, seed=5)
+
+
+def early_letters(completions: list[str]) -> list[float]:
+    return [sum(letter in "abcdefgh" for letter in text) / 6 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def actor(pool, policy) -> Iterator[hf.WorkerGroup]:
+    group = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5))
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def rollout(pool, policy) -> Iterator[hf.WorkerGroup]:
+    """Two replicas."""
+    group = hf.RolloutWorker.on(pool[2:4], model=policy, generate=hf.VLLM(sampling=SAMPLING))
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def judge(pool) -> Iterator[hf.WorkerGroup]:
+    group = hf.RewardWorker.on(pool[0:2], function=early_letters)
+    yield group
+    group.close()
+
+
+def loader(steps: int, batch_size: int = 4) -> hf.PromptLoader:
+    return hf.PromptLoader(PROMPTS, batch_size=batch_size, steps=steps, seed=3)
+
+
+def train(batch: hf.BatchRef, actor: hf.WorkerGroup, judge: hf.WorkerGroup) -> tuple[dict[str, float], hf.Batch]:
+    batch |= actor.compute_log_prob(batch)
+    batch |= judge.compute_reward(batch)
+    batch |= hf.compute_advantage(batch, "grpo")
+    figures = actor.update_actor(batch, minibatches=2)
+    return figures.get(), batch.get()
+
+
+def test_without_staleness_it_is_the_synchronous_loop(pool, policy, rollout, judge):
+    found = []
+    for stale in (False, True):
+        actor = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5))
+        hf.sync_weights(actor, rollout)
+        batches = hf.stream(loader(3), rollout, rows=8, n=2, max_staleness=0) if stale else loader(3)
+        for batch in batches:
+            batch = batch if stale else rollout.generate_sequences(batch, n=2)
+            figures, rows = train(batch, actor, judge)
+            hf.sync_weights(actor, rollout)
+            found.append((figures, rows.without("policy_version")))
+        actor.close()
+    for (figures, rows), (wanted, others) in zip(found[3:], found[:3], strict=True):
+        assert figures == wanted
+        assert rows.equal(others)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_token_is_too_old_and_no_prompt_is_lost(actor, rollout, judge, staleness):
+    stream = hf.stream(loader(6), rollout, rows=8, n=2, max_staleness=staleness, call_seconds=0.01)
+    prompts: list[str] = []
+    for number, batch in enumerate(stream):
+        figures, rows = train(batch, actor, judge)
+        hf.sync_weights(actor, rollout)
+        groups = rows["group_id"].tolist()
+        assert groups == sorted(groups)
+        assert rows["row_id"].tolist() == [2 * group + k for group in groups[::2] for k in (0, 1)]
+        for ids, versions in zip(rows["response_ids"].tolist(), rows["policy_version"].tolist(), strict=True):
+            assert len(ids) == len(versions)
+            assert number - staleness <= min(versions) <= max(versions) <= number
+        prompts += rows["prompt"][::2]
+        assert stream.metrics()["stream/staleness_max"] <= staleness
+        assert figures["actor/grad_norm"] >= 0
+    assert sorted(prompts) == sorted(text for batch in loader(6).drawn() for text in batch["prompt"])
+
+
+def test_log_probs_are_those_of_the_version_that_sampled_each_token(actor, rollout, judge):
+    """Checked by scoring each batch before the update of its version, when all of its tokens are of that version."""
+    stream = hf.stream(loader(4), rollout, rows=8, n=2, max_staleness=2, call_seconds=0.01)
+    checked = 0
+    for number, batch in enumerate(stream):
+        scored = actor.compute_log_prob(batch)
+        rows = (batch | scored).get(["log_probs", "old_log_probs", "policy_version"])
+        for ours, theirs, versions in zip(*(rows[name].tolist() for name in rows.columns), strict=True):
+            same = [version == number for version in versions]
+            pairs = [(a, b) for a, b, now in zip(ours, theirs, same, strict=True) if now]
+            checked += len(pairs)
+            if all(same):  # tokens before it are of its version, too
+                assert torch.tensor(pairs).diff(dim=1).abs().max() < 1e-4
+        train(batch, actor, judge)
+        hf.sync_weights(actor, rollout)
+    assert checked
+
+
+def test_a_state_continues_with_the_prompts_under_way(actor, rollout, judge):
+    first, states, seen = hf.stream(loader(5), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.01), [], []
+    for batch in first:
+        rows = batch.get(["prompt", "group_id"])
+        seen.append(rows["group_id"].tolist()[::2])
+        train(batch, actor, judge)
+        hf.sync_weights(actor, rollout)
+        states.append(first.state())
+        if len(seen) == 2:
+            break
+    del first, batch
+    assert json.loads(json.dumps(states[-1])) == states[-1]
+    second = hf.stream(loader(5), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.01)
+    second.load_state(states[-1])
+    for batch in second:
+        seen.append(batch.get("group_id")["group_id"].tolist()[::2])
+        hf.sync_weights(actor, rollout)
+    assert len(seen) == 5
+    assert sorted(group for groups in seen for group in groups) == list(range(20))
+
+
+def test_an_actor_continues_unfinished_responses_after_its_update(pool, policy, judge):
+    generate = hf.VLLM(sampling=SAMPLING)
+    actor = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5), generate=generate)
+    stream = hf.stream(loader(3), actor, rows=8, n=2, max_staleness=2, call_seconds=0.001)
+    for number, batch in enumerate(stream):
+        _, rows = train(batch, actor, judge)
+        assert all(number - 2 <= min(row) <= max(row) <= number for row in rows["policy_version"].tolist())
+    actor.close()
+
+
+def test_a_function_generates_a_batch_ahead(actor, rollout):
+    def generate(prompts: hf.BatchRef) -> hf.BatchRef:
+        return rollout.generate_sequences(prompts, n=2)
+
+    batches = [batch.get() for batch in hf.stream(loader(3), generate, rows=8, n=2, max_staleness=1)]
+    assert [batch["group_id"].tolist()[::2] for batch in batches] == [list(range(4 * k, 4 * k + 4)) for k in range(3)]
+
+
+def test_what_cannot_work_is_refused(actor, rollout):
+    settings: dict[str, Any] = {"rows": 8, "n": 2}
+    for wrong, text in (
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"rows": 9}, "whole groups of n=2"),
+        ({"on_stale": "keep"}, "on_stale"),
+        ({"call_seconds": 0}, "call_seconds"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            hf.stream(loader(1), rollout, **settings | wrong)
+    with pytest.raises(ConfigError, match="cannot generate"):
+        hf.stream(loader(1), actor, **settings)
+    with pytest.raises(ConfigError, match="PromptLoader"):
+        hf.stream(PROMPTS, rollout, **settings)  # type: ignore[arg-type]
+    stream = hf.stream(loader(4), rollout, **settings)
+    with pytest.raises(ConfigError, match="has a stream already"):
+        hf.stream(loader(1), rollout, **settings)
+    with pytest.raises(ConfigError, match=r"Call hf\.sync_weights"):
+        list(stream)
