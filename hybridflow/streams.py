@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -28,7 +27,7 @@ from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.errors import BatchError, ConfigError
 from hybridflow.protocols import kind_of
-from hybridflow.settings import is_number, require
+from hybridflow.settings import require
 
 Function = Callable[[BatchRef], BatchRef]
 _PER_ROW = ("row_id", "response_index", "oldest_version", "newest_version", "recomputed_tokens")
@@ -72,17 +71,15 @@ def stream(
     if not isinstance(loader, PromptSource):
         raise ConfigError(f"stream takes a PromptLoader, got {type(loader).__name__}.")
     options = StreamOptions(rows=rows, n=n, max_staleness=max_staleness, on_stale=on_stale)  # type: ignore[arg-type]
-    good = is_number(call_seconds) and call_seconds > 0
-    require(good, f"call_seconds={call_seconds!r}: give the seconds of one call of a rollout.")
+    until = Until(seconds=call_seconds)
     groups = [rollout] if isinstance(rollout, WorkerGroup) else [] if callable(rollout) else list(rollout)
     require(callable(rollout) or bool(groups), f"stream(rollout={rollout!r}): give a group that generates.")
     for group in groups:
         _check_generates(group)
     require(not (sampling and callable(rollout)), "sampling settings belong into the function that generates.")
     require(len(groups) <= 1 or max_staleness > 0, "max_staleness=0 takes one group: give it all of the devices.")
-    until = Until(seconds=call_seconds) if groups and max_staleness else None
     function: Any = partial(groups[0].generate_sequences, n=n, **sampling) if groups else rollout
-    return ResponseStream(loader, groups, options, function, until, sampling)
+    return ResponseStream(loader, groups, options, function, until if groups and max_staleness else None, sampling)
 
 
 def _check_generates(group: object) -> None:
@@ -118,7 +115,7 @@ class _ReplicaCalls:
 
 
 class ResponseStream:
-    """The batches of `stream`. `state()` and `load_state` continue with the prompts under way."""
+    """The batches of `stream`."""
 
     def __init__(
         self,
@@ -158,9 +155,9 @@ class ResponseStream:
         if self._restored is not None:
             return dict(self._restored)
         state, taken = self._admission.state(), self._admission.taken
-        versions = self._versions | dict.fromkeys(self._updated(), taken)
         # the loop has issued what it does with the last batch
-        state["counts"] |= {"trained_batches": taken, "version": min(versions.values(), default=taken)}
+        version = min(self._versions_now(taken).values(), default=taken)
+        state["counts"] |= {"trained_batches": taken, "version": version}
         state["untrained"] = []
         first = min((group for group, _ in state["groups"]), default=self._admission.admitted)
         needed = next((drawn for drawn in self._drawn if drawn.first + drawn.prompts.rows > first), None)
@@ -223,8 +220,7 @@ class ResponseStream:
             self._wait = time.monotonic() - start
             yield batch
             self._admission.trained()
-            for name in self._updated():
-                self._versions[name] = self._admission.trained_batches
+            self._versions = self._versions_now(self._admission.trained_batches)
             self._seen = {group.name: group.weights_version for group in self._groups}
             self._admission.synced(min(self._versions.values(), default=None))
         for group in self._sessions:
@@ -237,9 +233,16 @@ class ResponseStream:
         found = {"stream/wait": self._wait, "stream/recomputed_tokens": float(self._recomputed)}
         return self._admission.metrics() | found
 
-    def _updated(self) -> list[str]:
-        """The groups that have got new weights since the last batch, or train themselves."""
-        return [g.name for g in self._groups if _trains(g) or g.weights_version != self._seen[g.name]]
+    def _versions_now(self, trained: int) -> dict[str, int]:
+        """The versions of the groups' weights when `trained` batches have been trained."""
+        versions = dict(self._versions)
+        for group in self._groups:
+            if _trains(group):
+                versions[group.name] = trained
+            elif group.weights_version != self._seen[group.name]:
+                old = group.weights_source is None  # its source was updated after the sync
+                versions[group.name] = max(versions[group.name], trained - old)
+        return versions
 
     def _next(self, source: Iterator[Batch]) -> BatchRef | None:
         while True:
@@ -258,7 +261,7 @@ class ResponseStream:
             pass
         if (count := min(self._prompts_drawn, last) - self._admission.admitted) > 0:
             self._place(self._admission.admit(count))
-        self._admission.prompts_ended = self._prompts_drawn < last
+        self._admission.prompts_ended |= self._prompts_drawn < last
 
     def _draw(self, source: Iterator[Batch]) -> bool:
         """Draw a batch of the loader; False at its end."""
@@ -270,9 +273,7 @@ class ResponseStream:
         self._prompts_drawn += prompts.rows
         return True
 
-    def _place(
-        self, places: Mapping[int, Replica], rows: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
-    ) -> None:
+    def _place(self, places: Mapping[int, Replica], rows: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Start groups; or continue `rows`, the responses of one group by their index."""
         for number in places:
             self._found[number] = {}

@@ -154,13 +154,27 @@ def test_a_function_generates_a_batch_ahead(actor, rollout):
     assert [batch["group_id"].tolist()[::2] for batch in batches] == [list(range(4 * k, 4 * k + 4)) for k in range(3)]
 
 
+def test_weights_from_before_the_update_are_of_the_version_before(actor, rollout, judge):
+    hf.sync_weights(actor, rollout)
+    for number, batch in enumerate(hf.stream(loader(4), rollout, rows=8, n=2, max_staleness=1)):
+        hf.sync_weights(actor, rollout)
+        _, rows = train(batch, actor, judge)
+        versions = [version for row in rows["policy_version"].tolist() for version in row]
+        assert number - 1 <= min(versions) <= max(versions) <= max(number - 1, 0)
+    batches = iter(hf.stream(loader(4), rollout, rows=8, n=2, max_staleness=0))
+    hf.sync_weights(actor, rollout)
+    train(next(batches), actor, judge)
+    with pytest.raises(ConfigError, match="cannot be filled"):
+        next(batches)
+
+
 def test_what_cannot_work_is_refused(actor, rollout):
     settings: dict[str, Any] = {"rows": 8, "n": 2}
     for wrong, text in (
         ({"max_staleness": -1}, "max_staleness"),
         ({"rows": 9}, "whole groups of n=2"),
         ({"on_stale": "keep"}, "on_stale"),
-        ({"call_seconds": 0}, "call_seconds"),
+        ({"call_seconds": 0}, "seconds"),
     ):
         with pytest.raises(ConfigError, match=text):
             hf.stream(loader(1), rollout, **settings | wrong)

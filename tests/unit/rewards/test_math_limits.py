@@ -31,7 +31,7 @@ from hybridflow.rewards.math import Math, judge
 def peak():
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
-math = Math()
+math = Math(batch_seconds=3.0)
 assert math([""], [r"\\boxed{x+1}"], answer=["1+x"]) == [1.0]
 towers = [
     "9^{9^{9^%d}}", r"9^{%d\\cdot 9^9}", "9**9**9**%d", "2^{2^{2^{2^{2^%d}}}}", "10^{10^{%d0}}", "100%03d!",
@@ -68,7 +68,7 @@ def test_one_batch_of_everything_that_is_made_to_stop_it():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["wrong"] == []
     assert found["mib"] < 200, found
-    assert found["cpu"] < 6, found  # 0.8 s where nothing else runs
+    assert found["cpu"] < 10, found  # of which 3 s for the comparisons
     assert found["elapsed"] < 40, found  # 2 s
 
 
