@@ -41,7 +41,7 @@ from hybridflow.errors import (
     WaitTimeoutError,
     WorkerError,
 )
-from hybridflow.recovery import rebuild, replace_lost
+from hybridflow.recovery import needs_moments, rebuild, replace_lost
 from hybridflow.run_state import Moment, RunParts, Saving, restore, verified
 from hybridflow.settings import require
 
@@ -286,7 +286,8 @@ class Checkpoints:
     def _note(self, session: Session) -> None:
         """Remember this moment, for the case that hosts of groups that do not train are lost."""
         with suppress(HybridFlowError):
-            self._moments.append(Moment.now(session, RunParts.of(session, self._only), self._step))
+            if needs_moments(session):
+                self._moments.append(Moment.now(session, RunParts.of(session, self._only), self._step))
 
     # Saving
 

@@ -40,6 +40,12 @@ def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> No
         group.rebuild(former)
 
 
+def needs_moments(session: Session) -> bool:
+    """Whether there is a pool whose hosts `replace_lost` could replace."""
+    placed = (_groups_on(session, [pool]) for pool in session.pools)
+    return any(groups and not any(map(_keeps_state, groups)) for groups in placed)
+
+
 def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
     """Replace only the pools that have lost hosts. Returns the moment (of these, the newest first) from which the run
     continues, or None when it has to continue from a checkpoint.
@@ -50,7 +56,7 @@ def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
     if not pools or session.backend.lost(session.controller_pool.hosts):
         return None
     gone = _groups_on(session, pools)
-    if any(_training(group) or has_value(group) for group in gone):
+    if any(map(_keeps_state, gone)):
         return None
     moment = next((one for one in moments if _at(session, one, gone)), None)
     if moment is None:
@@ -66,6 +72,10 @@ def _groups_on(session: Session, pools: Sequence[ResourcePool]) -> list[WorkerGr
     """The groups with ranks, or ranks of a replica, on these pools."""
     names = {pool.name for pool in pools}
     return [group for group in session.groups.values() if any(r.pool_name in names for r in group.all_ranks)]
+
+
+def _keeps_state(group: WorkerGroup) -> bool:
+    return bool(_training(group)) or has_value(group)
 
 
 def _training(group: WorkerGroup) -> list[str]:
