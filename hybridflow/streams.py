@@ -229,7 +229,7 @@ class ResponseStream:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last batch: those of `Admission.metrics`, `stream/wait` (seconds for which the loop waited for
-        it) and `stream/recomputed_tokens` (computed again after new weights)."""
+        it) and `stream/recomputed_tokens` (so far, after new weights)."""
         found = {"stream/wait": self._wait, "stream/recomputed_tokens": float(self._recomputed)}
         return self._admission.metrics() | found
 

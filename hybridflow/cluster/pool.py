@@ -129,8 +129,9 @@ class ResourcePool:
         reserved, session = self._reserved, self.session
         per_node = list(_whole(reserved).devices_of_nodes) if self is not session.controller_pool else []
         session.backend.stop_hosts(reserved.hosts, reserved.reservation)
-        reserved.name = f"{session.name}-{uuid.uuid4().hex[:6]}"
-        reserved.hosts, reserved.reservation = session.backend.start_hosts(reserved.name, per_node)
+        name = f"{session.name}-{uuid.uuid4().hex[:6]}"
+        hosts, reservation = session.backend.start_hosts(name, per_node)
+        reserved.name, reserved.hosts, reserved.reservation = name, hosts, reservation
 
     def check_open(self) -> None:
         if self._reserved.closed:
