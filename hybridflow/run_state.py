@@ -177,7 +177,11 @@ class Saving:
             publish(self.partial, self.target, self._manifest())
         except BaseException as error:  # reported by the driver's thread
             self.error = error
-            shutil.rmtree(self.partial, ignore_errors=True)
+            for _ in range(int(_CANCEL_SECONDS / _LOOK_SECONDS)):
+                shutil.rmtree(self.partial, ignore_errors=True)
+                if not self.partial.exists():  # a rank may have made its file meanwhile
+                    break
+                time.sleep(_LOOK_SECONDS)
 
     def _manifest(self) -> CheckpointManifest:
         files, groups = dict[str, FileEntry](), dict[str, SavedGroup]()

@@ -81,6 +81,7 @@ def session_of(ranks: list[Connection], step: Callable[[], int]) -> Any:
         worker_class=Worker,
         settings={},
         weights_source=None,
+        weights_version=0,
         calls_issued=Counter(),
         ranks=SimpleNamespace(hosts=()),
         grid=SimpleNamespace(size=RANKS),
