@@ -60,6 +60,7 @@ def replace_lost(session: Session, moments: Iterable[Moment]) -> Moment | None:
     moment = next((one for one in moments if _at(session, one, gone)), None)
     if moment is None:
         return None
+    session.iterations.reset()  # a finished iteration may have a failed call: a stream's
     _step_back(session, moment)
     rebuild(session, pools)
     follow(session, {group.name: moment.sources[group.name] for group in gone})

@@ -184,6 +184,8 @@ class ResponseStream:
             return
         rows = [row for chain in self._chains.values() for row in chain.copied_rows()]
         rows += [row for group in self._sessions for found in group.withdraw_rows().get() for row in found]
+        for group in self._sessions:
+            group.advance_rows(until=Until(steps=1))  # nobody takes what has finished meanwhile
         done = {number: group for groups in (*self._given, self._found) for number, group in groups.items()}
         state, self._restored = self._restored, None
         self._reset()
@@ -349,6 +351,7 @@ class ResponseStream:
             return
         self._queue_calls(self._chains.values())
         running = [chain for chain in self._chains.values() if chain.calls]
+        assert running, f"no call decodes groups {self._admission.under_way}"
         wait_for_one([chain.calls[0] for chain in running], _LOOK_SECONDS)
         for chain in running:
             for row_id, index, response in chain.ended():
