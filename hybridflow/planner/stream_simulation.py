@@ -218,7 +218,7 @@ class _StreamSimulation:
         seconds = self.ends[-1] - (self.ends[run.warm_up - 1] if run.warm_up else 0.0)
         means, maxima = zip(*self.staleness, strict=True)
         return SimulatedStream(
-            rows_per_second=(run.batches - run.warm_up) * run.options.rows / seconds,
+            rows_per_second=(run.batches - run.warm_up) * run.options.rows / seconds if seconds else math.inf,
             trainer_busy=self.trainer_busy / self.clock,
             rollout_busy=self.rollout_busy / run.replicas / self.clock,
             recomputed=self.recomputed / max(1, self.decoded),
