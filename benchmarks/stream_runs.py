@@ -16,6 +16,7 @@ import hybridflow as hf
 from hybridflow.cluster.future import Future
 from hybridflow.config import Until
 from hybridflow.engines.contract import Row
+from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.streams import ResponseStream
 from recipes.small_model import EOS, PAD, SmallModel
@@ -34,6 +35,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": TEXT.vocabulary[EOS],
     "pad_token_id": TEXT.vocabulary[PAD],
 }
+SEED = 1
 _FIRST_ROW = 1 << 40  # no loader has row ids like this
 
 
@@ -85,29 +87,33 @@ class LongTailedRollout(hf.RolloutWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun:
-    """A loop that ran. `staleness` of each row by its oldest token, `lengths`: row_id -> tokens of the response."""
+    """A loop that ran. `staleness` of each row, by its oldest token."""
 
     rows_per_second: float
     trainer_busy: float
     recomputed: float  # tokens computed again, per token that was sampled
     staleness: Sequence[int]
-    lengths: dict[int, int]
 
 
 class Job:
     """An actor on two hosts, and a rollout of two replicas on two others."""
 
     def __init__(self, policy: str, lengths: ResponseLengths, rows: int, n: int, call_seconds: float) -> None:
-        self.policy, self.rows, self.n, self.call_seconds = policy, rows, n, call_seconds
+        self.policy, self.rows, self.n, self.call_seconds, self.tail = policy, rows, n, call_seconds, lengths
         self.pool, longest = hf.ResourcePool([TRAINERS + REPLICAS]), round(lengths.median * lengths.ratio)
-        sampling = hf.Sampling(max_tokens=longest, ignore_eos=True, seed=1)
+        sampling = hf.Sampling(max_tokens=longest, ignore_eos=True, seed=SEED)
         generate = hf.VLLM(max_length=PROMPT + longest, max_sequences=512, sampling=sampling)
         train = {"train": hf.Megatron(), "optim": hf.Adam(lr=1e-6)}
         self.actor = hf.ActorWorker.on(self.pool[:TRAINERS], model=policy, **train)
         self.rollout = LongTailedRollout.on(self.pool[TRAINERS:], model=policy, generate=generate, lengths=lengths)
 
+    def lengths(self, rows: int) -> list[int]:
+        """Of the first `rows` rows of a loader; a run compares its rows with them."""
+        seeds = [derived_seed(SEED * 1_000_003 + row // self.n, row % self.n) for row in range(rows)]
+        return [self.tail.draw(random.Random(seed)) for seed in seeds]
+
     def stream(self, bound: int, whole_batches: bool, batches: int) -> ResponseStream:
-        """The same prompts each time; their rows have the same ids, so the same lengths."""
+        """The same prompts each time, with the same row ids, so the same lengths."""
         drawn = random.Random(0)
         prompts = [{"prompt": "".join(drawn.choices(TEXT.characters[:26], k=PROMPT))} for _ in range(256)]
         loader = hf.PromptLoader(prompts, batch_size=self.rows // self.n, steps=batches, tokenizer=self.policy)
@@ -124,30 +130,41 @@ class Job:
         return self.actor.update_actor(batch, minibatches=2)
 
     def run(self, bound: int, whole_batches: bool, batches: int, warm_up: int) -> LoopRun:
-        """The loop of docs/asynchronous.md. Batches end with their updates, as in the simulation."""
-        stream, start, kept = self.stream(bound, whole_batches, batches), time.time(), []
+        """The loop of docs/asynchronous.md for `batches` batches of a stream that has more.
+
+        Batches end with their updates, as in the simulation. Errors: AssertionError for a row of another length.
+        """
+        stream, start, kept = self.stream(bound, whole_batches, batches + bound + 1), time.time(), []
         for batch in stream:
             kept.append(batch.select("row_id", "policy_version"))
             self.train(batch)
             hf.sync_weights(self.actor, self.rollout)
-        lengths, staleness, first = dict[int, int](), [], None
-        for number, batch in enumerate(kept):
-            row_ids, versions = (batch.get()[name].tolist() for name in ("row_id", "policy_version"))
-            first = min(map(min, versions)) if first is None else first
-            staleness += [number - (min(row) - first) for row in versions]
-            lengths |= zip(row_ids, map(len, versions), strict=True)
-        events = [event for event in self.pool.events() if event.start >= start and event.role == "actor"]
+            if len(kept) == batches:
+                break
+        self.rollout.withdraw_rows().get()
+        events = [e for e in self.pool.events() if e.start >= start and e.role == self.actor.name]
         ends = sorted({e.seq: e.end for e in events if e.method == "update_actor"}.values())
         begin, seconds = ends[warm_up - 1], ends[-1] - ends[warm_up - 1]
         whole = [e for e in events if e.method in ("compute_log_prob", "update_actor")]
         busy = sum(max(0.0, e.end - max(begin, e.ready)) for e in whole) / TRAINERS
+        staleness, tokens = self._versions(kept)
         return LoopRun(
             rows_per_second=(batches - warm_up) * self.rows / seconds,
             trainer_busy=busy / seconds,
-            recomputed=stream.metrics()["stream/recomputed_tokens"] / sum(lengths.values()),
+            recomputed=stream.metrics()["stream/recomputed_tokens"] / tokens,
             staleness=staleness,
-            lengths=lengths,
         )
+
+    def _versions(self, batches: Sequence[hf.BatchRef]) -> tuple[list[int], int]:
+        """The staleness of each row, and all tokens."""
+        lengths, staleness, tokens, first = self.lengths((len(batches) + 8) * self.rows), [], 0, 0
+        for number, batch in enumerate(found.get() for found in batches):
+            versions = batch["policy_version"].tolist()
+            first = min(map(min, versions)) if number == 0 else first
+            staleness += [number - (min(row) - first) for row in versions]
+            tokens += sum(map(len, versions))
+            assert [lengths[row] for row in batch["row_id"].tolist()] == list(map(len, versions))
+        return staleness, tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,11 +130,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             found.append(measure_speeds(job, repeats=5, few=4, many=args.rows))
             for mode, bound in HERE.items():
                 runs[mode].append(job.run(bound, whole_batches=mode == "one_step_off", **counts))
-            lengths = [tokens for _, tokens in sorted(runs["sync"][0].lengths.items())]
-            for mode in HERE:
-                assert runs[mode][-1].lengths == runs["sync"][0].lengths, mode
-                predictions[mode].append(predict(mode, found[-1], lengths, args.rows, args.n, **counts))
+        lengths = job.lengths((args.batches + 5) * args.rows)
         hf.shutdown()
+    for speeds in found:
+        for mode in HERE:
+            predictions[mode].append(predict(mode, speeds, lengths, args.rows, args.n, **counts))
     sync = statistics.median(run.rows_per_second for run in runs["sync"])
     return {
         "lengths": {"median": statistics.median(lengths), "mean": statistics.mean(lengths), "max": max(lengths)},
