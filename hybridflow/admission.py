@@ -249,9 +249,9 @@ class Admission:
             "untrained": [_records(batch) for batch in [*self._untrained, *self._again]],
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> dict[int, Replica]:
+    def load_state(self, state: Mapping[str, Any], unreported: Collection[int] = ()) -> dict[int, Replica]:
         """Continue from a state on the present replicas: unfinished group -> its replica. Batches that were taken but
-        not trained are given again.
+        not trained are given again. Responses of the groups `unreported` are reported as finished once more.
 
         Errors: ConfigError when it is not a state, or one of other rows, n or a larger max_staleness.
         """
@@ -271,8 +271,11 @@ class Admission:
         self.taken = self.trained_batches
         self._groups, self._complete, self._again, self._untrained = groups, complete, again, []
         self._load = dict.fromkeys(self._load, 0)
-        for group in groups.values():
+        for number, group in groups.items():
             group.replica = None
+            if number in unreported:
+                group.oldest, group.spans = [], []
+                complete.pop(number, None)
         return self._place(self.under_way)
 
     def _compose(self) -> tuple[set[int], list[int]]:

@@ -94,9 +94,11 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     equal, overlapping or disjoint: every rank receives exactly the elements that it needs and does not hold, by one
     weight plan per pair of groups (ReaL, section 5; PUZZLE, algorithm 1).
 
-    The transfer runs in call order on both groups: later calls on `destination` see all of the new weights. A
-    destination that trains keeps its optimizer's moments. If the transfer fails, calls on `destination` raise until a
-    `sync_weights` into it succeeds. The future returns `bytes` (over the wire, of all ranks) and `seconds`.
+    The transfer runs in call order on both groups: later calls on `destination` see all of the new weights. A rollout
+    on devices of its own decodes its unfinished rows until `source` is ready to send. A destination that trains keeps
+    its optimizer's moments. If the transfer fails, calls on `destination` raise until a `sync_weights` into it
+    succeeds. The future returns `bytes` (over the wire, of all ranks), `seconds`, and `pause`: the longest time for
+    which a rank neither trained nor decoded.
 
     Errors, before a byte moves: LayoutError when the models differ, PlacementError for a closed group, ConfigError for
     a group without weights.

@@ -16,7 +16,6 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.rank_state import set_random_state
-from hybridflow.protocols import kind_of
 from hybridflow.run_state import Moment, follow, give_values, has_value
 from hybridflow.tracker import Tracker
 
@@ -75,12 +74,7 @@ def _groups_on(session: Session, pools: Sequence[ResourcePool]) -> list[WorkerGr
 
 
 def _keeps_state(group: WorkerGroup) -> bool:
-    return bool(_training(group)) or has_value(group)
-
-
-def _training(group: WorkerGroup) -> list[str]:
-    """The group's operations that train."""
-    return [name for name, operation in group.operations.items() if kind_of(operation) == "training"]
+    return bool(group.training) or has_value(group)
 
 
 def _at(session: Session, moment: Moment, gone: Sequence[WorkerGroup]) -> bool:
@@ -92,7 +86,7 @@ def _at(session: Session, moment: Moment, gone: Sequence[WorkerGroup]) -> bool:
     if any(moment.sources.get(name) is None or moment.sources[name] in names for name in names):
         return False
     for group in [group for name, group in session.groups.items() if name not in names]:
-        issued, known = moment.calls.get(group.name, Counter()), _training(group)
+        issued, known = moment.calls.get(group.name, Counter()), group.training
         written = group.weights_version - moment.versions.get(group.name, 0)
         written -= sum(group.calls_issued[call] - issued[call] for call in known)
         if written and not moment.sources.get(group.name):  # by a transfer since

@@ -3,7 +3,7 @@
     loader -> prompts -> Admission -> chains of short `advance_rows` calls -> finished groups -> batches
                            ^ weights arrive (sync_weights), batches are trained
 
-Each replica has its next call queued while one runs, so that it never waits for the driver, and a weight sync or
+Each replica has its next call queued while one runs, also while the loop waits for a result, and a weight sync or
 another call takes its place between two of them: between two decoding steps of rows that are under way.
 """
 
@@ -13,27 +13,25 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from hybridflow.admission import Admission, Replica, StreamBatch, StreamOptions
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.batch_ref import BatchRef, LaterBatch, wait_for_one
+from hybridflow.cluster.batch_ref import BatchRef, wait_for_one
+from hybridflow.cluster.future import while_waiting
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.errors import BatchError, ConfigError
-from hybridflow.protocols import kind_of
+from hybridflow.replica_calls import SESSION, Finished, ReplicaCalls, Responses, known_responses, replica_calls
 from hybridflow.settings import require
 
 Function = Callable[[BatchRef], BatchRef]
-_PER_ROW = ("row_id", "response_index", "oldest_version", "newest_version", "recomputed_tokens")
-_SESSION = (*_PER_ROW, "spans")
-"""Columns of `advance_rows` that batches do not have."""
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS, _BATCHES = 1.0, 4  # the driver is at most two batches ahead of the hosts
 _streams: WeakValueDictionary[int, ResponseStream] = WeakValueDictionary()  # by the identity of their groups
 
 
@@ -46,6 +44,7 @@ def stream(
     max_staleness: int = 1,
     on_stale: str = "wait",
     call_seconds: float = 0.1,
+    copy_seconds: float = 10.0,
     **sampling: Any,
 ) -> ResponseStream:
     """Iterates over batches of `rows` rows: `rows / n` whole groups of `n` responses, with the columns of
@@ -60,6 +59,8 @@ def stream(
     `hf.sync_weights(actor, rollout)`, or an actor with generation, whose unfinished responses continue after its
     update. Or a function `prompts -> batch` that issues calls of your own, with `n` rows per prompt; its calls are not
     interrupted. Calls of rollouts decode for `call_seconds`; `sampling` overrides their `Sampling`.
+    With `hf.Checkpoints`, responses under way are copied every `copy_seconds`, and continue from there when their host
+    is lost.
 
     Prompts are drawn from `loader` one by one; its batches need not have the size of a batch of the stream.
     `hf.Checkpoints.resume(stream)` continues with the prompts that were under way. One iteration of the session is one
@@ -72,6 +73,7 @@ def stream(
         raise ConfigError(f"stream takes a PromptLoader, got {type(loader).__name__}.")
     options = StreamOptions(rows=rows, n=n, max_staleness=max_staleness, on_stale=on_stale)  # type: ignore[arg-type]
     until = Until(seconds=call_seconds)
+    require(copy_seconds > 0, f"stream(copy_seconds={copy_seconds}): give seconds above 0.")
     groups = [rollout] if isinstance(rollout, WorkerGroup) else [] if callable(rollout) else list(rollout)
     require(callable(rollout) or bool(groups), f"stream(rollout={rollout!r}): give a group that generates.")
     for group in groups:
@@ -79,7 +81,8 @@ def stream(
     require(not (sampling and callable(rollout)), "sampling settings belong into the function that generates.")
     require(len(groups) <= 1 or max_staleness > 0, "max_staleness=0 takes one group: give it all of the devices.")
     function: Any = partial(groups[0].generate_sequences, n=n, **sampling) if groups else rollout
-    return ResponseStream(loader, groups, options, function, until if groups and max_staleness else None, sampling)
+    sessions = until if groups and max_staleness else None
+    return ResponseStream(loader, groups, options, function, sessions, {"n": n, **sampling}, copy_seconds)
 
 
 def _check_generates(group: object) -> None:
@@ -101,19 +104,6 @@ class _Drawn:
     prompts: Batch
 
 
-@dataclass
-class _ReplicaCalls:
-    """The calls of one replica (None: of all replicas of a group): two are queued, one while the group also trains."""
-
-    group: WorkerGroup
-    replica: int | None
-    depth: int
-    calls: deque[LaterBatch] = field(default_factory=deque)
-    new: list[int] = field(default_factory=list)  # groups to submit
-    rows: list[Mapping[str, Any]] = field(default_factory=list)  # rows to continue
-    unfinished: int = 0
-
-
 class ResponseStream:
     """The batches of `stream`."""
 
@@ -125,35 +115,56 @@ class ResponseStream:
         function: Function,
         until: Until | None,
         sampling: Mapping[str, Any],
+        copy_seconds: float,
     ) -> None:
         self.loader, self.options = loader, options
-        self._groups, self._until, self._sampling, self._function = groups, until, dict(sampling), function
+        self._groups, self._until, self._sampling, self._function = groups, until, sampling, function
+        self._copy_seconds, self._keeps = copy_seconds, False  # until a state is asked for
         for group in groups:
             if (other := _streams.get(id(group))) is not None and other is not self:
                 raise ConfigError(f"{group.name} has a stream already: end its loop and delete it first.")
         _streams.update((id(group), self) for group in groups)
-        self._wait, self._recomputed = 0.0, 0  # seconds, tokens
+        self._figures = {"stream/wait": 0.0, "stream/rollout_wait": 0.0}
         self._restored: Mapping[str, Any] | None = None
+        self._given: deque[dict[int, dict[int, Finished]]] = deque(maxlen=_BATCHES)
         self._reset()
 
     def _reset(self) -> None:
-        chains = [chain for group in self._sessions for chain in _chains(group)]
-        self._chains: dict[Replica, _ReplicaCalls] = {f"{chain.group.name}/{chain.replica}": chain for chain in chains}
+        chains = [
+            c for group in self._sessions for c in replica_calls(group, cast("Until", self._until), self._sampling)
+        ]
+        self._chains: dict[Replica, ReplicaCalls] = {f"{chain.group.name}/{chain.replica}": chain for chain in chains}
         self._admission = Admission(self.options, self._chains or ("function",))
-        self._seen = {group.name: group.weights_version for group in self._groups}
-        self._versions = dict.fromkeys(self._seen, 0)
+        self._versions = {group.name: 0 for group in self._groups}
+        self._seen = self._weights()
         self._drawn: deque[_Drawn] = deque()
         self._prompts_drawn = self._offset = 0  # row_id of a prompt = number of its group + offset
         self._started = False
-        self._found: dict[int, dict[int, tuple[BatchRef, int]]] = {}  # of groups under way: where responses are
+        self._found: dict[int, dict[int, Finished]] = {}  # of groups that no batch has: by index in the group
         self._issued: deque[tuple[BatchRef, list[int]]] = deque()  # calls of the function, and their groups
+        self._measured = time.monotonic()
+        self._keep_copies()
+
+    def _keep_copies(self) -> None:
+        for chain in self._chains.values():
+            if self._keeps and chain.replica is not None:
+                chain.copy_seconds = self._copy_seconds
+
+    def _weights(self) -> dict[str, int]:
+        """The version of each group's weights, as the session counts them."""
+        groups = self._groups[0].session.groups.values() if self._groups else ()
+        return {group.name: group.weights_version for group in groups}
 
     # Continuing
 
     def state(self) -> dict[str, Any]:
-        """State for `load_state`: plain data, for JSON. Responses under way are generated again from their prompts."""
+        """State for `load_state`: plain data, for JSON. Responses under way are generated again from their prompts,
+        unless this stream itself continues."""
         if self._restored is not None:
             return dict(self._restored)
+        if not self._keeps:
+            self._keeps = True
+            self._keep_copies()
         state, taken = self._admission.state(), self._admission.taken
         # the loop has issued what it does with the last batch
         version = min(self._versions_now(taken).values(), default=taken)
@@ -173,29 +184,35 @@ class ResponseStream:
         self._restored = dict(state)
 
     def _begin(self, source: Iterator[Batch]) -> None:
-        """Take up a saved state. Rows that replicas still have continue with their tokens, other groups begin anew."""
+        """Take up a saved state. Groups of which every response is still known continue, others begin anew: replicas
+        have rows, the driver has copies of rows and of finished responses."""
         if self._started and self._restored is None:
             return
-        found = [row for group in self._sessions for rows in group.withdraw_rows().get() for row in rows]
+        rows = [row for chain in self._chains.values() for row in chain.copied_rows()]
+        rows += [row for group in self._sessions for found in group.withdraw_rows().get() for row in found]
+        done = {number: group for groups in (*self._given, self._found) for number, group in groups.items()}
         state, self._restored = self._restored, None
         self._reset()
         self._started = True
         if state is None:
             return
-        self._prompts_drawn, admission = state["first"], self._admission
-        places = admission.load_state(state["admission"])
-        self._versions = dict.fromkeys(self._seen, admission.version)
-        last = max((number for number, _ in state["admission"]["groups"]), default=-1)
-        while self._prompts_drawn <= last and self._draw(source):
+        self._prompts_drawn, numbers = state["first"], [number for number, _ in state["admission"]["groups"]]
+        while self._prompts_drawn <= max(numbers, default=-1) and self._draw(source):
             pass
-        kept: dict[int, dict[int, Mapping[str, Any]]] = {}
-        for row in found:
-            if all(version <= admission.trained_batches for version in row["policy_version"]):
-                kept.setdefault(row["row_id"] - self._offset, {})[row["index"]] = row
-        for number, group in state["admission"]["groups"]:
-            rows = kept.get(number, {})
-            whole = len(rows) == self.options.n and not group["oldest"] and number in places
-            self._place({number: places[number]} if whole else admission.restarted(number), rows if whole else {})
+        known: dict[int, Responses] = {}
+        if all(chain.replica is not None for chain in self._chains.values()):  # one replica continues a row
+            newest = state["admission"]["counts"]["trained_batches"]
+            known = known_responses(numbers, self.options.n, newest, done, rows, self._offset)
+        places = self._admission.load_state(state["admission"], unreported=known)
+        self._versions = dict.fromkeys(self._versions, self._admission.version)
+        for number in dict.fromkeys([*state["admission"]["complete"], *numbers]):
+            if number not in known:
+                self._place(self._admission.restarted(number))
+                continue
+            self._place({number: places[number]}, known[number].unfinished)
+            for index, response in known[number].finished.items():
+                self._found[number][index] = response
+                self._admission.finished(number, [response.versions])
 
     @property
     def _sessions(self) -> Sequence[WorkerGroup]:
@@ -212,37 +229,56 @@ class ResponseStream:
         session.attach(self)
         source = self.loader.drawn()
         self._begin(source)
-        while True:
-            session.iterations.begin(self.loader.in_flight)  # type: ignore[attr-defined]
-            start = time.monotonic()
-            if (batch := self._next(source)) is None:
-                break
-            self._wait = time.monotonic() - start
-            yield batch
-            self._admission.trained()
-            self._versions = self._versions_now(self._admission.trained_batches)
-            self._seen = {group.name: group.weights_version for group in self._groups}
-            self._admission.synced(min(self._versions.values(), default=None))
+        with while_waiting(self._queue_calls):
+            while True:
+                session.iterations.begin(self.loader.in_flight)  # type: ignore[attr-defined]
+                start = time.monotonic()
+                if (batch := self._next(source)) is None:
+                    break
+                self._measure(start)
+                yield batch
+                self._admission.trained()
+                self._versions = self._versions_now(self._admission.trained_batches)
+                self._seen = self._weights()
+                self._admission.synced(min(self._versions.values(), default=None))
         for group in self._sessions:
             group.withdraw_rows()  # of groups that fill no batch
         session.iterations.drain()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last batch: those of `Admission.metrics`, `stream/wait` (seconds for which the loop waited for
-        it) and `stream/recomputed_tokens` (so far, after new weights)."""
-        found = {"stream/wait": self._wait, "stream/recomputed_tokens": float(self._recomputed)}
-        return self._admission.metrics() | found
+        """Metrics of the last batch: those of `Admission.metrics`; `stream/wait`, seconds for which the loop waited for
+        it; `stream/rollout_wait`, seconds since the batch before for which a replica did not decode (their mean); and
+        `stream/recomputed_tokens` (so far, after new weights)."""
+        recomputed = sum(chain.recomputed for chain in self._chains.values())
+        return self._admission.metrics() | self._figures | {"stream/recomputed_tokens": float(recomputed)}
+
+    def _measure(self, start: float) -> None:
+        now, chains = time.monotonic(), self._chains.values()
+        waits = [max(0.0, now - self._measured - chain.busy) for chain in chains]
+        self._figures = {"stream/wait": now - start, "stream/rollout_wait": sum(waits) / max(1, len(waits))}
+        self._measured = now
+        for chain in chains:
+            chain.busy = 0.0
 
     def _versions_now(self, trained: int) -> dict[str, int]:
         """The versions of the groups' weights when `trained` batches have been trained."""
         versions = dict(self._versions)
         for group in self._groups:
-            if _trains(group):
+            if group.training:
                 versions[group.name] = trained
             elif group.weights_version != self._seen[group.name]:
                 old = group.weights_source is None  # its source was updated after the sync
                 versions[group.name] = max(versions[group.name], trained - old)
         return versions
+
+    def _version_of(self, group: WorkerGroup) -> int:
+        """The version of the weights that a call has that is queued now, perhaps inside the loop."""
+        before = self._versions[group.name]
+        if group.training or group.weights_version == self._seen[group.name]:
+            return before
+        source = group.session.groups.get(group.weights_source or "")
+        updated = source is not None and source.weights_version != self._seen.get(source.name)
+        return max(before, self._admission.taken - (not updated))
 
     def _next(self, source: Iterator[Batch]) -> BatchRef | None:
         while True:
@@ -274,7 +310,7 @@ class ResponseStream:
         return True
 
     def _place(self, places: Mapping[int, Replica], rows: Mapping[int, Mapping[str, Any]] | None = None) -> None:
-        """Start groups; or continue `rows`, the responses of one group by their index."""
+        """Start groups; or continue `rows`, the unfinished responses of one group by their index."""
         for number in places:
             self._found[number] = {}
         if self._until is None:
@@ -284,11 +320,11 @@ class ResponseStream:
             return
         for number, place in places.items():
             chain = self._chains[place]
-            if chain.replica is not None and rows:
-                chain.rows += [rows[index] for index in sorted(rows)]
-            else:
+            if rows is None:
                 chain.new.append(number)
-            chain.unfinished += self.options.n
+            else:
+                chain.rows += [rows[index] for index in sorted(rows)]
+            chain.unfinished += self.options.n if rows is None else len(rows)
 
     def _prompts(self, numbers: Sequence[int]) -> Batch:
         """The prompts of these groups."""
@@ -301,51 +337,26 @@ class ResponseStream:
 
     # Calls
 
+    def _queue_calls(self, every: bool = False) -> None:
+        """Keep calls queued: those of all groups, or only of those that do nothing else, while the loop waits."""
+        for chain in self._chains.values():
+            while chain.waits and (every or chain.replica is not None):
+                prompts = self._prompts(sorted(chain.new)) if chain.new else None
+                chain.issue(prompts, self._version_of(chain.group))
+
     def _advance(self) -> None:
         """Keep calls queued, and take up what the next one to end has finished."""
         if self._until is None:
             self._take_function()
             return
-        for chain in self._chains.values():
-            while chain.unfinished and len(chain.calls) < chain.depth:
-                self._issue(chain)
+        self._queue_calls(every=True)
         running = [chain for chain in self._chains.values() if chain.calls]
         wait_for_one([chain.calls[0] for chain in running], _LOOK_SECONDS)
         for chain in running:
-            while chain.calls and chain.calls[0].done():
-                self._take(chain, chain.calls.popleft().get())
-
-    def _issue(self, chain: _ReplicaCalls) -> None:
-        batch, n = None, self.options.n
-        if chain.new:
-            prompts = self._prompts(sorted(chain.new))
-            wanted = [name for name in ("prompt_ids", "prompt") if name in prompts][:1]
-            batch = BatchRef.from_batch(prompts.select(*wanted, "row_id"))
-        chain.calls.append(
-            chain.group.advance_rows(
-                batch,
-                until=self._until,
-                rows=chain.rows,
-                replica=chain.replica,
-                version=self._versions[chain.group.name],
-                n=n,
-                **self._sampling,
-            )
-        )
-        chain.new, chain.rows = [], []
-
-    def _take(self, chain: _ReplicaCalls, done: BatchRef) -> None:
-        if not done.rows:
-            return
-        figures = done.get(_PER_ROW)
-        for at, row in enumerate(zip(*(figures[name].tolist() for name in _PER_ROW), strict=True)):
-            row_id, index, oldest, newest, recomputed = row
-            chain.unfinished -= 1
-            if (number := row_id - self._offset) not in self._found:  # given up meanwhile
-                continue
-            self._found[number][index] = done, at
-            self._recomputed += recomputed
-            self._admission.finished(number, [range(oldest, newest + 1)])
+            for row_id, index, response in chain.ended():
+                if (number := row_id - self._offset) in self._found:  # else given up meanwhile
+                    self._found[number][index] = response
+                    self._admission.finished(number, [response.versions])
 
     def _take_function(self) -> None:
         """Take up the oldest call of the function without waiting: they end in order, and data is by reference."""
@@ -356,44 +367,32 @@ class ResponseStream:
                 f"{len(numbers) * self.options.n}."
             )
         for at, number in enumerate(numbers):
-            self._found[number] = {k: (batch, at * self.options.n + k) for k in range(self.options.n)}
+            for index in range(self.options.n):
+                self._found[number][index] = Finished(batch, at * self.options.n + index, range(0))
             self._admission.finished(number)
 
     def _give_up(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             del self._found[number]
-        row_ids = [number + self._offset for number in numbers]
         for chain in self._chains.values() if numbers else ():
-            rows = chain.group.withdraw_rows(replica=chain.replica, row_ids=row_ids).get()
-            gone = len(rows) if chain.replica is not None else sum(map(len, rows))
-            gone += self.options.n * len(set(chain.new) & set(numbers))
-            chain.new = [number for number in chain.new if number not in numbers]
-            chain.unfinished -= gone
+            chain.withdraw(numbers, [number + self._offset for number in numbers])
 
     def _assembled(self, batch: StreamBatch) -> BatchRef:
         """The batch by reference: rows of many calls, in the order of admission."""
-        found = [self._found.pop(number) for number in batch.groups]
-        picked = [responses[k] for responses in found for k in range(self.options.n)]
-        calls = list({id(call): call for call, _ in picked}.values())
+        found = {number: self._found.pop(number) for number in batch.groups}
+        if self._keeps:
+            self._given.append(found)
+        picked = [responses[index] for responses in found.values() for index in range(self.options.n)]
+        calls = list({id(one.rows): one.rows for one in picked}.values())
         first = dict(zip(map(id, calls), itertools.accumulate((call.rows for call in calls), initial=0), strict=False))
-        places = [first[id(call)] + at for call, at in picked]
+        places = [first[id(one.rows)] + one.at for one in picked]
         rows = calls[0] if len(calls) == 1 else BatchRef.concat(calls)
         if places != list(range(rows.rows)):
             rows = rows.take(places)
         if self._until is not None:
             prompts = BatchRef.from_batch(self._prompts(batch.groups)).repeat(self.options.n)
-            rows = prompts | rows.without(*_SESSION)
+            rows = prompts | rows.without(*SESSION)
         oldest = min(self._found, default=self._admission.admitted)
         while self._drawn and self._drawn[0].first + self._drawn[0].prompts.rows <= oldest:
             self._drawn.popleft()
         return rows
-
-
-def _trains(group: WorkerGroup) -> bool:
-    return any(kind_of(operation) == "training" for operation in group.operations.values())
-
-
-def _chains(group: WorkerGroup) -> list[_ReplicaCalls]:
-    if _trains(group):
-        return [_ReplicaCalls(group, None, depth=1)]  # weights move to generation on all ranks
-    return [_ReplicaCalls(group, replica, depth=2) for replica in range(group.grid.generation().replicas)]

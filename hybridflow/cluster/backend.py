@@ -127,3 +127,9 @@ class SessionBackend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def node_numbers(machines: Sequence[str]) -> tuple[int, ...]:
+    """A number for each machine, from 0 in order of appearance."""
+    numbers = {machine: i for i, machine in enumerate(dict.fromkeys(machines))}
+    return tuple(numbers[machine] for machine in machines)

@@ -15,7 +15,7 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, check_known, names_of, renamed
 from hybridflow.batch.row_split import even_bounds
-from hybridflow.cluster.future import Future
+from hybridflow.cluster.future import Future, fetch
 from hybridflow.cluster.row_refs import (
     CallOrigin,
     ColumnRef,
@@ -287,6 +287,15 @@ class LaterBatch:
         rows = Reader(timeout).rows(self.outputs)
         known = [replace(output, rows=count) for output, count in zip(self.outputs, rows, strict=True)]
         return BatchRef.concat([BatchRef.of_output(output, self.columns) for output in known])
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the call, once it has ended, and of its stages (`method/stage`): the slowest rank's."""
+        statuses = [status for output in self.outputs if output.call for status in output.call.statuses]
+        out: dict[str, float] = {}
+        for status in fetch([one.ref for one in statuses], statuses, follow=False):
+            for name, seconds in status.seconds:
+                out[name] = max(out.get(name, 0.0), seconds)
+        return out
 
 
 def wait_for_one(calls: Sequence[LaterBatch], seconds: float) -> None:

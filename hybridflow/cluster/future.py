@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from hybridflow.engines.process_groups import SkippedStep, is_communication_erro
 from hybridflow.errors import CheckpointError, HostLostError, HybridFlowError, WaitTimeoutError, WorkerError
 
 logger = logging.getLogger(__name__)
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS, _WORK_SECONDS = 1.0, 0.05
 _TIMEOUT = 600.0  # for results that no call of this process writes
 
 
@@ -130,6 +132,34 @@ def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(column) / len(column) for name, column in columns.items()}
 
 
+class _Waiting(threading.local):
+    work: tuple[Callable[[], None], ...] = ()
+
+
+_waiting = _Waiting()
+
+
+@contextmanager
+def while_waiting(work: Callable[[], None]) -> Iterator[None]:
+    """Inside the block, this thread also calls `work`, again and again, while it waits for results."""
+    _waiting.work += (work,)
+    try:
+        yield
+    finally:
+        _waiting.work = tuple(other for other in _waiting.work if other != work)
+
+
+def _look_seconds(left: float) -> float:
+    """Do the work of `while_waiting`; returns how long to wait then."""
+    work, _waiting.work = _waiting.work, ()  # which may wait itself
+    try:
+        for one in work:
+            one()
+    finally:
+        _waiting.work = work
+    return max(0.0, min(left, _WORK_SECONDS if work else _LOOK_SECONDS))
+
+
 def fetch(
     refs: Sequence[Any], outputs: Sequence[RankOutput], timeout: float | None = None, follow: bool = True
 ) -> list[Any]:
@@ -173,7 +203,7 @@ def _get(
     while True:
         left = end - time.monotonic()
         try:
-            return ray.get(refs, timeout=max(0.0, min(left, _LOOK_SECONDS) if calls else left))
+            return ray.get(refs, timeout=_look_seconds(left) if calls else max(0.0, left))
         except ray.exceptions.GetTimeoutError:
             if calls:
                 statuses = [status.ref for call in calls for status in call.statuses]
@@ -200,7 +230,7 @@ def as_done(outputs: Sequence[RankOutput], seconds: float) -> Iterator[list[Rank
     while waiting:
         left = max(0.0, end - time.monotonic())
         # short waits leave room for Ctrl-C
-        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(_LOOK_SECONDS, left))
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_look_seconds(left))
         yield [waiting.pop(ref) for ref in ready]
         notice.look(lambda: list(waiting.values()))
         if not left:

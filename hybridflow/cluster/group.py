@@ -123,6 +123,11 @@ class WorkerGroup:
         source = self.session.groups.get(name)
         return name if source is not None and source._version == version else None
 
+    @property
+    def training(self) -> list[str]:
+        """The operations that train."""
+        return [name for name, operation in self.operations.items() if kind_of(operation) == "training"]
+
     def has_replica_for(self, name: str) -> bool:
         """Whether a replica runs calls of this operation."""
         return any(number is not None for number in self._schedule.get(name, ()))

@@ -23,7 +23,7 @@ from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup
+from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup, node_numbers
 from hybridflow.cluster.connection import Termination, connect
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.host import Host
@@ -32,7 +32,7 @@ from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
-from hybridflow.cluster.weight_channels import WeightChannels, node_numbers
+from hybridflow.cluster.weight_channels import WeightChannels
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
 

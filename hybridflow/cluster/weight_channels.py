@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.backend import HostProcess, RankGroup, node_numbers
 from hybridflow.cluster.future import Failure, Future, Status
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
@@ -87,6 +87,11 @@ class TransferTask:
     required: bool = False
     step: int | None = None
 
+    @property
+    def meeting(self) -> str:
+        """The key in the session's store that counts the senders that are there."""
+        return f"{self.channel}/{self.seq}"
+
 
 @dataclass
 class Member:
@@ -120,6 +125,7 @@ class WeightChannel:
     _plans: dict[str, WeightPlan] = field(default_factory=dict)
     _transfers: dict[str, Transfer] = field(default_factory=dict)
     _broken: Failure | None = None
+    _waits_since: float | None = None  # for its peers, in the present transfer
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.spec.processes.index(self.process), len(self.spec.processes)
@@ -136,14 +142,17 @@ class WeightChannel:
         receiver: Member | None,
         failed: Callable[[Exception], Failure],
     ) -> dict[str, float] | Failure:
-        """Collective over the channel: `bytes` over the wire and `seconds` of the slowest rank, or the Failure."""
+        """Collective over the channel: `bytes` over the wire, `seconds` and `pause` of the slowest, or a Failure."""
+        self._waits_since = None
+        if sender is not None:  # even if it fails: the others must not wait for it
+            self.store.add(task.meeting, 1)
+            self._waits_since = time.monotonic()
         if self._broken is not None:
             return self._broken
         result = self._run(task, setup, sender, receiver, failed)
         if isinstance(result, Failure) and isinstance(cause := result.error.cause, WaitTimeoutError):
-            for error in (result.error, cause, cause.__cause__, cause.__context__):
-                if error is not None:
-                    error.__traceback__ = None  # its frames have the process group, which would stay open
+            for error in filter(None, (result.error, cause, cause.__cause__, cause.__context__)):
+                error.__traceback__ = None  # its frames have the process group, which would stay open
             self._broken = result
             self.close()
         return result
@@ -158,7 +167,7 @@ class WeightChannel:
     ) -> dict[str, float] | Failure:
         with ExitStack() as resident:
             try:
-                for prepare in (partial(self._plan, task.payload, setup), partial(_storages, task.payload, resident)):
+                for prepare in (partial(self._plan, task, setup), partial(_storages, task.payload, resident)):
                     try:
                         mine, storages = None, prepare(sender, receiver)
                     except Exception as error:  # the other ranks must learn of any error
@@ -169,11 +178,16 @@ class WeightChannel:
                 self._bind(task.payload, *storages)
             except Exception as error:
                 return failed(error)
-            return self._move(task.payload, receiver, failed)
+            result = self._move(task.payload, receiver, failed)
+            if self.rank == 0:
+                self.store.delete_key(task.meeting)
+            return result
 
-    def _plan(self, payload: str, setup: Setup | None, sender: Member | None, receiver: Member | None) -> None:
-        """Plan a new payload even if this rank cannot take part: its setup is sent once. Errors: those of a rank that
-        cannot take part, LayoutError when the two sides do not match."""
+    def _plan(self, task: TransferTask, setup: Setup | None, sender: Member | None, receiver: Member | None) -> None:
+        """Plan a new payload even if this rank cannot take part: its setup is sent once. A rank that only receives has
+        work of its own until all senders are here. Errors: those of a rank that cannot take part, LayoutError when the
+        two sides do not match."""
+        payload = task.payload
         if setup is not None:
             source = setup.source.placed(self.spec.senders, self.size)
             destination = setup.destination.placed(self.spec.receivers, self.size)
@@ -187,6 +201,15 @@ class WeightChannel:
         for failure in [*unfit, sender and sender.incomplete]:
             if failure is not None:
                 raise failure.error
+        if receiver is None or payload != WEIGHTS or {*self.spec.senders} & {*self.spec.receivers}:
+            return
+        end, senders = time.monotonic() + self.patience, len({*self.spec.senders})
+
+        def waits() -> bool:
+            return time.monotonic() < end and self.store.add(task.meeting, 0) < senders
+
+        if receiver.incomplete is None and receiver.worker.while_waiting(waits):
+            self._waits_since = time.monotonic()
 
     def _agree(self, mine: Failure | None) -> Failure | None:
         """None when no rank of the channel has failed, else the first failure. Collective."""
@@ -227,12 +250,15 @@ class WeightChannel:
         return total if failure is None else failure
 
     def _total(self, received: int, seconds: float) -> dict[str, float]:
-        """The bytes of all ranks and the seconds of the slowest. Collective."""
-        row = torch.tensor([received, seconds], dtype=torch.float64)
+        """The bytes of all ranks, the seconds of the slowest, the longest pause. Collective."""
+        pause = time.monotonic() - (self._waits_since or time.monotonic())
+        row = torch.tensor([received, seconds, pause], dtype=torch.float64)
         rows = [row.clone() for _ in range(self.size)]
         if self.size > 1:
             dist.all_gather(rows, row, group=self._control())
-        return {"bytes": float(sum(one[0] for one in rows)), "seconds": max(float(one[1]) for one in rows)}
+        totals, _, _ = torch.stack(rows).sum(0).tolist()
+        _, longest, pause = torch.stack(rows).amax(0).tolist()
+        return {"bytes": totals, "seconds": longest, "pause": pause}
 
     def close(self) -> None:
         """Free buffers and process groups. Call on every member."""
@@ -247,14 +273,14 @@ def _storages(
     for side in (sender, receiver):
         if side is not None:
             resident.enter_context(side.worker.resident())
-    source, destination = ({} if side is None else _storage(side.worker, payload) for side in (sender, receiver))
+
+    def storage(worker: Any) -> Mapping[str, Tensor]:
+        return (
+            worker.weights_storage() if payload == WEIGHTS else worker.optimizing_engine().optimizer_storage()[payload]
+        )
+
+    source, destination = ({} if side is None else storage(side.worker) for side in (sender, receiver))
     return source, destination
-
-
-def _storage(worker: Any, payload: str) -> Mapping[str, Tensor]:
-    if payload == WEIGHTS:
-        return worker.weights_storage()
-    return worker.optimizing_engine().optimizer_storage()[payload]
 
 
 def incomplete(failure: Failure) -> Failure:
@@ -313,7 +339,7 @@ class WeightChannels:
         method: str = "sync_weights",
         required: bool = False,
     ) -> Future:
-        """Issue a transfer to every host of both sides; returns at once with a future of its `bytes` and `seconds`.
+        """Issue a transfer to every host of both sides; returns at once with a future of bytes, seconds and pause.
 
         `layouts` returns both sides' layouts at a payload's first transfer; an error in it is raised before anything is
         issued. With `required`, the destination runs no calls after a failure.
@@ -372,9 +398,3 @@ class WeightChannels:
         """Close the channels of these ranks."""
         for pair in [pair for pair in self._channels if key in pair]:
             self._channels.pop(pair).close()
-
-
-def node_numbers(machines: Sequence[str]) -> tuple[int, ...]:
-    """A number for each machine, from 0 in order of appearance."""
-    numbers = {machine: i for i, machine in enumerate(dict.fromkeys(machines))}
-    return tuple(numbers[machine] for machine in machines)

@@ -5,7 +5,7 @@ A training framework implements `sharded_model.ShardedModel`. A loss sees flat t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
@@ -110,6 +110,10 @@ class GenerateEngine(Generator, Protocol):
 
     def advance(self, until: Until = ...) -> None:
         """Decode all unfinished rows until `until`."""
+        ...
+
+    def advance_while(self, going: Callable[[], bool]) -> None:
+        """Decode all unfinished rows as long as `going()` on the replica's first rank, and for a moment more."""
         ...
 
     def take(self) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,14 @@ class RolloutWorker(RowSession, Worker):
 
     @property
     def has_tensors(self) -> bool:
+        return True
+
+    def while_waiting(self, waits: Callable[[], bool]) -> bool:
+        """Decode unfinished rows."""
+        if not self.engine.unfinished:
+            return False
+        with self.generating() as generation:
+            generation.engine.advance_while(waits)
         return True
 
     def on_weights_loaded(self) -> None:

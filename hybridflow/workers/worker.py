@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
@@ -132,6 +132,10 @@ class Worker(SavedState):
 
     def on_weights_loaded(self) -> None:
         """Called after a transfer has written all of `weights_storage`: state derived from the old weights is stale."""
+
+    def while_waiting(self, waits: Callable[[], bool]) -> bool:
+        """Called before weights arrive: work that the group can do as long as `waits()`. Returns whether it had any."""
+        return False
 
     def optimizing_engine(self) -> TrainEngine | None:
         """The engine that holds the weights' optimizer state, within `resident`; None without training."""

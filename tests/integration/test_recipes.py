@@ -38,9 +38,11 @@ def figures(recipe: str, home: Path, *arguments: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (home / "runs/short/metrics.jsonl").read_text().splitlines()]
 
 
-def test_grpo_improves(tmp_path):
-    found = run_all.outcome("grpo", 1, figures("grpo", tmp_path, f"steps={STEPS}"), 0.0)
+def test_grpo_on_a_stream_improves(tmp_path):
+    lines = figures("async_grpo", tmp_path, f"steps={STEPS}")
+    found = run_all.outcome("async_grpo", 1, lines, 0.0)
     assert found.end > found.start + 0.15, found
+    assert max(line["stream/staleness_max"] for line in lines) <= 2
 
 
 def test_safe_rlhf_lowers_the_cost_while_the_reward_rises(tmp_path):

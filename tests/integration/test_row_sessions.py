@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import hybridflow as hf
 from hybridflow.cluster.batch_ref import LaterBatch
 from hybridflow.errors import ConfigError, ProtocolError, WorkerError
+from hybridflow.protocols import ONE_TO_ALL, register
 from tests import tiny_models
 from tests.tiny_models import make_prompts
 
@@ -106,6 +109,40 @@ def test_weights_arrive_between_two_calls(actor, rollout, prompts):
     assert found["policy_version"].tolist() == [[3] * 5 + [4] * 7] * 8
     assert found["spans"].tolist() == [2] * 8
     assert found["recomputed_tokens"].tolist() == [len(ids) + 5 for ids in found["prompt_ids"].tolist()]
+
+
+class Busy(hf.ActorWorker):
+    """An actor that is late for a transfer."""
+
+    @register(ONE_TO_ALL)
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_are_decoded_until_the_weights_arrive(hosts, policy, prompts, tp):
+    longer = replace(SAMPLING, max_tokens=50)
+    actor = hf.place(Busy, hosts[4:5], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.5))
+    rollout = hf.RolloutWorker.on(hosts[6:8], name="late", model=policy, generate=hf.VLLM(tp=tp, sampling=longer))
+    try:
+        hf.sync_weights(actor, rollout).get()
+        replicas = range(2 // tp)
+        for replica in replicas:
+            rollout.advance_rows(prompts, until=hf.Until(steps=1), replica=replica, version=3).get()
+        actor.work(1.0)
+        moved = hf.sync_weights(actor, rollout)
+        finished = [rollout.advance_rows(until=hf.Until(rows=8), replica=replica, version=4) for replica in replicas]
+        for batch in finished:
+            rows = batch.get().get()
+            assert rows.rows == 8
+            versions = rows["policy_version"].tolist()
+            assert all(row == sorted(row) and len(row) == 50 for row in versions)
+            assert sum(version == 3 for row in versions for version in row) > 8  # more than what one step made
+        assert 0 < moved.get()["pause"] < 60
+        assert moved.get()["pause"] >= moved.get()["seconds"]
+    finally:
+        rollout.close()
+        actor.close()
 
 
 def test_an_actor_continues_rows_after_training(actor, rollout, prompts):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError
@@ -66,16 +67,103 @@ def test_without_staleness_it_is_the_synchronous_loop(pool, policy, rollout, jud
     for stale in (False, True):
         actor = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.Megatron(tp=2), optim=hf.SGD(lr=0.5))
         hf.sync_weights(actor, rollout)
-        batches = hf.stream(loader(3), rollout, rows=8, n=2, max_staleness=0) if stale else loader(3)
+        batches = hf.stream(loader(5), rollout, rows=8, n=2, max_staleness=0) if stale else loader(5)
         for batch in batches:
             batch = batch if stale else rollout.generate_sequences(batch, n=2)
             figures, rows = train(batch, actor, judge)
             hf.sync_weights(actor, rollout)
             found.append((figures, rows.without("policy_version")))
         actor.close()
-    for (figures, rows), (wanted, others) in zip(found[3:], found[:3], strict=True):
-        assert figures == wanted
-        assert rows.equal(others)
+    assert_equal(found[5:], found[:5])
+
+
+def assert_equal(found: list[tuple[dict[str, float], hf.Batch]], wanted: list[tuple[dict[str, float], hf.Batch]]):
+    for (figures, rows), (others, same) in zip(found, wanted, strict=True):
+        assert figures == others  # norms of the gradients, so parameters that differ show in the next iteration
+        assert rows.equal(same)
+
+
+def test_ppo_with_one_replica_is_the_synchronous_loop(pool, hosts, policy, judge, tmp_path):
+    scores = tiny_models.make_classifier(tmp_path / "critic")
+    rollout = hf.RolloutWorker.on(hosts[4:5], name="one", model=policy, generate=hf.VLLM(sampling=SAMPLING))
+    found, saved = [], []
+    for stale in (False, True):
+        actor = hf.ActorWorker.on(pool[0:2], model=policy, train=hf.FSDP(), optim=hf.Adam(lr=0.01))
+        critic = hf.CriticWorker.on(pool[0:2], model=scores, train=hf.FSDP(), optim=hf.Adam(lr=0.01))
+        hf.sync_weights(actor, rollout)
+        for batch in hf.stream(loader(5), rollout, rows=4, max_staleness=0) if stale else loader(5):
+            batch = batch if stale else rollout.generate_sequences(batch)
+            batch |= actor.compute_log_prob(batch)
+            batch |= critic.compute_values(batch)
+            batch |= judge.compute_reward(batch)
+            batch |= hf.compute_advantage(batch, "gae")
+            figures = critic.update_critic(batch, minibatches=2).get() | actor.update_actor(batch, minibatches=2).get()
+            hf.sync_weights(actor, rollout)
+            found.append((figures, batch.get().without("policy_version")))
+        actor.save(tmp_path / f"{stale}")
+        saved.append(load_file(tmp_path / f"{stale}" / "model.safetensors"))
+        for group in (actor, critic):
+            group.close()
+    rollout.close()
+    assert_equal(found[5:], found[:5])
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_calls_stay_queued_while_the_loop_waits(actor, rollout, judge):
+    longer = hf.stream(loader(4), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.001, max_tokens=40)
+    issued = []
+    for number, batch in enumerate(longer):
+        before = rollout.calls_issued["advance_rows"]
+        train(batch, actor, judge)  # waits for its results
+        issued.append(rollout.calls_issued["advance_rows"] - before)
+        hf.sync_weights(actor, rollout)
+        assert longer.metrics()["stream/rollout_wait"] >= 0
+    assert max(issued) > 2  # those that were queued when the batch was given
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_rows_continue_from_copies_after_their_hosts_are_lost(actor, rollout, judge, lost):
+    settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": 2, "call_seconds": 0.001, "copy_seconds": 1e-4}
+    stream = hf.stream(loader(6), rollout, **settings, max_tokens=30)
+    stream.state()  # from now on there are copies
+    batches = iter(stream)
+    for _ in range(2):
+        train(next(batches), actor, judge)
+        hf.sync_weights(actor, rollout)
+    state = stream.state()
+    before = next(batches).get()
+    under_way = {row["row_id"] for rows in rollout.withdraw_rows(keep=True).get() for row in rows}
+    batches.close()
+    if lost:
+        rollout.withdraw_rows().get()  # new hosts would have none
+        for calls in stream._chains.values():
+            for known in [*calls.calls]:
+                known.get()
+    stream.load_state(state)
+    groups, versions = before["group_id"].tolist(), []
+    for batch in stream:
+        versions.append([row[0] for row in batch.get("policy_version")["policy_version"].tolist()])
+        groups += batch.get("group_id")["group_id"].tolist()
+        train(batch, actor, judge)
+        hf.sync_weights(actor, rollout)
+    assert len(versions) == 4  # the third again, and those after it
+    assert min(min(row) for row in versions[:2]) < 2 or not under_way  # begun before the state that was loaded
+
+
+def test_groups_that_would_be_too_old_are_given_up(actor, rollout, judge):
+    stream = hf.stream(
+        loader(8), rollout, rows=8, n=2, max_staleness=1, on_stale="drop", call_seconds=0.001, ignore_eos=False
+    )
+    seen: list[int] = []
+    for number, batch in enumerate(stream):
+        train(batch, actor, judge)
+        rows = batch.get(["group_id", "policy_version"])
+        seen += rows["group_id"].tolist()[::2]
+        assert all(number - 1 <= min(row) <= max(row) <= number for row in rows["policy_version"].tolist())
+        hf.sync_weights(actor, rollout)
+    assert len(set(seen)) == len(seen)
+    assert len(seen) % 4 == 0
+    assert len(seen) + stream.metrics()["stream/dropped"] <= 32
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -112,6 +200,7 @@ def test_log_probs_are_those_of_the_version_that_sampled_each_token(actor, rollo
                 assert torch.tensor(pairs).diff(dim=1).abs().max() < 1e-4
         train(batch, actor, judge)
         hf.sync_weights(actor, rollout)
+        actor.compute_log_prob(batch).get()  # meanwhile calls with the new weights are queued
     assert checked
 
 

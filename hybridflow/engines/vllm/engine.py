@@ -8,7 +8,7 @@ directly; its front end (text, streaming, statistics) is for servers.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,6 +180,12 @@ class VLLMEngine:
         if self._loop.rows:
             self._check_memory()
             self._loop.advance(until)
+
+    def advance_while(self, going: Callable[[], bool]) -> None:
+        """Decode all unfinished rows as long as `going()` on the replica's first rank, and for at most 50 ms more."""
+        if self._loop.rows:
+            self._check_memory()
+            self._loop.advance_while(going)
 
     def take(self) -> list[Row]:
         """The finished rows that were not taken yet, in the order in which they finished."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 _MOST_STEPS = 64  # between two looks at the clock
+_MOMENT = 0.05  # seconds
 
 
 class EngineLoop:
@@ -87,6 +88,10 @@ class EngineLoop:
             )
 
         self.run(reached, until.steps, until.seconds)
+
+    def advance_while(self, going: Callable[[], bool]) -> None:
+        while self.rows and self._agreed(int(going())):
+            self.run(lambda: False, seconds=_MOMENT)
 
     def run(self, reached: Callable[[], bool], steps: int | None = None, seconds: float | None = None) -> None:
         """Step until no row is unfinished, `reached()`, or `steps` or `seconds` have passed.

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
+from hybridflow.cluster.backend import node_numbers
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.row_refs import CallOrigin, ColumnRef, Concat, Gather, RankOutput, SplitSpec, locate, sliced
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.store import Reader, write
-from hybridflow.cluster.weight_channels import node_numbers
 from hybridflow.errors import BatchError, MissingColumnError, WorkerError
 from hybridflow.protocols import DP_PROTO, THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP, THREE_D_PROTO, Protocol
 from hybridflow.topology import RankGrid

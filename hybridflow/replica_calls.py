@@ -1,0 +1,145 @@
+"""Calls of a generation replica in a stream: the next is always queued; copies of its rows outlive its hosts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef, LaterBatch
+from hybridflow.cluster.future import Future
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.config import Until
+from hybridflow.errors import HybridFlowError
+
+PER_ROW = ("row_id", "response_index", "oldest_version", "newest_version", "recomputed_tokens")
+SESSION = (*PER_ROW, "spans")
+"""Columns of `advance_rows` that batches do not have."""
+_COPY_TIMEOUT = 30.0  # seconds; the host that made the copy may be gone
+
+
+class Finished(NamedTuple):
+    """A response: row `at` of what a call returned, and of the driver's `copy` of it, if there is one."""
+
+    rows: BatchRef
+    at: int
+    versions: range
+    copy: Batch | None = None
+
+    def copied(self) -> Finished | None:
+        """The same response from the copy, which needs no host; None without one."""
+        return None if self.copy is None else self._replace(rows=BatchRef.from_batch(self.copy[[self.at]]), at=0)
+
+
+class Responses(NamedTuple):
+    """The responses of one group, by their index."""
+
+    finished: dict[int, Finished]
+    unfinished: dict[int, Mapping[str, Any]]
+
+
+@dataclass
+class ReplicaCalls:
+    """One replica of `group` (None: all of them, in the same calls). Two calls are queued, one while the group also
+    trains. `copy_seconds`: how often unfinished rows are copied; None: never, finished ones neither."""
+
+    group: WorkerGroup
+    replica: int | None
+    until: Until
+    settings: Mapping[str, Any]
+    copy_seconds: float | None = None
+    calls: deque[LaterBatch] = field(default_factory=deque)
+    new: list[int] = field(default_factory=list)  # groups to submit
+    rows: list[Mapping[str, Any]] = field(default_factory=list)  # rows to continue
+    unfinished: int = 0
+    busy: float = 0.0  # seconds for which the replica has decoded
+    recomputed: int = 0  # tokens
+    _copies: deque[Future] = field(default_factory=lambda: deque(maxlen=2))
+    _copied_at: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether another call should be queued."""
+        depth = 1 if self.replica is None else 2
+        return self.unfinished > 0 and (len(self.calls) < depth or self.calls[-depth].done())
+
+    def issue(self, prompts: Batch | None, version: int) -> None:
+        """Queue a call that submits `prompts` and `rows`, and now and then one that copies the rows."""
+        batch = None
+        if prompts is not None:
+            wanted = [name for name in ("prompt_ids", "prompt") if name in prompts][:1]
+            batch = BatchRef.from_batch(prompts.select(*wanted, "row_id"))
+        settings = {"until": self.until, "replica": self.replica, "version": version, **self.settings}
+        self.calls.append(self.group.advance_rows(batch, rows=self.rows, **settings))
+        self.new, self.rows = [], []
+        if self.copy_seconds is not None and time.monotonic() - self._copied_at >= self.copy_seconds:
+            self._copied_at = time.monotonic()
+            self._copies.append(self.group.withdraw_rows(replica=self.replica, keep=True))
+
+    def ended(self) -> list[tuple[int, int, Finished]]:
+        """What ended calls have finished: row id, index in the group, response. Errors: WorkerError of such a call."""
+        out = []
+        while self.calls and self.calls[0].done():
+            call = self.calls.popleft()
+            rows = call.get()
+            self.busy += call.seconds().get("advance_rows/generation", 0.0)
+            if not rows.rows:
+                continue
+            copy = None if self.copy_seconds is None else rows.get()
+            figures = rows.get(PER_ROW) if copy is None else copy
+            for at, row in enumerate(zip(*(figures[name].tolist() for name in PER_ROW), strict=True)):
+                row_id, index, oldest, newest, recomputed = row
+                self.recomputed += recomputed
+                out.append((row_id, index, Finished(rows, at, range(oldest, newest + 1), copy)))
+        self.unfinished -= len(out)
+        return out
+
+    def withdraw(self, groups: Sequence[int], row_ids: Sequence[int]) -> None:
+        """Give up these groups, whose prompts have these row ids."""
+        rows = self.group.withdraw_rows(replica=self.replica, row_ids=row_ids).get()
+        gone = len(rows) if self.replica is not None else sum(map(len, rows))
+        self.unfinished -= gone + self.settings["n"] * len(set(self.new) & set(groups))
+        self.new = [number for number in self.new if number not in groups]
+
+    def copied_rows(self) -> list[Mapping[str, Any]]:
+        """The rows of the newest copy that can be had."""
+        for copy in reversed(self._copies):
+            with suppress(HybridFlowError):
+                rows = copy.get(_COPY_TIMEOUT)
+                return rows if self.replica is not None else [row for replica in rows for row in replica]
+        return []
+
+
+def replica_calls(group: WorkerGroup, until: Until, settings: Mapping[str, Any]) -> list[ReplicaCalls]:
+    """Those of each replica."""
+    if group.training:
+        return [ReplicaCalls(group, None, until, settings)]  # weights move to generation on all ranks
+    return [ReplicaCalls(group, replica, until, settings) for replica in range(group.grid.generation().replicas)]
+
+
+def known_responses(
+    groups: Iterable[int],
+    n: int,
+    newest: int,
+    finished: Mapping[int, Mapping[int, Finished]],
+    rows: Iterable[Mapping[str, Any]],
+    offset: int,
+) -> dict[int, Responses]:
+    """Those of `groups` whose `n` responses are all known, up to their last token of version `newest`: from copies of
+    finished responses, and from unfinished `rows` (row id = group + `offset`; of equal ones the last counts). Pure."""
+    out = {number: Responses({}, {}) for number in groups}
+    for number, known in out.items():
+        for index, response in finished.get(number, {}).items():
+            if response.versions[-1] <= newest and (copy := response.copied()) is not None:
+                known.finished[index] = copy
+    for row in rows:
+        known = out.get(row["row_id"] - offset)
+        if known is not None and row["index"] not in known.finished:
+            kept = sum(version <= newest for version in row["policy_version"])  # versions ascend
+            cut = {name: row[name][:kept] for name in ("token_ids", "log_probs", "policy_version")}
+            known.unfinished[row["index"]] = {**row, **cut}
+    return {number: known for number, known in out.items() if sum(map(len, known)) == n}

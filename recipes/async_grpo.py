@@ -1,0 +1,77 @@
+"""GRPO on a stream: two devices train while two generate (AReaL, Fu et al., 2025; docs/asynchronous.md).
+
+    python recipes/async_grpo.py                                        arithmetic with a generated small model
+    python recipes/async_grpo.py max_staleness=0                        the same, synchronous
+    python recipes/async_grpo.py model=DIR prompts=FILE.jsonl reward=math train_devices=[8] rollout_devices=[8]
+
+Responses have tokens of several policies. `update_actor` clips against the proximal policy, which `compute_log_prob`
+computes, and weighs each token by proximal / sampling probability, at most 2 (decoupled PPO, AReaL section 5.2).
+
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hybridflow as hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes import settings, task
+from recipes.accuracy import Accuracy
+
+DEFAULTS = """
+name: async_grpo      # metrics, checkpoints and the trained model go to runs/<name>
+steps: 40
+rows: 128             # of a batch: rows / n prompts with n responses each
+n: 8
+max_staleness: 2      # weight updates between the oldest token of a batch and its training
+on_stale: wait        # drop: give up responses that take too long
+correction: token     # of the difference between policies; null: none
+minibatches: 2
+train_devices: [2]    # devices per node
+rollout_devices: [2]
+clip: 0.2
+actor: {train: {tp: 2}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+rollout: {generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}}}
+"""
+
+
+def main(arguments: list[str]) -> None:
+    cfg = settings.read(DEFAULTS, arguments)
+    job = task.of(cfg)
+    prompts = hf.PromptLoader(job.train, batch_size=cfg.rows // cfg.n, steps=cfg.steps, seed=cfg.seed, **job.columns)
+    pool = hf.ResourcePool(cfg.train_devices)
+    actor = hf.ActorWorker.on(
+        pool, model=job.model, train=hf.Megatron(**cfg.actor.train), optim=hf.Adam(**cfg.actor.optim)
+    )
+    reward = hf.RewardWorker.on(pool, **job.reward)
+    rollout = hf.RolloutWorker.on(
+        hf.ResourcePool(cfg.rollout_devices), model=job.model, generate=hf.VLLM(**cfg.rollout.generate)
+    )
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
+    accuracy = Accuracy(rollout, reward, job, tracker)
+    stream = hf.stream(prompts, rollout, rows=cfg.rows, n=cfg.n, max_staleness=cfg.max_staleness, on_stale=cfg.on_stale)
+
+    batches = checkpoints.resume(stream)
+    if not checkpoints.done:
+        accuracy.measure("before")
+    for batch in batches:
+        batch |= actor.compute_log_prob(batch)
+        batch |= reward.compute_reward(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        metrics = actor.update_actor(
+            batch, clip=cfg.clip, minibatches=cfg.minibatches, rollout_correction=cfg.correction
+        )
+        hf.sync_weights(actor, rollout)
+        tracker.log(batch.metrics(), stream.metrics(), metrics)
+        checkpoints.step()
+    accuracy.measure("after")
+    actor.save(f"runs/{cfg.name}/model")
+    tracker.finish()
+    hf.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
