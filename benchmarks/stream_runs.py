@@ -142,6 +142,7 @@ class Job:
             if len(kept) == batches:
                 break
         self.rollout.withdraw_rows().get()
+        self.rollout.advance_rows(None, until=Until(steps=1)).get()  # takes rows that finished during a weight sync
         events = [e for e in self.pool.events() if e.start >= start and e.role == self.actor.name]
         ends = sorted({e.seq: e.end for e in events if e.method == "update_actor"}.values())
         begin, seconds = ends[warm_up - 1], ends[-1] - ends[warm_up - 1]

@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,10 +79,10 @@ def simulate(devices: int, ratio: float, batches: int) -> dict[str, Any]:
     return found
 
 
-def predict(mode: str, speeds: Speeds, lengths: Sequence[int], rows: int, n: int, **counts: int) -> SimulatedStream:
+def predict(mode: str, speeds: Speeds, lengths: Sequence[int], args: argparse.Namespace) -> SimulatedStream:
     """The loop of `mode` on this machine; `lengths` in the order of the rows."""
     run = StreamRun(
-        options=StreamOptions(rows=rows, n=n, max_staleness=HERE[mode]),
+        options=StreamOptions(rows=args.rows, n=args.n, max_staleness=HERE[mode]),
         replicas=REPLICAS,
         speed=speeds.decoding,
         lengths=lengths,
@@ -91,7 +92,8 @@ def predict(mode: str, speeds: Speeds, lengths: Sequence[int], rows: int, n: int
         whole_batches=mode == "one_step_off",
         cores=speeds.cores,
         train_processes=TRAINERS,
-        **counts,
+        batches=args.batches,
+        warm_up=args.warm_up,
     )
     return simulate_stream(run)
 
@@ -121,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tail = ResponseLengths(median=args.median, ratio=16)
     runs: dict[str, list[LoopRun]] = {mode: [] for mode in HERE}
     predictions: dict[str, list[SimulatedStream]] = {mode: [] for mode in HERE}
-    counts, found = {"batches": args.batches, "warm_up": args.warm_up}, []
+    found: list[Speeds] = []
     with tempfile.TemporaryDirectory() as directory:
         job = Job(make_policy(Path(directory), PROMPT + 16 * args.median), tail, args.rows, args.n, args.call_seconds)
         for bound in (0, 1):
@@ -129,12 +131,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.rounds):
             found.append(measure_speeds(job, repeats=5, few=4, many=args.rows))
             for mode, bound in HERE.items():
-                runs[mode].append(job.run(bound, whole_batches=mode == "one_step_off", **counts))
+                runs[mode].append(job.run(bound, mode == "one_step_off", args.batches, args.warm_up))
+                print(f"{mode}: {runs[mode][-1].rows_per_second:.1f} rows/s", file=sys.stderr)
         lengths = job.lengths((args.batches + 5) * args.rows)
         hf.shutdown()
     for speeds in found:
         for mode in HERE:
-            predictions[mode].append(predict(mode, speeds, lengths, args.rows, args.n, **counts))
+            predictions[mode].append(predict(mode, speeds, lengths, args))
     sync = statistics.median(run.rows_per_second for run in runs["sync"])
     return {
         "lengths": {"median": statistics.median(lengths), "mean": statistics.mean(lengths), "max": max(lengths)},
