@@ -157,19 +157,23 @@ def as_milliseconds(speeds: Speeds) -> dict[str, float]:
     return {name: round(1e3 * seconds, 4) for name, seconds in ms.items()} | {"cores": round(speeds.cores, 2)}
 
 
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--simulate", action="store_true")
+    out.add_argument("--devices", type=int, nargs="+", default=[64, 256, 1024])
+    out.add_argument("--ratios", type=float, nargs="+", default=[4, 16, 64])
+    out.add_argument("--batches", type=int, help="default: 12, simulated 34")
+    out.add_argument("--rows", type=int, default=64)
+    out.add_argument("--n", type=int, default=4)
+    out.add_argument("--median", type=int, default=24, help="tokens of a response")
+    out.add_argument("--warm-up", type=int, default=4, help="batches")
+    out.add_argument("--rounds", type=int, default=2)
+    out.add_argument("--call-seconds", type=float, default=0.05)
+    return out
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", action="store_true")
-    parser.add_argument("--devices", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--batches", type=int, help="default: 12, simulated 34")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--n", type=int, default=4)
-    parser.add_argument("--median", type=int, default=24, help="tokens of a response")
-    parser.add_argument("--warm-up", type=int, default=4, help="batches")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--call-seconds", type=float, default=0.05)
-    args = parser.parse_args()
+    args = parser().parse_args()
     if args.simulate:
         found = {
             f"max_over_median_{ratio:g}": {str(n): simulate(n, ratio, args.batches or 34) for n in args.devices}
