@@ -112,7 +112,7 @@ def test_ppo_with_one_replica_is_the_synchronous_loop(pool, hosts, policy, judge
 def test_calls_stay_queued_while_the_loop_waits(actor, rollout, judge):
     longer = hf.stream(loader(4), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.001, max_tokens=40)
     issued = []
-    for number, batch in enumerate(longer):
+    for batch in longer:
         before = rollout.calls_issued["advance_rows"]
         train(batch, actor, judge)  # waits for its results
         issued.append(rollout.calls_issued["advance_rows"] - before)
