@@ -170,12 +170,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What the simulator is told of this machine. `cores` follows from how much slower decoding and training are while
-    both run."""
+    """What the simulator is told of this machine. `call_overhead`: seconds per call of a replica that decodes nothing.
+    `cores` follows from how much slower decoding and training are while both run."""
 
     decoding: DecodingSpeed
     train_seconds_per_token: float
     sync_seconds: float
+    call_overhead: float
     cores: float
 
 
@@ -195,9 +196,15 @@ def measure_speeds(job: Job, repeats: int, few: int, many: int) -> Speeds:
         hf.sync_weights(job.actor, job.rollout).get()
         return time.perf_counter() - start
 
+    def empty_calls(count: int = 20) -> float:
+        start = time.perf_counter()
+        calls = [job.rollout.advance_rows(None, until=Until(steps=1), replica=0) for _ in range(count)]
+        calls[-1].get()
+        return (time.perf_counter() - start) / count
+
     batch = next(iter(job.stream(0, True, 1)))
     tokens = int(batch.get("num_tokens")["num_tokens"].sum())
-    alone, training, syncs, prefill = {few: [], many: []}, [], [], []
+    alone, training, syncs, prefill, empty = {few: [], many: []}, [], [], [], []
     for _ in range(repeats):
         for rows, found in alone.items():
             prefills, steps = zip(*decoding(rows).get(), strict=True)
@@ -205,6 +212,7 @@ def measure_speeds(job: Job, repeats: int, few: int, many: int) -> Speeds:
             found.append(statistics.mean(steps))
         training.append(train())
         syncs.append(sync())
+        empty.append(empty_calls())
     step, trained = statistics.median(alone[many]), statistics.median(training)
     long = decoding(many, steps=round(4 * trained / step))
     both = []
@@ -218,5 +226,6 @@ def measure_speeds(job: Job, repeats: int, few: int, many: int) -> Speeds:
         decoding=speed,
         train_seconds_per_token=trained / tokens,
         sync_seconds=statistics.median(syncs),
+        call_overhead=statistics.median(empty),
         cores=(TRAINERS + REPLICAS) / max(1.0, statistics.geometric_mean(slower)),
     )

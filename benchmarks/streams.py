@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,25 @@ def simulate(devices: int, ratio: float, batches: int) -> dict[str, Any]:
 
 
 def predict(mode: str, speeds: Speeds, lengths: Sequence[int], args: argparse.Namespace) -> SimulatedStream:
-    """The loop of `mode` on this machine; `lengths` in the order of the rows."""
+    """The loop of `mode` on this machine; `lengths` in the order of the rows.
+
+    Replicas of a stream decode in calls of `call_seconds`. Each call takes a little longer than it decodes; what has
+    ended is known at its end, after one call on average (half a call, and more during a weight sync); and the trainer's
+    sync waits for the later one of two calls that it finds half done.
+    """
+    calls = args.call_seconds if mode.startswith("stream") else 0.0
+    slower = 1.0 + speeds.call_overhead / calls if calls else 1.0
+    decoding = speeds.decoding
     run = StreamRun(
         options=StreamOptions(rows=args.rows, n=args.n, max_staleness=HERE[mode]),
         replicas=REPLICAS,
-        speed=speeds.decoding,
+        speed=replace(decoding, base=decoding.base * slower, per_row=decoding.per_row * slower),
         lengths=lengths,
         prompt_tokens=PROMPT,
+        train_seconds=2 / 3 * calls,
         train_seconds_per_token=speeds.train_seconds_per_token,
         sync_seconds=speeds.sync_seconds,
+        report_seconds=calls,
         whole_batches=mode == "one_step_off",
         cores=speeds.cores,
         train_processes=TRAINERS,
@@ -153,6 +164,7 @@ def as_milliseconds(speeds: Speeds) -> dict[str, float]:
         "prefill_per_token_ms": speeds.decoding.prefill,
         "train_per_token_ms": speeds.train_seconds_per_token,
         "sync_ms": speeds.sync_seconds,
+        "call_overhead_ms": speeds.call_overhead,
     }
     return {name: round(1e3 * seconds, 4) for name, seconds in ms.items()} | {"cores": round(speeds.cores, 2)}
 

@@ -69,7 +69,8 @@ class StreamRun:
     """A loop that trains `batches` batches of a stream; seconds and tokens.
 
     Training a batch takes `train_seconds` and `train_seconds_per_token` of its prompts and responses, and each weight
-    sync `sync_seconds` of the trainer and of all replicas. A sync interrupts the rows under way, whose keys and values
+    sync `sync_seconds` of the trainer and of all replicas. The end of a response is known `report_seconds` later, as
+    of replicas that report after each of their calls. A sync interrupts the rows under way, whose keys and values
     are computed again unless `keep_kv`. `lengths` are those of all responses in the order of admission, again from the
     first when they end, or a distribution.
 
@@ -89,6 +90,7 @@ class StreamRun:
     train_seconds: NonNegative = 0.0
     train_seconds_per_token: NonNegative = 0.0
     sync_seconds: NonNegative = 0.0
+    report_seconds: NonNegative = 0.0
     keep_kv: bool = False
     whole_batches: bool = False
     cores: Positive | None = None
@@ -195,6 +197,7 @@ class _StreamSimulation:
         self.now = self.trains_from = self.trained_at = self.synced_at = 0.0
         self.clock = self.trainer_busy = self.rollout_busy = 0.0
         self.generating: set[int] = set()  # replicas that have rows
+        self.ended: deque[tuple[float, int, range]] = deque()  # rows whose end is not known: when, group, versions
         self.training = self.unsynced = False
         self.rows = 0  # begun
         self.drawn = self.decoded = 0
@@ -206,15 +209,19 @@ class _StreamSimulation:
         run = self.given
         self.admit()
         while len(self.ends) < run.batches:
-            if self.training and (not self.events or self.trained_at <= self.events[0][0]):
+            row, known = self.events[0][0] if self.events else math.inf, self.ended[0][0] if self.ended else math.inf
+            if self.training and self.trained_at <= min(row, known):
                 self.pass_until(self.trained_at)
                 self.end_training()
                 self.proceed()
+            elif known <= row:
+                self.pass_until(known)
+                if self.report_row():
+                    self.proceed()
             else:
                 time, replica = heapq.heappop(self.events)
                 self.pass_until(time)
-                if self.end_row(replica):
-                    self.proceed()
+                self.end_row(replica)
         seconds = self.ends[-1] - (self.ends[run.warm_up - 1] if run.warm_up else 0.0)
         means, maxima = zip(*self.staleness, strict=True)
         return SimulatedStream(
@@ -279,16 +286,22 @@ class _StreamSimulation:
         else:
             self.generating.discard(number)
 
-    def end_row(self, number: int) -> bool:
-        """The first row of the replica ends, unless the event is an earlier forecast. Returns whether a group does."""
+    def end_row(self, number: int) -> None:
+        """The first row of the replica ends, unless the event is an earlier forecast."""
         replica = self.replicas[number]
         if replica.next_end() > self.now + 1e-9 * (1.0 + self.now):
-            return False
+            return
         replica.pass_until(self.now)
         row = replica.finished()
         self.decoded += row.length
+        versions = range(row.version, self.policy.version + 1)
+        self.ended.append((self.now + self.given.report_seconds, row.group, versions))
         self.refill(number)
-        return self.policy.finished(row.group, [range(row.version, self.policy.version + 1)])
+
+    def report_row(self) -> bool:
+        """The end of a row becomes known. Returns whether its group is complete."""
+        _, group, versions = self.ended.popleft()
+        return group in self.tokens and self.policy.finished(group, [versions])
 
     def end_training(self) -> None:
         self.training, self.unsynced = False, True

@@ -57,7 +57,7 @@ def test_the_synchronous_loop_on_shared_cores_is_predicted_by_hand():
     """Each of 2 replicas decodes 4 rows of 10 tokens: a step takes 0.5 + 4 * 0.25 s. Then 8 * 26 tokens are trained."""
     options = streams.parser().parse_args(["--rows", "8", "--batches", "4", "--warm-up", "1"])
     decoding = DecodingSpeed(base=0.5, per_row=0.25)
-    speeds = Speeds(decoding=decoding, train_seconds_per_token=0.125, sync_seconds=2.0, cores=2.0)
+    speeds = Speeds(decoding=decoding, train_seconds_per_token=0.125, sync_seconds=2.0, call_overhead=0.0, cores=2.0)
     seconds = 10 * 1.5 + 8 * 26 * 0.125 + 2.0
     predicted = streams.predict("sync", speeds, [10] * 8, options)
     assert 8 / predicted.rows_per_second == pytest.approx(seconds)

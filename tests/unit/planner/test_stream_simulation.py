@@ -57,6 +57,10 @@ def test_one_step_off_takes_the_longer_of_generation_and_training(train, expecte
     assert simulate_stream(one_step_off).staleness_max == 1
 
 
+def test_training_starts_when_the_end_of_responses_is_known():
+    assert seconds(run(report_seconds=2.5)) == pytest.approx(15 + 2.5 + 6 + 1)
+
+
 def test_processes_on_one_core_take_turns():
     """2 replicas, and 3 processes that train: 2 * 15 s, 3 * 6 s, and the sync of replicas that have rows, 2 * 1 s."""
     assert seconds(run(cores=1.0, train_processes=3)) == pytest.approx(30 + 18 + 2)
@@ -105,6 +109,7 @@ def test_random_runs_end_within_the_bound(seed: int):
         prompt_tokens=random.randint(0, 9),
         train_seconds=random.choice([0.0, 30 * random.random()]),
         sync_seconds=random.choice([0.0, random.random()]),
+        report_seconds=random.choice([0.0, random.random()]),
         train_processes=random.randint(1, 4),
         whole_batches=eta == 1 and random.random() < 0.5,
         batches=random.randint(5, 12),
