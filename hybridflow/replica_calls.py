@@ -45,13 +45,14 @@ class Responses(NamedTuple):
 @dataclass
 class ReplicaCalls:
     """One replica of `group` (None: all of them, in the same calls). Two calls are queued, one while the group also
-    trains. `copy_seconds`: how often unfinished rows are copied; None: never, finished ones neither."""
+    trains. `copy_seconds`: how often unfinished rows are copied; None: never, finished ones neither. No copies are made
+    of rows that only all replicas could continue."""
 
     group: WorkerGroup
     replica: int | None
     until: Until
     settings: Mapping[str, Any]
-    copy_seconds: float | None = None
+    copy_seconds: float | None
     calls: deque[LaterBatch] = field(default_factory=deque)
     new: list[int] = field(default_factory=list)  # groups to submit
     rows: list[Mapping[str, Any]] = field(default_factory=list)  # rows to continue
@@ -60,6 +61,10 @@ class ReplicaCalls:
     recomputed: int = 0  # tokens
     _copies: deque[Future] = field(default_factory=lambda: deque(maxlen=2))
     _copied_at: float = 0.0
+
+    @property
+    def _copies_rows(self) -> bool:
+        return self.copy_seconds is not None and self.replica is not None
 
     @property
     def waits(self) -> bool:
@@ -76,7 +81,7 @@ class ReplicaCalls:
         settings = {"until": self.until, "replica": self.replica, "version": version, **self.settings}
         self.calls.append(self.group.advance_rows(batch, rows=self.rows, **settings))
         self.new, self.rows = [], []
-        if self.copy_seconds is not None and time.monotonic() - self._copied_at >= self.copy_seconds:
+        if self._copies_rows and time.monotonic() - self._copied_at >= (self.copy_seconds or 0.0):
             self._copied_at = time.monotonic()
             self._copies.append(self.group.withdraw_rows(replica=self.replica, keep=True))
 
@@ -89,7 +94,7 @@ class ReplicaCalls:
             self.busy += call.seconds().get("advance_rows/generation", 0.0)
             if not rows.rows:
                 continue
-            copy = None if self.copy_seconds is None else rows.get()
+            copy = rows.get() if self._copies_rows else None
             figures = rows.get(PER_ROW) if copy is None else copy
             for at, row in enumerate(zip(*(figures[name].tolist() for name in PER_ROW), strict=True)):
                 row_id, index, oldest, newest, recomputed = row
@@ -106,19 +111,21 @@ class ReplicaCalls:
         self.new = [number for number in self.new if number not in groups]
 
     def copied_rows(self) -> list[Mapping[str, Any]]:
-        """The rows of the newest copy that can be had."""
-        for copy in reversed(self._copies):
-            with suppress(HybridFlowError):
-                rows = copy.get(_COPY_TIMEOUT)
-                return rows if self.replica is not None else [row for replica in rows for row in replica]
-        return []
+        """The rows of the last copies, the newest at the end: those that have finished since are in older ones."""
+        rows: list[Mapping[str, Any]] = []
+        for copy in self._copies:
+            with suppress(HybridFlowError):  # its host died before it ran
+                rows += copy.get(_COPY_TIMEOUT)
+        return rows
 
 
-def replica_calls(group: WorkerGroup, until: Until, settings: Mapping[str, Any]) -> list[ReplicaCalls]:
+def replica_calls(
+    group: WorkerGroup, until: Until, settings: Mapping[str, Any], copy_seconds: float | None
+) -> list[ReplicaCalls]:
     """Those of each replica."""
-    if group.training:
-        return [ReplicaCalls(group, None, until, settings)]  # weights move to generation on all ranks
-    return [ReplicaCalls(group, replica, until, settings) for replica in range(group.grid.generation().replicas)]
+    # the weights of a group that trains move to generation on all ranks
+    replicas = [None] if group.training else range(group.grid.generation().replicas)
+    return [ReplicaCalls(group, replica, until, settings, copy_seconds) for replica in replicas]
 
 
 def known_responses(

@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -26,7 +27,7 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
-from hybridflow.errors import BatchError, ConfigError
+from hybridflow.errors import BatchError, ConfigError, HybridFlowError
 from hybridflow.replica_calls import SESSION, Finished, ReplicaCalls, Responses, known_responses, replica_calls
 from hybridflow.settings import require
 
@@ -130,9 +131,8 @@ class ResponseStream:
         self._reset()
 
     def _reset(self) -> None:
-        chains = [
-            c for group in self._sessions for c in replica_calls(group, cast("Until", self._until), self._sampling)
-        ]
+        until, copying = cast("Until", self._until), self._copy_seconds if self._keeps else None
+        chains = [c for group in self._sessions for c in replica_calls(group, until, self._sampling, copying)]
         self._chains: dict[Replica, ReplicaCalls] = {f"{chain.group.name}/{chain.replica}": chain for chain in chains}
         self._admission = Admission(self.options, self._chains or ("function",))
         self._versions = {group.name: 0 for group in self._groups}
@@ -143,12 +143,6 @@ class ResponseStream:
         self._found: dict[int, dict[int, Finished]] = {}  # of groups that no batch has: by index in the group
         self._issued: deque[tuple[BatchRef, list[int]]] = deque()  # calls of the function, and their groups
         self._measured = time.monotonic()
-        self._keep_copies()
-
-    def _keep_copies(self) -> None:
-        for chain in self._chains.values():
-            if self._keeps and chain.replica is not None:
-                chain.copy_seconds = self._copy_seconds
 
     def _weights(self) -> dict[str, int]:
         """The version of each group's weights, as the session counts them."""
@@ -162,9 +156,9 @@ class ResponseStream:
         unless this stream itself continues."""
         if self._restored is not None:
             return dict(self._restored)
-        if not self._keeps:
-            self._keeps = True
-            self._keep_copies()
+        self._keeps = True
+        for chain in self._chains.values():
+            chain.copy_seconds = self._copy_seconds
         state, taken = self._admission.state(), self._admission.taken
         # the loop has issued what it does with the last batch
         version = min(self._versions_now(taken).values(), default=taken)
@@ -229,7 +223,7 @@ class ResponseStream:
         session.attach(self)
         source = self.loader.drawn()
         self._begin(source)
-        with while_waiting(self._queue_calls):
+        with while_waiting(self._queue_meanwhile):
             while True:
                 session.iterations.begin(self.loader.in_flight)  # type: ignore[attr-defined]
                 start = time.monotonic()
@@ -337,10 +331,14 @@ class ResponseStream:
 
     # Calls
 
-    def _queue_calls(self, every: bool = False) -> None:
-        """Keep calls queued: those of all groups, or only of those that do nothing else, while the loop waits."""
-        for chain in self._chains.values():
-            while chain.waits and (every or chain.replica is not None):
+    def _queue_meanwhile(self) -> None:
+        """Keep calls queued of groups that do nothing else. Errors come with the next batch: the loop's calls count."""
+        with suppress(HybridFlowError):
+            self._queue_calls([chain for chain in self._chains.values() if chain.replica is not None])
+
+    def _queue_calls(self, chains: Iterable[ReplicaCalls]) -> None:
+        for chain in chains:
+            while chain.waits:
                 prompts = self._prompts(sorted(chain.new)) if chain.new else None
                 chain.issue(prompts, self._version_of(chain.group))
 
@@ -349,7 +347,7 @@ class ResponseStream:
         if self._until is None:
             self._take_function()
             return
-        self._queue_calls(every=True)
+        self._queue_calls(self._chains.values())
         running = [chain for chain in self._chains.values() if chain.calls]
         wait_for_one([chain.calls[0] for chain in running], _LOOK_SECONDS)
         for chain in running:

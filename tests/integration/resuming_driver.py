@@ -1,4 +1,4 @@
-"""A driver that tests kill and continue: PPO, or GRPO with `rollout=1`, on a tiny model; it writes all that it sees.
+"""A driver that tests kill and continue: PPO, or GRPO with `rollout=1` (a stream with `stream=1`), on a tiny model.
 
 python resuming_driver.py RUN MODEL PROMPTS STEPS [key=value ...]
 """
@@ -76,7 +76,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     hf.init(devices=6, peer_timeout=4 * deadline, collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     pool = hf.ResourcePool([devices])
-    generate, apart = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=6, seed=5)), "rollout" in options
+    streams, apart = "stream" in options, "rollout" in options
+    generate = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=40 if streams else 6, seed=5, ignore_eos=streams))
     actor = hf.ActorWorker.on(
         pool, model=model, train=layout, optim=hf.Adam(lr=0.01, warmup_steps=4), generate=None if apart else generate
     )  # fmt: skip
@@ -99,10 +100,14 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     if "fault" in options:
         Fault(rollout, options["fault"]).start()
 
+    bounds: Any = {"rows": 16, "n": 2, "max_staleness": 2, "call_seconds": 0.01, "copy_seconds": 0.02}
+    source = hf.stream(loader, rollout, **bounds) if streams else loader
+
     def loop() -> None:
-        for batch in checkpoints.resume(loader):
+        for batch in checkpoints.resume(source):
             print(f"iteration {checkpoints.done + 1} at {time.time():.2f}", flush=True)
-            batch = rollout.generate_sequences(batch, n=2)
+            if not streams:
+                batch = rollout.generate_sequences(batch, n=2)
             batch |= actor.compute_log_prob(batch)
             batch |= reference.compute_ref_log_prob(batch)
             batch |= judge.compute_reward(batch)
@@ -119,7 +124,8 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
             tracker.log(metrics, *learned)
             checkpoints.step(metrics)
             if "record" in options:
-                rows = batch.get(["prompt_ids", "response_ids", "log_probs", "old_log_probs", "advantages"])
+                names = ["prompt_ids", "response_ids", "log_probs", "old_log_probs", "advantages"]
+                rows = batch.get(names + ["group_id", "policy_version"] * streams)
                 figures = {k: v for part in [metrics, *learned] for k, v in part.get().items()}
                 plain = {name: rows[name].tolist() for name in rows.columns}
                 record.write(json.dumps({"step": checkpoints.done, "figures": figures, "rows": plain}) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,7 @@ class Runs:
             [sys.executable, str(DRIVER), *words], capture_output=True, text=True, timeout=280, env=environment
         )
         assert done.returncode == status, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+        (run / "log.txt").write_text(done.stderr)
         return run
 
 
@@ -136,6 +138,22 @@ def test_lost_hosts_that_only_generate_cost_no_training(runs, apart):
     lines = [json.loads(line)["step"] for line in (run / "record.jsonl").read_text().splitlines()]
     assert lines == [*range(1, STEPS + 1)]
     check_equal(run, apart, range(1, STEPS + 1))
+
+
+def test_a_stream_continues_rows_of_lost_hosts(runs):
+    """No group is lost or comes twice; the batch after the loss has tokens from before it."""
+    options = {"every": 100, "rollout": 1, "stream": 1, "record": 1, "retry": 1}
+    run = runs.run("stream-lost", **options, fault="advance_rows:4:SIGKILL")
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    groups = [group for line in lines for group in line["rows"]["group_id"]]
+    assert sorted(groups) == [group for group in range(8 * STEPS) for _ in range(2)]
+    for version, line in enumerate(lines):
+        versions = line["rows"]["policy_version"]
+        assert all(version - 2 <= min(row) <= max(row) <= version for row in versions)
+        assert all(len(row) == len(ids) for row, ids in zip(versions, line["rows"]["response_ids"], strict=True))
+    step = int(re.findall(r"(\d+) iterations are done", (run / "log.txt").read_text())[-1])
+    assert min(min(row) for row in lines[step]["rows"]["policy_version"]) < step
 
 
 # In this process
