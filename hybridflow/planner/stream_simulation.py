@@ -69,13 +69,17 @@ class StreamRun:
     """A loop that trains `batches` batches of a stream; seconds and tokens.
 
     Training a batch takes `train_seconds` and `train_seconds_per_token` of its prompts and responses, and each weight
-    sync `sync_seconds` of the trainer and of all replicas. A sync interrupts the rows under way, whose keys and values
+    sync `sync_seconds` of the trainer and of all replicas. The end of a response is known `report_seconds` later, as
+    of replicas that report after each of their calls. A sync interrupts the rows under way, whose keys and values
     are computed again unless `keep_kv`. `lengths` are those of all responses in the order of admission, again from the
     first when they end, or a distribution.
 
     With `max_staleness=0` this is the synchronous loop: on one set of devices if replicas and training use all of
     them, since they alternate. `whole_batches` with `max_staleness=1` is one-step-off: prompts start, and weights
     arrive, between two batches only.
+
+    On a machine with `cores` (None: one for each process), the replicas that have rows and, while a batch is trained,
+    `train_processes` further processes share them: where these are more than the cores, all are slower alike.
     """
 
     options: StreamOptions
@@ -86,8 +90,11 @@ class StreamRun:
     train_seconds: NonNegative = 0.0
     train_seconds_per_token: NonNegative = 0.0
     sync_seconds: NonNegative = 0.0
+    report_seconds: NonNegative = 0.0
     keep_kv: bool = False
     whole_batches: bool = False
+    cores: Positive | None = None
+    train_processes: Size = 1
     batches: Size = 16
     warm_up: Count = 4
     seed: Count = 0
@@ -139,7 +146,6 @@ class _Replica:
     now: float = 0.0
     steps: float = 0.0
     stalled: float = 0.0
-    busy: float = 0.0
     starts: float = 0.0  # the sum over running rows of the step at which each began
     running: list[tuple[float, int, _Row]] = field(default_factory=list)  # a heap by last step
     waiting: deque[_Row] = field(default_factory=deque)
@@ -149,7 +155,6 @@ class _Replica:
         other = min(elapsed, self.stalled)
         self.stalled -= other
         if self.running:
-            self.busy += elapsed
             self.steps += (elapsed - other) / self.speed.step(len(self.running))
 
     def next_end(self) -> float:
@@ -178,7 +183,10 @@ class _Replica:
 
 
 class _StreamSimulation:
-    """A clock, replicas, and a trainer that is idle, or busy until `trained_at` and then syncs."""
+    """A clock, replicas, and a trainer that is idle, or busy until `trained_at` and then syncs.
+
+    Everything happens at times of a machine with a core for each process; `clock` is the time on the given one.
+    """
 
     def __init__(self, run: StreamRun) -> None:
         self.given, self.random = run, Random(run.seed)
@@ -186,7 +194,10 @@ class _StreamSimulation:
         self.replicas = [_Replica(run.speed) for _ in range(run.replicas)]
         self.events: list[tuple[float, int]] = []  # a replica's next end; out of date where it is no longer that
         self.tokens: dict[int, int] = {}  # of each group that no batch has taken, prompts included
-        self.now = self.trained_at = self.synced_at = self.busy = self.batch_seconds = 0.0
+        self.now = self.trains_from = self.trained_at = self.synced_at = 0.0
+        self.clock = self.trainer_busy = self.rollout_busy = 0.0
+        self.generating: set[int] = set()  # replicas that have rows
+        self.ended: deque[tuple[float, int, range]] = deque()  # rows whose end is not known: when, group, versions
         self.training = self.unsynced = False
         self.rows = 0  # begun
         self.drawn = self.decoded = 0
@@ -198,25 +209,39 @@ class _StreamSimulation:
         run = self.given
         self.admit()
         while len(self.ends) < run.batches:
-            if self.training and (not self.events or self.trained_at <= self.events[0][0]):
-                self.now = self.trained_at
+            row, known = self.events[0][0] if self.events else math.inf, self.ended[0][0] if self.ended else math.inf
+            if self.training and self.trained_at <= min(row, known):
+                self.pass_until(self.trained_at)
                 self.end_training()
                 self.proceed()
-            else:
-                self.now, replica = heapq.heappop(self.events)
-                if self.end_row(replica):
+            elif known <= row:
+                self.pass_until(known)
+                if self.report_row():
                     self.proceed()
+            else:
+                time, replica = heapq.heappop(self.events)
+                self.pass_until(time)
+                self.end_row(replica)
         seconds = self.ends[-1] - (self.ends[run.warm_up - 1] if run.warm_up else 0.0)
         means, maxima = zip(*self.staleness, strict=True)
         return SimulatedStream(
-            rows_per_second=(run.batches - run.warm_up) * run.options.rows / seconds,
-            trainer_busy=self.busy / self.now,
-            rollout_busy=sum(replica.busy for replica in self.replicas) / len(self.replicas) / self.now,
+            rows_per_second=(run.batches - run.warm_up) * run.options.rows / seconds if seconds else math.inf,
+            trainer_busy=self.trainer_busy / self.clock,
+            rollout_busy=self.rollout_busy / run.replicas / self.clock,
             recomputed=self.recomputed / max(1, self.decoded),
             staleness_mean=sum(means) / len(means),
             staleness_max=max(maxima),
             given_up=self.policy.given_up,
         )
+
+    def pass_until(self, time: float) -> None:
+        """In the meantime no process becomes busy or idle."""
+        elapsed, training = time - self.now, max(0.0, time - max(self.now, self.trains_from)) if self.training else 0.0
+        processes = len(self.generating) + (self.given.train_processes if training else 0)
+        slower = max(1.0, processes / (self.given.cores or math.inf))
+        self.now, self.clock = time, self.clock + elapsed * slower
+        self.trainer_busy += training * slower
+        self.rollout_busy += len(self.generating) * elapsed * slower
 
     def proceed(self) -> None:
         """Whatever follows at once: a sync, further prompts, the next batch."""
@@ -228,8 +253,9 @@ class _StreamSimulation:
             self.staleness.append((found["stream/staleness_mean"], found["stream/staleness_max"]))
             self.give_up(batch.given_up)
             tokens = sum(self.tokens.pop(group) for group in batch.groups)
-            self.batch_seconds = self.given.train_seconds + tokens * self.given.train_seconds_per_token
-            self.training, self.trained_at = True, max(self.now, self.synced_at) + self.batch_seconds
+            seconds = self.given.train_seconds + tokens * self.given.train_seconds_per_token
+            self.training, self.trains_from = True, max(self.now, self.synced_at)
+            self.trained_at = self.trains_from + seconds
         self.admit()
 
     def admit(self) -> None:
@@ -255,23 +281,31 @@ class _StreamSimulation:
         replica.pass_until(self.now)
         self.rows = replica.fill(self.given.prompt_tokens, self.policy.version, self.rows)
         if replica.running:
+            self.generating.add(number)
             heapq.heappush(self.events, (replica.next_end(), number))
+        else:
+            self.generating.discard(number)
 
-    def end_row(self, number: int) -> bool:
-        """The first row of the replica ends, unless the event is an earlier forecast. Returns whether a group does."""
+    def end_row(self, number: int) -> None:
+        """The first row of the replica ends, unless the event is an earlier forecast."""
         replica = self.replicas[number]
         if replica.next_end() > self.now + 1e-9 * (1.0 + self.now):
-            return False
+            return
         replica.pass_until(self.now)
         row = replica.finished()
         self.decoded += row.length
+        versions = range(row.version, self.policy.version + 1)
+        self.ended.append((self.now + self.given.report_seconds, row.group, versions))
         self.refill(number)
-        return self.policy.finished(row.group, [range(row.version, self.policy.version + 1)])
+
+    def report_row(self) -> bool:
+        """The end of a row becomes known. Returns whether its group is complete."""
+        _, group, versions = self.ended.popleft()
+        return group in self.tokens and self.policy.finished(group, [versions])
 
     def end_training(self) -> None:
         self.training, self.unsynced = False, True
-        self.busy += self.batch_seconds
-        self.ends.append(self.now)
+        self.ends.append(self.clock)
         self.policy.trained()
 
     def sync(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import controller, controls, iteration, packing
+from benchmarks import controller, controls, iteration, packing, streams
+from benchmarks.stream_runs import LoopRun, Speeds
+from hybridflow.planner import DecodingSpeed
 
 
 def test_stages_add_up_to_the_iteration():
@@ -48,6 +51,25 @@ def test_lengths_of_a_file_are_words_digits_and_marks(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "Why 12?", "answer": "Because.\\n#### 7"}\n' * 3)
     assert packing.read_lengths(path, 2) == ([4, 4], [8, 8])
+
+
+def test_the_synchronous_loop_on_shared_cores_is_predicted_by_hand():
+    """Each of 2 replicas decodes 4 rows of 10 tokens: a step takes 0.5 + 4 * 0.25 s. Then 8 * 26 tokens are trained."""
+    options = streams.parser().parse_args(["--rows", "8", "--batches", "4", "--warm-up", "1"])
+    decoding = DecodingSpeed(base=0.5, per_row=0.25)
+    speeds = Speeds(decoding=decoding, train_seconds_per_token=0.125, sync_seconds=2.0, call_overhead=0.0, cores=2.0)
+    seconds = 10 * 1.5 + 8 * 26 * 0.125 + 2.0
+    predicted = streams.predict("sync", speeds, [10] * 8, options)
+    assert 8 / predicted.rows_per_second == pytest.approx(seconds)
+    enough = replace(speeds, cores=4.0)
+    assert 8 / streams.predict("one_step_off", enough, [10] * 8, options).rows_per_second == pytest.approx(26 + 2)
+    runs = [
+        LoopRun(rows_per_second=rate, trainer_busy=0.5, recomputed=0.0, staleness=[0, number])
+        for number, rate in enumerate((0.1, 0.2, 0.4))
+    ]
+    found = streams.compare(runs, [predicted], sync=0.1)
+    assert (found["rows_per_s"], found["ratio"], found["staleness"][1]) == (0.2, 2.0, 2)
+    assert found["error"] == pytest.approx(8 / seconds / 0.2 - 1, abs=1e-3)
 
 
 def test_rows_as_they_come_fill_padded_micro_batches_to_the_budget():

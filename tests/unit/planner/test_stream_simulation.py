@@ -57,6 +57,17 @@ def test_one_step_off_takes_the_longer_of_generation_and_training(train, expecte
     assert simulate_stream(one_step_off).staleness_max == 1
 
 
+def test_training_starts_when_the_end_of_responses_is_known():
+    assert seconds(run(report_seconds=2.5)) == pytest.approx(15 + 2.5 + 6 + 1)
+
+
+def test_processes_on_one_core_take_turns():
+    """2 replicas, and 3 processes that train: 2 * 15 s, 3 * 6 s, and the sync of replicas that have rows, 2 * 1 s."""
+    assert seconds(run(cores=1.0, train_processes=3)) == pytest.approx(30 + 18 + 2)
+    found = simulate_stream(run(cores=1.0, train_processes=3))
+    assert (found.trainer_busy, found.rollout_busy) == pytest.approx((18 / 50, 32 / 50), rel=0.05)
+
+
 def test_the_longest_response_bounds_the_rows_of_a_stream():
     """One response in 8 takes 10 times as long, and runs alone for most of it: eta = 4 allows up to 5 batches in it."""
     long = [10] * 7 + [200]
@@ -98,6 +109,8 @@ def test_random_runs_end_within_the_bound(seed: int):
         prompt_tokens=random.randint(0, 9),
         train_seconds=random.choice([0.0, 30 * random.random()]),
         sync_seconds=random.choice([0.0, random.random()]),
+        report_seconds=random.choice([0.0, random.random()]),
+        train_processes=random.randint(1, 4),
         whole_batches=eta == 1 and random.random() < 0.5,
         batches=random.randint(5, 12),
         seed=seed,
@@ -108,6 +121,12 @@ def test_random_runs_end_within_the_bound(seed: int):
     assert 0 <= found.trainer_busy <= 1 + 1e-9
     assert 0 < found.rollout_busy <= 1 + 1e-9
     assert found.rows_per_second > 0
+    processes = given_run.replicas + given_run.train_processes
+    assert simulate_stream(replace(given_run, cores=processes)) == found
+    shared = simulate_stream(replace(given_run, cores=processes / 3))
+    assert found.rows_per_second / 3 * (1 - 1e-9) <= shared.rows_per_second <= found.rows_per_second * (1 + 1e-9)
+    assert shared.staleness_mean == found.staleness_mean
+    assert shared.trainer_busy <= 1 + 1e-9
     assert not found.given_up or given_run.options.on_stale == "drop"
 
 
