@@ -185,7 +185,7 @@ class ResponseStream:
         rows = [row for chain in self._chains.values() for row in chain.copied_rows()]
         rows += [row for group in self._sessions for found in group.withdraw_rows().get() for row in found]
         for group in self._sessions:
-            group.advance_rows(until=Until(steps=1))  # nobody takes what has finished meanwhile
+            group.advance_rows(until=Until(steps=1))  # drops what has finished meanwhile
         done = {number: group for groups in (*self._given, self._found) for number, group in groups.items()}
         state, self._restored = self._restored, None
         self._reset()
