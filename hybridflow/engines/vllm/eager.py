@@ -9,6 +9,7 @@ Shapes: N tokens, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ def lighten(model: nn.Module) -> None:
             module._forward_method = _rms_norm(module, module._forward_method)
 
 
-def _rms_norm(module: nn.Module, own: Callable[..., object]) -> Callable[..., object]:
+def _rms_norm(module: Any, own: Callable[..., object]) -> Callable[..., object]:
     """In place of `own`: one call of torch's composite instead of its ten operations, where dtypes need no casts."""
     shape, epsilon = (module.hidden_size,), module.variance_epsilon
 

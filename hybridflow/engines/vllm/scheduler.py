@@ -25,7 +25,8 @@ class DecodeScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        self._plain_cache = [type(manager) for manager in managers] == [FullAttentionManager]
+        plain = [type(manager) for manager in managers] == [FullAttentionManager]
+        self._plain_cache = plain and self.hash_block_size == self.block_size
         self._decoding: tuple[SchedulerOutput, list[Request]] | None = None  # the step under way, if it is short
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -86,7 +87,9 @@ class DecodeScheduler(Scheduler):
             computed = request.num_computed_tokens
             if len(request._all_token_ids) != computed + 1 or request.request_id not in before:
                 return None
-            if computed % size == 0 or (computed + 1) % size == 0:  # a block begins, or is complete for the prefix cache
+            if (
+                computed % size == 0 or (computed + 1) % size == 0
+            ):  # a block begins, or is complete for the prefix cache
                 edges.append(request)
         return edges if len(edges) <= self.kv_cache_manager.block_pool.get_num_free_blocks() else None
 
