@@ -24,7 +24,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "
 MODELS = {"0.6M": {**SMALL, "vocab_size": 64}, "4.5M": {**LARGE, "vocab_size": 256}}
 ROWS, PROMPT, FIXED, MEDIAN, LONGEST = 128, 16, 64, 16, 256
 PROCESSES = 2
-Run = tuple[list[list[int]], list[int], bool]
-"""Prompts, a limit per prompt, and whether seconds of the parts are wanted."""
 
 
 def ragged_lengths(rows: int = ROWS) -> list[int]:
@@ -67,7 +64,7 @@ def make_model(directory: Path, sizes: dict[str, int]) -> int:
 # Ours
 
 
-def serve(pipe: Connection, directory: Path) -> None:
+def serve(pipe: Any, directory: Path) -> None:
     """A process with an engine: runs what comes through the pipe until None."""
     torch.set_num_threads(1)
     engine = build_engine(directory)
@@ -159,7 +156,7 @@ class Engines:
 
     def __init__(self, directory: Path) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # the children read it
-        context, self.pipes = multiprocessing.get_context("spawn"), list[Connection]()
+        context, self.pipes = multiprocessing.get_context("spawn"), list[Any]()
         self.processes = []
         for _ in range(PROCESSES):
             ours, theirs = context.Pipe()
@@ -199,7 +196,7 @@ def hugging_face(directory: Path) -> Callable[[list[list[int]], list[int]], int]
         def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
             return input_ids.shape[1] >= self.ends
 
-    model = LlamaForCausalLM.from_pretrained(directory).float().eval()
+    model: Any = LlamaForCausalLM.from_pretrained(directory).float().eval()
 
     def run(prompts: list[list[int]], limits: list[int]) -> int:
         ids = torch.tensor(prompts)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridflow.engines.vllm.eager import _rms_norm
+from hybridflow.engines.vllm.eager import _rms_norm, silu_and_mul
 
 
 def vllm_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -39,3 +40,11 @@ def test_other_dtypes_are_left_to_vllm():
     normalized = _rms_norm(module, lambda *given: given)
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     assert normalized(x) == (x, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gate_is_bitwise_that_of_vllm(dtype: torch.dtype):
+    x = torch.randn(37, 2 * 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = x.clone()
+    assert torch.equal(silu_and_mul(x), torch.nn.functional.silu(x[..., :96]) * x[..., 96:])
+    assert torch.equal(x, before)
