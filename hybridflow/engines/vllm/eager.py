@@ -30,9 +30,9 @@ def lighten(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.use_direct_call = True  # not through an operator that hides it from a compiler
-        elif type(module) is RMSNorm and module.has_weight and module.variance_size_override is None:
+        elif type(module) is RMSNorm and _in_torch(module):
             module._forward_method = _rms_norm(module, module._forward_method)
-        elif type(module) is SiluAndMul:
+        elif type(module) is SiluAndMul and not hasattr(module, "op"):  # where vLLM has a kernel, it is one
             module._forward_method = silu_and_mul
 
 
@@ -40,6 +40,12 @@ def silu_and_mul(x_N2I: Tensor) -> Tensor:
     """[N, I]: `silu` of the first half times the second, in one buffer."""
     gate_NI, up_NI = x_N2I.chunk(2, -1)
     return silu(gate_NI).mul_(up_NI)
+
+
+def _in_torch(module: Any) -> bool:
+    """Whether vLLM normalizes by torch's operations: on devices it has a kernel. And nothing special is asked."""
+    plain = module.has_weight and module.pass_weight and module.pass_weight_add
+    return plain and module.weight.device.type == "cpu" and module.variance_size_override is None
 
 
 def _rms_norm(module: Any, own: Callable[..., Any]) -> Callable[..., Any]:
