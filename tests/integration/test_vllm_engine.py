@@ -165,9 +165,9 @@ def test_the_short_path_decides_as_vllm_does(results):
     found = results["llama"][2]["schedulers"]
     assert found["difference"] == ""
     assert found["short"] > 300
-    assert found["steps"] - found["short"] > 300
+    assert found["steps"] - found["short"] > 100
     assert found["preempted"] > 0
-    assert found["finished"] > 300
+    assert found["finished"] > 100
 
 
 def test_truncation_limits_tokens_and_not_log_probs(results, models) -> None:
