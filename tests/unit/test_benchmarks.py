@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import controller, controls, iteration, packing, streams
+from benchmarks import controller, controls, generation, iteration, packing, streams
 from benchmarks.stream_runs import LoopRun, Speeds
 from hybridflow.planner import DecodingSpeed
 
@@ -80,3 +80,11 @@ def test_rows_as_they_come_fill_padded_micro_batches_to_the_budget():
     assert ways["packed"].packed
     assert not ways["padded"].packed
     assert not ways["sorted"].packed
+
+
+def test_ragged_lengths_have_their_median_and_longest():
+    lengths = generation.ragged_lengths()
+    assert max(lengths) == generation.LONGEST
+    assert min(lengths) >= 1
+    assert statistics.median(lengths) == pytest.approx(generation.MEDIAN, abs=1)
+    assert lengths != sorted(lengths)

@@ -17,6 +17,7 @@ from hybridflow.config import VLLM
 from hybridflow.engine3d.offloadable import Memory, Residency
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
+from hybridflow.engines.vllm.eager import lighten
 from hybridflow.engines.vllm.requirements import architecture, max_length, resolved_dtype, runs_eagerly
 from hybridflow.models.hf_spec import Decoder
 
@@ -51,6 +52,8 @@ def start_core(
             core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)
         runner = model_runner(core)
         runner.sampler = PolicySampler(runner)
+        if runs_eagerly(strategy, device.type):
+            lighten(runner.model)
         if strategy.pp > 1 and runner.intermediate_tensors is None:  # made during warm-up, which CPU has none of
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
@@ -90,7 +93,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
     model_class = architecture(spec)
     _load_model_class(model_class)
     cpu, length, eager = device.type == "cpu", max_length(spec, strategy), runs_eagerly(strategy, device.type)
-    return EngineArgs(
+    config = EngineArgs(
         model=str(checkpoint),
         hf_overrides={"architectures": [model_class]},  # whatever head the checkpoint has
         skip_tokenizer_init=True,
@@ -111,6 +114,11 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         disable_log_stats=True,
         seed=0,
     ).create_engine_config()
+    if strategy.pp == 1 and not config.scheduler_config.async_scheduling:  # where it is, it overlaps with the device
+        from hybridflow.engines.vllm.scheduler import DecodeScheduler
+
+        config.scheduler_config.scheduler_cls = DecodeScheduler
+    return config
 
 
 def _load_model_class(name: str) -> None:
