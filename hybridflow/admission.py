@@ -122,12 +122,6 @@ class Admission:
         """Whether no further batch will come; fewer than B groups may be left over."""
         return self.prompts_ended and len(self._groups) < self.options.groups and not self._again
 
-    @property
-    def due(self) -> list[int]:
-        """Unfinished groups that would be too old for the batch after the next one."""
-        last = self.taken - self.options.max_staleness
-        return [number for number in self.under_way if self._groups[number].version == last]
-
     def admit(self, count: int) -> dict[int, Replica]:
         """Admits the next `count` prompts: group -> replica. Errors: ConfigError when more than `capacity`."""
         require(

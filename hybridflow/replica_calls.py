@@ -59,6 +59,7 @@ class ReplicaCalls:
     unfinished: int = 0
     busy: float = 0.0  # seconds for which the replica has decoded
     recomputed: int = 0  # tokens
+    collected: list[tuple[int, int, Finished]] = field(default_factory=list)
     _copies: deque[Future] = field(default_factory=lambda: deque(maxlen=2))
     _copied_at: float = 0.0
 
@@ -74,20 +75,19 @@ class ReplicaCalls:
 
     def issue(self, prompts: Batch | None, version: int) -> None:
         """Queue a call that submits `prompts` and `rows`, and now and then one that copies the rows."""
-        batch = None
+        batch, rows = None, self.rows
         if prompts is not None:
             wanted = [name for name in ("prompt_ids", "prompt") if name in prompts][:1]
             batch = BatchRef.from_batch(prompts.select(*wanted, "row_id"))
-        settings = {"until": self.until, "replica": self.replica, "version": version, **self.settings}
-        self.calls.append(self.group.advance_rows(batch, rows=self.rows, **settings))
         self.new, self.rows = [], []
+        settings = {"until": self.until, "replica": self.replica, "version": version, **self.settings}
+        self.calls.append(self.group.advance_rows(batch, rows=rows, **settings))
         if self._copies_rows and time.monotonic() - self._copied_at >= (self.copy_seconds or 0.0):
             self._copied_at = time.monotonic()
             self._copies.append(self.group.withdraw_rows(replica=self.replica, keep=True))
 
-    def ended(self) -> list[tuple[int, int, Finished]]:
-        """What ended calls have finished: row id, index in the group, response. Errors: WorkerError of such a call."""
-        out = []
+    def collect(self) -> None:
+        """Take up what ended calls have finished. Errors: WorkerError of such a call."""
         while self.calls and self.calls[0].done():
             call = self.calls.popleft()
             rows = call.get()
@@ -95,13 +95,18 @@ class ReplicaCalls:
             if not rows.rows:
                 continue
             copy = rows.get() if self._copies_rows else None
-            figures = rows.get(PER_ROW) if copy is None else copy
-            for at, row in enumerate(zip(*(figures[name].tolist() for name in PER_ROW), strict=True)):
+            numbers = rows.get(PER_ROW) if copy is None else copy
+            for at, row in enumerate(zip(*(numbers[name].tolist() for name in PER_ROW), strict=True)):
                 row_id, index, oldest, newest, recomputed = row
                 self.recomputed += recomputed
-                out.append((row_id, index, Finished(rows, at, range(oldest, newest + 1), copy)))
-        self.unfinished -= len(out)
-        return out
+                self.collected.append((row_id, index, Finished(rows, at, range(oldest, newest + 1), copy)))
+            self.unfinished -= rows.rows
+
+    def ended(self) -> list[tuple[int, int, Finished]]:
+        """What was collected since: row id, index in the group, response."""
+        self.collect()
+        ended, self.collected = self.collected, []
+        return ended
 
     def withdraw(self, groups: Sequence[int], row_ids: Sequence[int]) -> None:
         """Give up these groups, whose prompts have these row ids."""

@@ -12,9 +12,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -26,6 +25,7 @@ from hybridflow.cluster.future import while_waiting
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
 from hybridflow.config import Until
+from hybridflow.data.drawn_prompts import DrawnPrompts
 from hybridflow.data.prompts import PromptSource
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError
 from hybridflow.replica_calls import SESSION, Finished, ReplicaCalls, Responses, known_responses, replica_calls
@@ -96,15 +96,6 @@ def _check_generates(group: object) -> None:
         raise ConfigError(f"stream(rollout={group.name}): its placement generates elsewhere. Place a RolloutWorker.")
 
 
-@dataclass
-class _Drawn:
-    """A batch of the loader whose first prompt is group `first`; `before` is the loader's state before it."""
-
-    first: int
-    before: Mapping[str, Any]
-    prompts: Batch
-
-
 class ResponseStream:
     """The batches of `stream`."""
 
@@ -125,7 +116,7 @@ class ResponseStream:
             if (other := _streams.get(id(group))) is not None and other is not self:
                 raise ConfigError(f"{group.name} has a stream already: end its loop and delete it first.")
         _streams.update((id(group), self) for group in groups)
-        self._figures = {"stream/wait": 0.0, "stream/rollout_wait": 0.0}
+        self._waits = {"stream/wait": 0.0, "stream/rollout_wait": 0.0}
         self._restored: Mapping[str, Any] | None = None
         self._given: deque[dict[int, dict[int, Finished]]] = deque(maxlen=_BATCHES)
         self._reset()
@@ -137,9 +128,9 @@ class ResponseStream:
         self._admission = Admission(self.options, self._chains or ("function",))
         self._versions = {group.name: 0 for group in self._groups}
         self._seen = self._weights()
-        self._drawn: deque[_Drawn] = deque()
-        self._prompts_drawn = self._offset = 0  # row_id of a prompt = number of its group + offset
+        self._prompts = DrawnPrompts(self.loader)  # the number of a prompt is that of its group
         self._started = False
+        self._error: HybridFlowError | None = None  # of a call that was queued meanwhile
         self._found: dict[int, dict[int, Finished]] = {}  # of groups that no batch has: by index in the group
         self._issued: deque[tuple[BatchRef, list[int]]] = deque()  # calls of the function, and their groups
         self._measured = time.monotonic()
@@ -153,21 +144,22 @@ class ResponseStream:
 
     def state(self) -> dict[str, Any]:
         """State for `load_state`: plain data, for JSON. Responses under way are generated again from their prompts,
-        unless this stream itself continues."""
-        if self._restored is not None:
-            return dict(self._restored)
+        unless this stream itself continues: from now on it keeps copies."""
         self._keeps = True
         for chain in self._chains.values():
             chain.copy_seconds = self._copy_seconds
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return dict(self._restored)
         state, taken = self._admission.state(), self._admission.taken
         # the loop has issued what it does with the last batch
         version = min(self._versions_now(taken).values(), default=taken)
         state["counts"] |= {"trained_batches": taken, "version": version}
         state["untrained"] = []
-        first = min((group for group, _ in state["groups"]), default=self._admission.admitted)
-        needed = next((drawn for drawn in self._drawn if drawn.first + drawn.prompts.rows > first), None)
-        before, number = (self.loader.state(), self._prompts_drawn) if needed is None else (needed.before, needed.first)
-        return {"admission": state, "loader": dict(before), "first": number}
+        oldest = min((group for group, _ in state["groups"]), default=self._admission.admitted)
+        return {"admission": state, **self._prompts.state(oldest)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue there with the next iteration. Errors: ConfigError when it is not a state of such a stream."""
@@ -192,14 +184,15 @@ class ResponseStream:
         self._started = True
         if state is None:
             return
-        self._prompts_drawn, numbers = state["first"], [number for number, _ in state["admission"]["groups"]]
-        while self._prompts_drawn <= max(numbers, default=-1) and self._draw(source):
-            pass
+        self._prompts = DrawnPrompts(self.loader, state["first"])
+        numbers = [number for number, _ in state["admission"]["groups"]]
+        self._prompts.draw(source, max(numbers, default=-1) + 1)
         known: dict[int, Responses] = {}
         if all(chain.replica is not None for chain in self._chains.values()):  # one replica continues a row
             newest = state["admission"]["counts"]["trained_batches"]
-            known = known_responses(numbers, self.options.n, newest, done, rows, self._offset)
+            known = known_responses(numbers, self.options.n, newest, done, rows, self._prompts.offset)
         places = self._admission.load_state(state["admission"], unreported=known)
+        self._admission.moved += len(known)
         self._versions = dict.fromkeys(self._versions, self._admission.version)
         for number in dict.fromkeys([*state["admission"]["complete"], *numbers]):
             if number not in known:
@@ -222,10 +215,11 @@ class ResponseStream:
         if session.traces:
             yield from map(self._function, self.loader)
             return
-        session.attach(self)
-        source = self.loader.drawn()
+        keeps = self._keeps
+        session.attach(self)  # asks for a state
+        self._keeps, source = keeps, self.loader.drawn()
         self._begin(source)
-        with while_waiting(self._queue_meanwhile):
+        with while_waiting(self._queue_meanwhile), self._resumable():
             while True:
                 session.iterations.begin(self.loader.in_flight)  # type: ignore[attr-defined]
                 start = time.monotonic()
@@ -241,17 +235,26 @@ class ResponseStream:
             group.withdraw_rows()  # of groups that fill no batch
         session.iterations.drain()
 
+    @contextmanager
+    def _resumable(self) -> Iterator[None]:
+        """A loop that is left early can be entered again: it continues after its last batch."""
+        try:
+            yield
+        except BaseException:
+            self.load_state(self._state())
+            raise
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the last batch: those of `Admission.metrics`; `stream/wait`, seconds for which the loop waited for
         it; `stream/rollout_wait`, seconds since the batch before for which a replica did not decode (their mean); and
         `stream/recomputed_tokens` (so far, after new weights)."""
         recomputed = sum(chain.recomputed for chain in self._chains.values())
-        return self._admission.metrics() | self._figures | {"stream/recomputed_tokens": float(recomputed)}
+        return self._admission.metrics() | self._waits | {"stream/recomputed_tokens": float(recomputed)}
 
     def _measure(self, start: float) -> None:
         now, chains = time.monotonic(), self._chains.values()
         waits = [max(0.0, now - self._measured - chain.busy) for chain in chains]
-        self._figures = {"stream/wait": now - start, "stream/rollout_wait": sum(waits) / max(1, len(waits))}
+        self._waits = {"stream/wait": now - start, "stream/rollout_wait": sum(waits) / max(1, len(waits))}
         self._measured = now
         for chain in chains:
             chain.busy = 0.0
@@ -263,21 +266,22 @@ class ResponseStream:
             if group.training:
                 versions[group.name] = trained
             elif group.weights_version != self._seen[group.name]:
-                old = group.weights_source is None  # its source was updated after the sync
+                old = _trainer(group) is None  # it was updated after the sync
                 versions[group.name] = max(versions[group.name], trained - old)
         return versions
 
     def _version_of(self, group: WorkerGroup) -> int:
         """The version of the weights that a call has that is queued now, perhaps inside the loop."""
-        before = self._versions[group.name]
-        if group.training or group.weights_version == self._seen[group.name]:
-            return before
-        source = group.session.groups.get(group.weights_source or "")
-        updated = source is not None and source.weights_version != self._seen.get(source.name)
-        return max(before, self._admission.taken - (not updated))
+        if not group.training and group.weights_version != self._seen[group.name]:
+            trainer = _trainer(group)
+            old = trainer is None or trainer.weights_version == self._seen.get(trainer.name)  # not updated yet
+            self._versions[group.name] = max(self._versions[group.name], self._admission.taken - old)
+        return self._versions[group.name]
 
     def _next(self, source: Iterator[Batch]) -> BatchRef | None:
         while True:
+            if self._error is not None:
+                raise self._error
             self._admit(source)
             if (batch := self._admission.next_batch()) is not None:
                 self._give_up(batch.given_up)
@@ -289,21 +293,10 @@ class ResponseStream:
     def _admit(self, source: Iterator[Batch]) -> None:
         """Start as many groups as the bound on staleness allows."""
         last = self._admission.admitted + self._admission.capacity
-        while self._prompts_drawn < last and self._draw(source):
-            pass
-        if (count := min(self._prompts_drawn, last) - self._admission.admitted) > 0:
+        self._prompts.draw(source, last)
+        if (count := min(self._prompts.drawn, last) - self._admission.admitted) > 0:
             self._place(self._admission.admit(count))
-        self._admission.prompts_ended |= self._prompts_drawn < last
-
-    def _draw(self, source: Iterator[Batch]) -> bool:
-        """Draw a batch of the loader; False at its end."""
-        before = self.loader.state()
-        if (prompts := next(source, None)) is None:
-            return False
-        self._offset = int(prompts["row_id"][0]) - self._prompts_drawn
-        self._drawn.append(_Drawn(self._prompts_drawn, before, prompts))
-        self._prompts_drawn += prompts.rows
-        return True
+        self._admission.prompts_ended |= self._prompts.drawn < last
 
     def _place(self, places: Mapping[int, Replica], rows: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Start groups; or continue `rows`, the unfinished responses of one group by their index."""
@@ -312,7 +305,7 @@ class ResponseStream:
         if self._until is None:
             numbers, size = sorted(places), self.options.groups
             for batch in (numbers[i : i + size] for i in range(0, len(numbers), size)):
-                self._issued.append((self._function(BatchRef.from_batch(self._prompts(batch))), batch))
+                self._issued.append((self._function(BatchRef.from_batch(self._prompts.rows(batch))), batch))
             return
         for number, place in places.items():
             chain = self._chains[place]
@@ -322,40 +315,38 @@ class ResponseStream:
                 chain.rows += [rows[index] for index in sorted(rows)]
             chain.unfinished += self.options.n if rows is None else len(rows)
 
-    def _prompts(self, numbers: Sequence[int]) -> Batch:
-        """The prompts of these groups."""
-        parts = []
-        for drawn in self._drawn:
-            places = [number - drawn.first for number in numbers if 0 <= number - drawn.first < drawn.prompts.rows]
-            if places:
-                parts.append(drawn.prompts[places])
-        return Batch.concat(parts)
-
     # Calls
 
     def _queue_meanwhile(self) -> None:
         """Keep calls queued of groups that do nothing else. Errors come with the next batch: the loop's calls count."""
-        with suppress(HybridFlowError):
-            self._queue_calls([chain for chain in self._chains.values() if chain.replica is not None])
+        chains = [chain for chain in self._chains.values() if chain.replica is not None]
+        try:
+            for chain in chains if self._error is None else ():
+                chain.collect()
+                self._queue_calls(chain)
+        except HybridFlowError as error:
+            self._error = error
 
-    def _queue_calls(self, chains: Iterable[ReplicaCalls]) -> None:
-        for chain in chains:
-            while chain.waits:
-                prompts = self._prompts(sorted(chain.new)) if chain.new else None
-                chain.issue(prompts, self._version_of(chain.group))
+    def _queue_calls(self, chain: ReplicaCalls) -> None:
+        while chain.waits:
+            prompts = self._prompts.rows(sorted(chain.new)) if chain.new else None
+            chain.issue(prompts, self._version_of(chain.group))
 
     def _advance(self) -> None:
         """Keep calls queued, and take up what the next one to end has finished."""
         if self._until is None:
             self._take_function()
             return
-        self._queue_calls(self._chains.values())
-        running = [chain for chain in self._chains.values() if chain.calls]
-        assert running, f"no call decodes groups {self._admission.under_way}"
-        wait_for_one([chain.calls[0] for chain in running], _LOOK_SECONDS)
-        for chain in running:
+        chains = list(self._chains.values())
+        for chain in chains:
+            self._queue_calls(chain)
+        if not any(chain.collected for chain in chains):
+            running = [chain.calls[0] for chain in chains if chain.calls]
+            assert running, f"no call decodes groups {self._admission.under_way}"
+            wait_for_one(running, _LOOK_SECONDS)
+        for chain in chains:
             for row_id, index, response in chain.ended():
-                if (number := row_id - self._offset) in self._found:  # else given up meanwhile
+                if (number := row_id - self._prompts.offset) in self._found:  # else given up meanwhile
                     self._found[number][index] = response
                     self._admission.finished(number, [response.versions])
 
@@ -376,7 +367,7 @@ class ResponseStream:
         for number in numbers:
             del self._found[number]
         for chain in self._chains.values() if numbers else ():
-            chain.withdraw(numbers, [number + self._offset for number in numbers])
+            chain.withdraw(numbers, [number + self._prompts.offset for number in numbers])
 
     def _assembled(self, batch: StreamBatch) -> BatchRef:
         """The batch by reference: rows of many calls, in the order of admission."""
@@ -391,9 +382,15 @@ class ResponseStream:
         if places != list(range(rows.rows)):
             rows = rows.take(places)
         if self._until is not None:
-            prompts = BatchRef.from_batch(self._prompts(batch.groups)).repeat(self.options.n)
+            prompts = BatchRef.from_batch(self._prompts.rows(batch.groups)).repeat(self.options.n)
             rows = prompts | rows.without(*SESSION)
-        oldest = min(self._found, default=self._admission.admitted)
-        while self._drawn and self._drawn[0].first + self._drawn[0].prompts.rows <= oldest:
-            self._drawn.popleft()
+        self._prompts.forget(min(self._found, default=self._admission.admitted))
         return rows
+
+
+def _trainer(group: WorkerGroup) -> WorkerGroup | None:
+    """The group that trains the weights that this one has now, also by way of others; None for outdated weights."""
+    found: WorkerGroup | None = group
+    while found is not None and not found.training:
+        found = found.session.groups.get(found.weights_source or "")
+    return found

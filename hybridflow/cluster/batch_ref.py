@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -293,8 +294,10 @@ class LaterBatch:
         statuses = [status for output in self.outputs if output.call for status in output.call.statuses]
         out: dict[str, float] = {}
         for status in fetch([one.ref for one in statuses], statuses, follow=False):
+            own = defaultdict[str, float](float)
             for name, seconds in status.seconds:
-                out[name] = max(out.get(name, 0.0), seconds)
+                own[name] += seconds
+            out |= {name: max(out.get(name, 0.0), seconds) for name, seconds in own.items()}
         return out
 
 

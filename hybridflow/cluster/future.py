@@ -133,7 +133,10 @@ def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class _Waiting(threading.local):
-    work: tuple[Callable[[], None], ...] = ()
+    """Of one thread: what it does while it waits; `busy` when it must not."""
+
+    def __init__(self) -> None:
+        self.work, self.busy = list[Callable[[], None]](), False
 
 
 _waiting = _Waiting()
@@ -142,22 +145,32 @@ _waiting = _Waiting()
 @contextmanager
 def while_waiting(work: Callable[[], None]) -> Iterator[None]:
     """Inside the block, this thread also calls `work`, again and again, while it waits for results."""
-    _waiting.work += (work,)
+    known = _waiting.work  # a generator may be closed by another thread
+    known.append(work)
     try:
         yield
     finally:
-        _waiting.work = tuple(other for other in _waiting.work if other != work)
+        known[:] = [other for other in known if other != work]
+
+
+@contextmanager
+def without_work() -> Iterator[None]:
+    """Inside the block, waits do nothing else: a call is being issued."""
+    before, _waiting.busy = _waiting.busy, True
+    try:
+        yield
+    finally:
+        _waiting.busy = before
 
 
 def _look_seconds(left: float) -> float:
     """Do the work of `while_waiting`; returns how long to wait then."""
-    work, _waiting.work = _waiting.work, ()  # which may wait itself
-    try:
-        for one in work:
-            one()
-    finally:
-        _waiting.work = work
-    return max(0.0, min(left, _WORK_SECONDS if work else _LOOK_SECONDS))
+    idle = not _waiting.work or _waiting.busy
+    if not idle:
+        with without_work():
+            for work in list(_waiting.work):
+                work()
+    return max(0.0, min(left, _LOOK_SECONDS if idle else _WORK_SECONDS))
 
 
 def fetch(
@@ -199,13 +212,14 @@ def _get(
     refs: list[Any], writers: Sequence[RankOutput], calls: Sequence[IssuedCall], timeout: float
 ) -> list[Any] | None:
     """All values, or None after the deadline. Meanwhile a driver looks for failures and reports long waits."""
-    end, notice = time.monotonic() + timeout, WaitNotice()
+    end, notice, look = time.monotonic() + timeout, WaitNotice(), time.monotonic() + _LOOK_SECONDS
     while True:
         left = end - time.monotonic()
         try:
             return ray.get(refs, timeout=_look_seconds(left) if calls else max(0.0, left))
         except ray.exceptions.GetTimeoutError:
-            if calls:
+            if calls and time.monotonic() >= min(look, end):
+                look = time.monotonic() + _LOOK_SECONDS
                 statuses = [status.ref for call in calls for status in call.statuses]
                 ready, _ = ray.wait(statuses, num_returns=len(statuses), timeout=0)
                 raise_failure(ray.get(ready), calls)

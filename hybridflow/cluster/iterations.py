@@ -9,7 +9,16 @@ from typing import Any
 
 import ray
 
-from hybridflow.cluster.future import Status, as_done, fetch, host_lost, late, raise_failure, skipped_steps
+from hybridflow.cluster.future import (
+    Status,
+    as_done,
+    fetch,
+    host_lost,
+    late,
+    raise_failure,
+    skipped_steps,
+    without_work,
+)
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 
@@ -107,7 +116,8 @@ class Iterations:
         if len(now.waiting) < _MOST:
             done = set(ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)[0])
             oldest = [output for output in oldest if output.ref in done]
-        self._settle(now, oldest)
+        with without_work():
+            self._settle(now, oldest)
         self._look_at = len(now.waiting) + _LOOK_BACK
 
     def begin(self, in_flight: int = 2) -> None:

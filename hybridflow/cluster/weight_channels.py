@@ -18,7 +18,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -195,18 +195,19 @@ class WeightChannel:
             self._transfers.pop(payload, None)
         if payload not in self._plans:
             raise LayoutError(
-                f"how {payload} travel was not planned on this rank: the first transfer of them failed. Repeat it."
+                f"how {payload} travel was not planned on this rank: the first transfer failed. Repeat it."
             )
         unfit = [side.failure for side in (sender, receiver) if side is not None]
-        for failure in [*unfit, sender and sender.incomplete]:
-            if failure is not None:
-                raise failure.error
+        if failure := next(filter(None, [*unfit, sender and sender.incomplete]), None):
+            raise failure.error
         if receiver is None or payload != WEIGHTS or {*self.spec.senders} & {*self.spec.receivers}:
             return
         end, senders = time.monotonic() + self.patience, len({*self.spec.senders})
 
         def waits() -> bool:
-            return time.monotonic() < end and self.store.add(task.meeting, 0) < senders
+            with suppress(RuntimeError):  # without the store, the agreement fails next
+                return time.monotonic() < end and self.store.add(task.meeting, 0) < senders
+            return False
 
         if receiver.incomplete is None and receiver.worker.while_waiting(waits):
             self._waits_since = time.monotonic()
@@ -256,9 +257,8 @@ class WeightChannel:
         rows = [row.clone() for _ in range(self.size)]
         if self.size > 1:
             dist.all_gather(rows, row, group=self._control())
-        totals, _, _ = torch.stack(rows).sum(0).tolist()
         _, longest, pause = torch.stack(rows).amax(0).tolist()
-        return {"bytes": totals, "seconds": longest, "pause": pause}
+        return {"bytes": float(sum(one[0] for one in rows)), "seconds": longest, "pause": pause}
 
     def close(self) -> None:
         """Free buffers and process groups. Call on every member."""

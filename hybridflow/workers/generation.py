@@ -88,6 +88,8 @@ class Generation:
 
     def __init__(self, engine: GenerateEngine, strategy: VLLM, checkpoint: str | os.PathLike[str]) -> None:
         self.engine, self.strategy = engine, strategy
+        self.outdated = False  # the version of the weights, which `advance` names
+        self._named = False
         try:
             self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
         except BaseException:
@@ -121,6 +123,7 @@ class Generation:
         engine.submit(given)
         if version is not None:
             engine.policy_version = version
+            self.outdated, self._named = False, True
         engine.advance(until)
         taken = engine.take()
         numbers = [
@@ -129,6 +132,11 @@ class Generation:
         ]
         more = torch.tensor(numbers, dtype=torch.int64).reshape(-1, len(_ROWS)).unbind(1)
         return self._columns(taken).with_columns(**dict(zip(_ROWS, more, strict=True)))
+
+    def weights_changed(self) -> None:
+        """Other weights have been written."""
+        self.engine.weights_changed()
+        self.outdated = self._named
 
     def _prompt_ids(self, batch: Batch) -> list[list[int]]:
         if "prompt_ids" in batch:

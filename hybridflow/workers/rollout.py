@@ -160,15 +160,15 @@ class RolloutWorker(RowSession, Worker):
         return True
 
     def while_waiting(self, waits: Callable[[], bool]) -> bool:
-        """Decode unfinished rows."""
-        if not self.engine.unfinished:
+        """Decode unfinished rows, if the version of the present weights is known."""
+        if not self.engine.unfinished or self.generation.outdated:
             return False
         with self.generating() as generation:
             generation.engine.advance_while(waits)
         return True
 
     def on_weights_loaded(self) -> None:
-        self.engine.weights_changed()
+        self.generation.weights_changed()
 
     def close(self) -> None:
         if (engine := getattr(self, "engine", None)) is not None:

@@ -18,6 +18,7 @@ import psutil
 
 import hybridflow as hf
 from hybridflow.cluster import liveness
+from hybridflow.streams import ResponseStream
 
 STRATEGIES: dict[str, Any] = {
     "p2d2": hf.Megatron(pp=2),
@@ -62,7 +63,7 @@ class Fault(threading.Thread):
             doing = liveness.ask(host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
             if now.endswith(call):
-                time.sleep(3 if call == "idle" else 0)
+                time.sleep({"idle": 3, "advance_rows": 0.5}.get(call, 0))
                 os.kill(pid, number)
                 print(f"fault: {number} to {pid} in {now} at {time.time()}", flush=True)
                 return
@@ -127,6 +128,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
                 names = ["prompt_ids", "response_ids", "log_probs", "old_log_probs", "advantages"]
                 rows = batch.get(names + ["group_id", "policy_version"] * streams)
                 figures = {k: v for part in [metrics, *learned] for k, v in part.get().items()}
+                figures |= source.metrics() if isinstance(source, ResponseStream) else {}
                 plain = {name: rows[name].tolist() for name in rows.columns}
                 record.write(json.dumps({"step": checkpoints.done, "figures": figures, "rows": plain}) + "\n")
                 record.flush()

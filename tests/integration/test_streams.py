@@ -150,6 +150,27 @@ def test_rows_continue_from_copies_after_their_hosts_are_lost(actor, rollout, ju
     assert min(min(row) for row in versions[:2]) < 2 or not under_way  # begun before the state that was loaded
 
 
+def test_a_loop_that_was_left_is_entered_again(actor, rollout, judge, monkeypatch):
+    """Also while the driver looks at finished calls all the time."""
+    monkeypatch.setattr("hybridflow.cluster.iterations._LOOK_BACK", 1)
+    stream = hf.stream(loader(5), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.001, max_tokens=20)
+    groups: list[int] = []
+    for leave in (1, 2, 9):
+        for number, batch in enumerate(stream, 1):
+            groups += batch.get("group_id")["group_id"].tolist()[::2]
+            train(batch, actor, judge)
+            if leave == 1:
+                hf.sync_weights(actor, rollout)
+            actor.compute_log_prob(batch).get()
+            if number == leave:
+                break
+            hf.sync_weights(actor, rollout)
+        if leave == 2:
+            hf.sync_weights(actor, rollout)
+    assert sorted(groups) == list(range(20))
+    assert not any(finished.copy for given in stream._given for one in given.values() for finished in one.values())
+
+
 def test_groups_that_would_be_too_old_are_given_up(actor, rollout, judge):
     stream = hf.stream(
         loader(8), rollout, rows=8, n=2, max_staleness=1, on_stale="drop", call_seconds=0.001, ignore_eos=False

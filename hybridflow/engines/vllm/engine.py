@@ -185,7 +185,7 @@ class VLLMEngine:
         """Decode all unfinished rows as long as `going()` on the replica's first rank, and for at most 50 ms more."""
         if self._loop.rows:
             self._check_memory()
-            self._loop.advance_while(going)
+            self._loop.advance_while(going if self._groups.rank == 0 else lambda: False)
 
     def take(self) -> list[Row]:
         """The finished rows that were not taken yet, in the order in which they finished."""

@@ -90,6 +90,7 @@ class EngineLoop:
         self.run(reached, until.steps, until.seconds)
 
     def advance_while(self, going: Callable[[], bool]) -> None:
+        """`going()` of the first rank counts; it must not raise."""
         while self.rows and self._agreed(int(going())):
             self.run(lambda: False, seconds=_MOMENT)
 
