@@ -74,7 +74,7 @@ def test_one_batch_of_everything_that_is_made_to_stop_it():
 
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Math]:
-    math = Math(batch_seconds=2.0)
+    math = Math(batch_seconds=4.0)
     yield math
     math.close()
 
@@ -90,7 +90,7 @@ def test_what_takes_too_long_takes_no_time_from_the_rows_beside_it(
         assert hurried([""] * len(rows), answers, answer=[row[1] for row in rows]) == [row[2] for row in rows]
     (record,) = caplog.records
     assert record.args[0] == len(awful)
-    assert record.args[4] >= len(awful) - 12  # no more than 2 s were spent, 0.2 s or more on each
+    assert record.args[4] >= len(awful) - 20  # no more than 4 s were spent, 0.2 s or more on each
 
 
 def test_a_lone_comparison_may_use_the_time_of_the_batch():
