@@ -214,7 +214,8 @@ def measure_speeds(job: Job, repeats: int, few: int, many: int) -> Speeds:
         syncs.append(sync())
         empty.append(empty_calls())
     step, trained = statistics.median(alone[many]), statistics.median(training)
-    long = decoding(many, steps=round(4 * trained / step))
+    room = round(job.tail.median * job.tail.ratio) - 2 * PROMPT - 2  # contexts are 3 * PROMPT
+    long = decoding(many, steps=min(room, round(4 * trained / step)))
     both = []
     while not long.done():
         both.append(train())
