@@ -188,7 +188,7 @@ class ResponseStream:
         numbers = [number for number, _ in state["admission"]["groups"]]
         self._prompts.draw(source, max(numbers, default=-1) + 1)
         known: dict[int, Responses] = {}
-        if all(chain.replica is not None for chain in self._chains.values()):  # one replica continues a row
+        if self._chains and all(chain.replica is not None for chain in self._chains.values()):  # which continue rows
             newest = state["admission"]["counts"]["trained_batches"]
             known = known_responses(numbers, self.options.n, newest, done, rows, self._prompts.offset)
         places = self._admission.load_state(state["admission"], unreported=known)
