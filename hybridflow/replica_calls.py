@@ -60,7 +60,7 @@ class ReplicaCalls:
     busy: float = 0.0  # seconds for which the replica has decoded
     recomputed: int = 0  # tokens
     collected: list[tuple[int, int, Finished]] = field(default_factory=list)
-    _copies: deque[Future] = field(default_factory=lambda: deque(maxlen=2))
+    _copies: deque[Future] = field(default_factory=deque)  # the last two that are made, and those to be made
     _copied_at: float = 0.0
 
     @property
@@ -85,6 +85,8 @@ class ReplicaCalls:
         if self._copies_rows and time.monotonic() - self._copied_at >= (self.copy_seconds or 0.0):
             self._copied_at = time.monotonic()
             self._copies.append(self.group.withdraw_rows(replica=self.replica, keep=True))
+            while len(self._copies) > 2 and self._copies[2].done():
+                self._copies.popleft()
 
     def collect(self) -> None:
         """Take up what ended calls have finished. Errors: WorkerError of such a call."""

@@ -101,7 +101,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     if "fault" in options:
         Fault(rollout, options["fault"]).start()
 
-    bounds: Any = {"rows": 16, "n": 2, "max_staleness": 2, "call_seconds": 0.01, "copy_seconds": 0.02}
+    bounds: Any = {"rows": 16, "n": 2, "max_staleness": 2, "call_seconds": 0.01, "copy_seconds": 0.001}
     source = hf.stream(loader, rollout, **bounds) if streams else loader
 
     def loop() -> None:
