@@ -63,7 +63,7 @@ class Fault(threading.Thread):
             doing = liveness.ask(host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
             if now.endswith(call):
-                time.sleep({"idle": 3, "advance_rows": 0.5}.get(call, 0))
+                time.sleep({"idle": 3, "advance_rows": 0.2}.get(call, 0))
                 os.kill(pid, number)
                 print(f"fault: {number} to {pid} in {now} at {time.time()}", flush=True)
                 return

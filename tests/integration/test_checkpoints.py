@@ -142,7 +142,7 @@ def test_lost_hosts_that_only_generate_cost_no_training(runs, apart):
 def test_a_stream_continues_rows_of_lost_hosts(runs):
     """No group is lost or comes twice."""
     options = {"every": 100, "rollout": 1, "stream": 1, "record": 1, "retry": 1}
-    run = runs.run("stream-lost", **options, fault="advance_rows:4:SIGKILL")
+    run = runs.run("stream-lost", **options, fault="advance_rows:2:SIGKILL")
     lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
     groups = [group for line in lines for group in line["rows"]["group_id"]]
