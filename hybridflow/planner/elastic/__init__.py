@@ -1,0 +1,1 @@
+"""Device policies inside an iteration: `state` (read first), `policies`, `gain`, and their simulation."""
