@@ -219,6 +219,13 @@ class Admission:
         self.moved += len(unfinished)
         return self._place(unfinished)
 
+    def migrated(self, group: int, replica: Replica) -> None:
+        """The unfinished rows of the group continue on this replica. Errors: BatchError for a group not under way."""
+        found = self._unfinished(group)
+        self._count(found, -self._left(found))
+        found.replica, self.moved = replica, self.moved + 1
+        self._count(found, self._left(found))
+
     def joined(self, replica: Replica) -> dict[int, Replica]:
         """A further replica generates: the waiting groups that it gets. New groups go to it first."""
         self._load.setdefault(replica, 0)

@@ -16,19 +16,20 @@ from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import Until
 from hybridflow.errors import HybridFlowError
 
-PER_ROW = ("row_id", "response_index", "oldest_version", "newest_version", "recomputed_tokens")
+PER_ROW = ("row_id", "response_index", "oldest_version", "newest_version", "recomputed_tokens", "response_tokens")
 SESSION = (*PER_ROW, "spans")
 """Columns of `advance_rows` that batches do not have."""
 _COPY_TIMEOUT = 30.0  # seconds; the host that made the copy may be gone
 
 
 class Finished(NamedTuple):
-    """A response: row `at` of what a call returned, and of the driver's `copy` of it, if there is one."""
+    """A response of `tokens`: row `at` of what a call returned, and of the driver's `copy` of it, if there is one."""
 
     rows: BatchRef
     at: int
     versions: range
     copy: Batch | None = None
+    tokens: int = 0
 
     def copied(self) -> Finished | None:
         """The same response from the copy, which needs no host; None without one."""
@@ -99,9 +100,9 @@ class ReplicaCalls:
             copy = rows.get() if self._copies_rows else None
             numbers = rows.get(PER_ROW) if copy is None else copy
             for at, row in enumerate(zip(*(numbers[name].tolist() for name in PER_ROW), strict=True)):
-                row_id, index, oldest, newest, recomputed = row
+                row_id, index, oldest, newest, recomputed, tokens = row
                 self.recomputed += recomputed
-                self.collected.append((row_id, index, Finished(rows, at, range(oldest, newest + 1), copy)))
+                self.collected.append((row_id, index, Finished(rows, at, range(oldest, newest + 1), copy, tokens)))
             self.unfinished -= rows.rows
 
     def ended(self) -> list[tuple[int, int, Finished]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -227,6 +227,7 @@ class ResponseStream:
                     break
                 self._measure(start)
                 yield batch
+                self._after_batch()
                 self._admission.trained()
                 self._versions = self._versions_now(self._admission.trained_batches)
                 self._seen = self._weights()
@@ -266,14 +267,14 @@ class ResponseStream:
             if group.training:
                 versions[group.name] = trained
             elif group.weights_version != self._seen[group.name]:
-                old = _trainer(group) is None  # it was updated after the sync
+                old = group.trainer is None  # it was updated after the sync
                 versions[group.name] = max(versions[group.name], trained - old)
         return versions
 
     def _version_of(self, group: WorkerGroup) -> int:
         """The version of the weights that a call has that is queued now, perhaps inside the loop."""
         if not group.training and group.weights_version != self._seen[group.name]:
-            trainer = _trainer(group)
+            trainer = group.trainer
             old = trainer is None or trainer.weights_version == self._seen.get(trainer.name)  # not updated yet
             self._versions[group.name] = max(self._versions[group.name], self._admission.taken - old)
         return self._versions[group.name]
@@ -283,12 +284,19 @@ class ResponseStream:
             if self._error is not None:
                 raise self._error
             self._admit(source)
-            if (batch := self._admission.next_batch()) is not None:
+            if self._may_train() and (batch := self._admission.next_batch()) is not None:
                 self._give_up(batch.given_up)
                 return self._assembled(batch)
             if self._admission.ended:
                 return None
             self._advance()
+
+    def _may_train(self) -> bool:
+        """Whether the loop may get its next batch."""
+        return True
+
+    def _after_batch(self) -> None:
+        """The loop has issued all that it does with a batch."""
 
     def _admit(self, source: Iterator[Batch]) -> None:
         """Start as many groups as the bound on staleness allows."""
@@ -344,6 +352,9 @@ class ResponseStream:
             running = [chain.calls[0] for chain in chains if chain.calls]
             assert running, f"no call decodes groups {self._admission.under_way}"
             wait_for_one(running, _LOOK_SECONDS)
+        self._take_up(chains)
+
+    def _take_up(self, chains: Iterable[ReplicaCalls]) -> None:
         for chain in chains:
             for row_id, index, response in chain.ended():
                 if (number := row_id - self._prompts.offset) in self._found:  # else given up meanwhile
@@ -386,11 +397,3 @@ class ResponseStream:
             rows = prompts | rows.without(*SESSION)
         self._prompts.forget(min(self._found, default=self._admission.admitted))
         return rows
-
-
-def _trainer(group: WorkerGroup) -> WorkerGroup | None:
-    """The group that trains the weights that this one has now, also by way of others; None for outdated weights."""
-    found: WorkerGroup | None = group
-    while found is not None and not found.training:
-        found = found.session.groups.get(found.weights_source or "")
-    return found

@@ -124,6 +124,14 @@ class WorkerGroup:
         return name if source is not None and source._version == version else None
 
     @property
+    def trainer(self) -> WorkerGroup | None:
+        """The group that trains the weights that this one has now, also by way of others; None for outdated weights."""
+        found: WorkerGroup | None = self
+        while found is not None and not found.training:
+            found = found.session.groups.get(found.weights_source or "")
+        return found
+
+    @property
     def training(self) -> list[str]:
         """The operations that train."""
         return [name for name, operation in self.operations.items() if kind_of(operation) == "training"]

@@ -34,7 +34,7 @@ RESERVED = frozenset(
         *("num_tokens", "finished", "temperature", "log_probs", "old_log_probs", "ref_log_probs", "values", "rewards"),
         *("advantages", "returns", "kl", "kl_coef", "costs", "cost_values", "cost_returns", "cost_advantages"),
         *("lagrange", "reward_failure", "cost_failure"),
-        *("policy_version", "response_index", "spans", "recomputed_tokens"),
+        *("policy_version", "response_index", "spans", "recomputed_tokens", "response_tokens"),
     }
 )
 RESERVED_PREFIXES = ("rewards/", "costs/")

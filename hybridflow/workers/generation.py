@@ -29,6 +29,7 @@ from hybridflow.settings import require
 _WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
 _WRITTEN += ("temperature",)
 _ROWS = ("row_id", "response_index", "oldest_version", "newest_version", "spans", "recomputed_tokens")
+_ROWS += ("response_tokens",)
 _SESSION = ("batch", "until", "rows", "replica", "version")
 """Settings of `advance_rows` that are not those of the sampling."""
 
@@ -127,8 +128,8 @@ class Generation:
         engine.advance(until)
         taken = engine.take()
         numbers = [
-            (row.row_id, row.index, min(row.policy_version), max(row.policy_version), row.spans, row.recomputed)
-            for row in taken
+            (row.row_id, row.index, min(versions), max(versions), row.spans, row.recomputed, len(row.token_ids))
+            for row, versions in ((row, row.policy_version) for row in taken)
         ]
         more = torch.tensor(numbers, dtype=torch.int64).reshape(-1, len(_ROWS)).unbind(1)
         return self._columns(taken).with_columns(**dict(zip(_ROWS, more, strict=True)))
@@ -231,13 +232,19 @@ class RowSession:
 
         The finished rows, in the order in which they finished, have the columns of `generate_sequences`, and `row_id`,
         `response_index` (0..n-1), `oldest_version` and `newest_version` of its tokens, `spans` and `recomputed_tokens`
-        (see `Row`), all [B] int64.
+        (see `Row`), `response_tokens`, all [B] int64.
 
         Errors: as `generate_sequences`; ConfigError for a row that the replica has already. No row of a failed call is
         lost: what it had submitted before can be withdrawn.
         """
         with self.generating(alone=replica is not None) as generation:
             return generation.advance(batch, until, rows, version, **sampling)
+
+    @register(THREE_D_ALL_MICRO_DP, replica="replica")
+    def row_tokens(self, replica: int | None = None) -> list[tuple[int, int, int]]:
+        """Row id, tokens of the prompt and of the response so far, for each unfinished row of a generation replica."""
+        del replica  # used by the driver only
+        return [(row.row_id, len(row.prompt_ids), len(row.token_ids)) for row in self.rollout().engine.unfinished]
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
     def withdraw_rows(
