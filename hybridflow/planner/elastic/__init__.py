@@ -1,1 +1,1 @@
-"""Device policies inside an iteration: `state` (read first), `policies`, `gain`, and their simulation."""
+"""Devices move inside an iteration: `state` (read first), `transitions`, `policies`, `gain`; their `simulation`."""

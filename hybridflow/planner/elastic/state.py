@@ -46,7 +46,7 @@ class Component:
 
     @property
     def most(self) -> int:
-        return self.sizes[-1]
+        return self.sizes[-1] if self.sizes else 0
 
     @property
     def ids(self) -> range:
@@ -73,9 +73,10 @@ class Speeds:
 @dataclass(frozen=True)
 class State:
     """`rows` of the iteration in groups of `n`; `finished` rows; `ready` whole groups that wait for a mini-batch;
-    `done` of `minibatches` are trained. `running` has the unfinished groups of each rollout instance, `lengths` the
-    response lengths seen so far in the run, ascending, `switches` the seconds of the latest measured switches, oldest
-    first. `seconds`: since the start of the iteration."""
+    `done` of `minibatches` are trained, and one more is under way if `training`: then the actor keeps its size.
+    `running` has the unfinished groups of each rollout instance, `lengths` the response lengths seen so far in the run,
+    ascending, `switches` the seconds of the latest measured switches, oldest first. `seconds`: since the start of the
+    iteration. At "start" no group has been submitted: `transitions.applied` spreads them over the instances then."""
 
     event: Event
     devices: int
@@ -94,10 +95,32 @@ class State:
     switches: tuple[float, ...] = ()
     seconds: float = 0.0
     max_running: int = 256  # rows that an instance decodes at once
+    training: bool = False
 
     @property
     def running_rows(self) -> int:
         return sum(len(group.tokens) for groups in self.running.values() for group in groups)
+
+    @property
+    def minibatch_groups(self) -> int:
+        return self.rows // self.n // self.minibatches
+
+    @property
+    def actor_end(self) -> int:
+        """The first device after the actor's."""
+        return self.actor.instances * self.actor.devices
+
+    @property
+    def actor_room(self) -> int:
+        """Devices that the actor has, or could have without another component's release."""
+        inference = self.inference.instances * self.inference.devices
+        rollouts = self.rollout.ids.start * self.rollout.devices if self.rollout.instances else self.devices
+        return min(rollouts, self.devices - inference)
+
+    @property
+    def rollout_room(self) -> int:
+        """Rollout instances that the free devices below the present ones allow."""
+        return (self.rollout.ids.start * self.rollout.devices - self.actor_end) // self.rollout.devices
 
 
 @dataclass(frozen=True)
