@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import reallocate as reallocate
     from hybridflow.driver import shutdown as shutdown
     from hybridflow.driver import sync_weights as sync_weights
+    from hybridflow.elastic import Elastic as Elastic
     from hybridflow.engines.checkpoint.export import export as export
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
@@ -79,6 +80,7 @@ _WHERE = {
     "cluster.pool": ("ResourcePool",),
     "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Sampling", "Until", "ZeRO"),
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
+    "elastic": ("Elastic",),
     "engines.checkpoint.export": ("export",),
     "loader": ("PromptLoader", "TextLoader", "dynamic_sampling"),
     "placement": ("Placement",),

@@ -223,7 +223,7 @@ class Admission:
         """The unfinished rows of the group continue on this replica. Errors: BatchError for a group not under way."""
         found = self._unfinished(group)
         self._count(found, -self._left(found))
-        found.replica, self.moved = replica, self.moved + 1
+        found.replica = replica
         self._count(found, self._left(found))
 
     def joined(self, replica: Replica) -> dict[int, Replica]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,28 +20,26 @@ from hybridflow.admission import StreamOptions
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
-from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.driver import sync_weights
-from hybridflow.errors import ConfigError, HostLostError, HybridFlowError
-from hybridflow.planner.elastic.measured import Measured
-from hybridflow.planner.elastic.policies import POLICIES, static
+from hybridflow.elastic_devices import ElasticDevices
+from hybridflow.errors import HostLostError, HybridFlowError
+from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
     Action,
+    Allocate,
     Component,
     Event,
     Finalize,
-    Policy,
+    Migrate,
+    Release,
     RunningGroup,
     State,
-    Switch,
     Wait,
 )
-from hybridflow.planner.elastic.transitions import applied
+from hybridflow.planner.elastic.transitions import Switch, placement, why
 from hybridflow.replica_calls import ReplicaCalls
-from hybridflow.resizing import Sizes
 from hybridflow.settings import require
 from hybridflow.streams import ResponseStream
 
@@ -49,7 +47,7 @@ logger = logging.getLogger(__name__)
 _LOOKS = 32  # per iteration, as rows finish
 
 
-class Elastic:
+class Elastic(ElasticDevices):
     """The groups that share the devices of `pool`, and the policy that moves devices between them.
 
     `actor`, without generation, lies on the first devices of the pool; `rollout` from its first device on, over the
@@ -61,74 +59,6 @@ class Elastic:
     A policy that raises or answers what is not possible is refused with a warning, and devices stay where they are.
     Errors: ConfigError, PlacementError for groups that lie elsewhere; those of `resizing.Sizes`.
     """
-
-    def __init__(
-        self,
-        pool: ResourcePool,
-        *,
-        actor: WorkerGroup,
-        rollout: WorkerGroup,
-        inference: Sequence[WorkerGroup] = (),
-        policy: str | Policy = "gain",
-        sizes: Iterable[int] | None = None,
-    ) -> None:
-        pool.check_open()
-        for group in (actor, rollout, *inference):
-            require(isinstance(group, WorkerGroup), f"Elastic takes groups such as hf.ActorWorker.on(...), got {group!r}.")
-            group.check_open()
-        if isinstance(policy, str):
-            require(policy in POLICIES, f"Elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.")
-        self.policy: Policy = POLICIES[policy] if isinstance(policy, str) else policy
-        self.pool, self.actor, self.rollout = pool, actor, rollout
-        self.events: list[Switch] = []
-        """Every switch so far."""
-        self.measured = Measured()
-        if actor.session.traces:
-            return
-        followers = [group for group in inference if group.members == actor.members]
-        self._check(pool, [group for group in inference if group not in followers])
-        per_actor, per_rollout = actor.grid.p * actor.grid.t, rollout.grid.size // self._replicas
-        own = sum(group.grid.size for group in inference if group not in followers)
-        initial, most = actor.grid.d, pool.size // per_actor
-        wanted = {initial, *(sizes if sizes is not None else _doubled(initial, most))}
-        self._sizes = [Sizes(group, pool, wanted) for group in (actor, *followers)]
-        held = -(-initial * per_actor // per_rollout)  # rollout instances on the actor's devices
-        self.static = State(
-            event="start",
-            devices=pool.size,
-            rollout=Component(
-                per_rollout, self._replicas - held, self._replicas - held, tuple(range(1, self._replicas + 1))
-            ),
-            inference=Component(1, own, own, (own,) if own else ()),
-            actor=Component(per_actor, initial, initial, tuple(sorted(wanted))),
-            rows=0, n=1, minibatches=1, done=0, finished=0, ready=0, running={}, speeds=self.measured.speeds(),
-        )  # fmt: skip
-
-    @property
-    def _replicas(self) -> int:
-        return self.rollout.grid.generation().replicas
-
-    def _check(self, pool: ResourcePool, apart: Sequence[WorkerGroup]) -> None:
-        actor, rollout = self.actor, self.rollout
-        line = {member: at for at, member in enumerate(pool.members)}
-        places = {}
-        for group in (actor, rollout, *apart):
-            if group.pool_name != pool.name or any(member not in line for member in group.members):
-                raise ConfigError(f"Elastic: {group.name} lies on other devices than those of the given pool.")
-            places[group.name] = [line[member] for member in group.members]
-        starts = [places[group.name] == list(range(group.grid.size)) for group in (actor, rollout)]
-        require(
-            all(starts) and actor.grid.size < rollout.grid.size,
-            f"Elastic: {actor.name} is on devices {places[actor.name]} and {rollout.name} on {places[rollout.name]} of "
-            f"the pool: place both from its first device on, and the rollout on more devices than the actor.",
-        )
-        require("advance_rows" in rollout.operations and not rollout.training, f"{rollout.name} is no RolloutWorker.")
-        rest = sorted(at for group in apart for at in places[group.name])
-        require(
-            rest == list(range(rollout.grid.size, pool.size)) or (not rest and rollout.grid.size == pool.size),
-            f"Elastic: the pool has {pool.size} devices, {rollout.name} the first {rollout.grid.size}, and inference "
-            f"groups of their own {rest}: each device needs exactly one of them.",
-        )
 
     def stream(
         self,
@@ -154,30 +84,6 @@ class Elastic:
         options = StreamOptions(rows=size // minibatches, n=n, max_staleness=minibatches - 1)
         return ElasticStream(self, loader, options, Until(seconds=call_seconds), {"n": n, **sampling}, copy_seconds)
 
-    def resize(self, instances: int) -> float:
-        """The actor and the groups that follow it get this data parallel size; returns seconds."""
-        start = time.monotonic()
-        done: list[tuple[Sizes, int]] = []
-        try:
-            for one in self._sizes:
-                if one.size != instances:
-                    done.append((one, one.size))
-                    one.resize(instances)
-        except HybridFlowError as error:
-            for one, before in done[:-1]:  # the last one has its old size
-                if not isinstance(error.__cause__, HostLostError):
-                    one.resize(before)
-            raise
-        return time.monotonic() - start
-
-
-def _doubled(initial: int, most: int) -> set[int]:
-    sizes = {most}
-    while initial <= most:
-        sizes.add(initial)
-        initial *= 2
-    return sizes
-
 
 class ElasticStream(ResponseStream):
     """The mini-batches of `Elastic.stream`."""
@@ -201,10 +107,16 @@ class ElasticStream(ResponseStream):
         super()._reset()
         if self.elastic.actor.session.traces:
             return
-        self._now = self.elastic.static
+        self._now = replace(
+            self.elastic.static,
+            rows=self.options.rows * self._minibatches,
+            n=self.options.n,
+            minibatches=self._minibatches,
+            max_running=self.elastic.max_running,
+        )
         self._tokens = 0  # of the last mini-batch
         self._report: list[tuple[int, Future]] = []
-        self._reported: dict[int, tuple[float, int, int]] = {}
+        self._reported: dict[int, tuple[float, int, int, int]] = {}
         self._running: dict[int, tuple[RunningGroup, ...]] = {}
         self._look_below, self._begun, self._given_at = 0, time.monotonic(), time.monotonic()
         self._switched = {"elastic/switches": 0.0, "elastic/switch_seconds": 0.0, "elastic/moved_rows": 0.0}
@@ -233,28 +145,31 @@ class ElasticStream(ResponseStream):
             return
         self._begun = time.monotonic()
         self._switched = dict.fromkeys(self._switched, 0.0)
-        rows = admitted * self.options.n
-        self._now = replace(self._now, rows=rows, n=self.options.n, minibatches=self._minibatches)
-        self._look_below = rows
+        self._now = replace(self._now, rows=admitted * self.options.n)
+        self._look_below = self._now.rows
+        fresh = self._unsubmitted()
+        self._running = {number: tuple(groups) for number, groups in fresh.items()}
         self._look("start")
+        for number in self._now.rollout.ids:
+            self._baseline(number)
 
     def _advance(self) -> None:
         if not self._may_train() and not self._admission.under_way:
-            self._act([Finalize()], "all rows are generated")
+            self._act(static(self._view("rows")), "all rows are generated")
             return
         super()._advance()
         left = sum(chain.unfinished for chain in self._chains.values())
         if self._report and all(answer.done() for _, answer in self._report):
             self._read_report()
             self._look("rows")
-        elif not self._report and left < self._look_below:
+        elif not self._report and 0 < left < self._look_below:
             self._look_below = left - max(1, self._now.rows // _LOOKS)
             self._ask_report()
 
     def _after_batch(self) -> None:
         """The mini-batch is trained: the policy looks, or the iteration ends."""
         elastic = self.elastic
-        elastic.actor.session.backend.calls(elastic.actor.ranks)  # waits for them, while rollouts go on
+        elastic.actor.session.backend.calls(elastic.actor.ranks)  # waits for them; rollouts decode meanwhile
         elastic.measured.trained(time.monotonic() - self._given_at, self._tokens, self._now.actor.instances)
         if self._admission.taken % self._minibatches:
             self._ask_report()
@@ -264,33 +179,210 @@ class ElasticStream(ResponseStream):
         self._act([Finalize()], "the iteration ends")
         sync_weights(elastic.actor, elastic.rollout)
 
-    def _take_up(self, chains: Iterable[ReplicaCalls]) -> None:
-        super()._take_up(chains)
-
     def _assembled(self, batch: Any) -> BatchRef:
         found = [one.tokens for number in batch.groups for one in self._found[number].values()]
         for tokens in found:
             self.elastic.measured.response(tokens)
-        self._tokens = sum(found)
-        self._given_at = time.monotonic()
+        self._tokens, self._given_at = sum(found), time.monotonic()
         return super()._assembled(batch)
 
+    def _look(self, event: Event) -> None:
+        state, start = self._view(event), time.monotonic()
+        actions, error = decide(static if self._refused else self.elastic.policy, state)
+        self._refused |= error is not None
+        self.elastic.measured.took("look", time.monotonic() - start)
+        self._act(actions, error or why(state))
+
     # What the policy sees
+
+    def _view(self, event: Event) -> State:
+        done = self._admission.taken % self._minibatches
+        running = {
+            number: tuple(one for one in self._running.get(number, ()) if one.group in self._found)
+            for number in self._now.rollout.ids
+        }
+        measured, waiting = self.elastic.measured, self._admission.under_way
+        known = {number: tuple(one for one in groups if one.group in waiting) for number, groups in running.items()}
+        left = sum(len(one.tokens) for groups in known.values() for one in groups)
+        return replace(
+            self._now,
+            event=event,
+            done=done,
+            finished=self._now.rows - left,
+            ready=len(self._found) - len(waiting),
+            running=known,
+            speeds=measured.speeds(),
+            lengths=tuple(measured.lengths),
+            switches=tuple(measured.switches),
+            seconds=time.monotonic() - self._begun,
+        )
+
+    def _unsubmitted(self) -> dict[int, list[RunningGroup]]:
+        """The groups that no replica has yet, where they are placed."""
+        found: dict[int, list[RunningGroup]] = {}
+        for number in self._now.rollout.ids:
+            for group in self._chain(number)[1].new:
+                prompt = self._prompts.rows([group])
+                tokens = len(prompt["prompt_ids"].tolist()[0]) if "prompt_ids" in prompt else 0
+                found.setdefault(number, []).append(RunningGroup(group, tokens, (0,) * self.options.n))
+        return found
 
     def _ask_report(self) -> None:
         group = self.elastic.rollout
         self._report = [(number, group.row_tokens(replica=number)) for number in self._now.rollout.ids]
 
     def _read_report(self) -> None:
-        for number, answer in self._report:
+        answers, self._report = self._report, []
+        for number, answer in answers:
             groups: dict[int, list[tuple[int, int]]] = {}
-            tokens = 0
             for row_id, prompt, length in answer.get():
                 groups.setdefault(row_id - self._prompts.offset, []).append((prompt, length))
-                tokens += length
             self._running[number] = tuple(
                 RunningGroup(group, rows[0][0], tuple(length for _, length in rows)) for group, rows in groups.items()
             )
-            self._measure_decoding(number, tokens)
-        self._report = []
         self._take_up(self._chains.values())
+        for number, _ in answers:
+            self._measure_decoding(number)
+
+    def _baseline(self, number: int, prefilled: int = 0) -> None:
+        """Later measurements of this instance count from here."""
+        chain = self._chain(number)[1]
+        rows = sum(len(one.tokens) for one in self._running.get(number, ()))
+        tokens = sum(sum(one.tokens) for one in self._running.get(number, ()))
+        self._reported[number] = (chain.decoding, chain.tokens + tokens, rows or chain.unfinished, prefilled)
+
+    def _measure_decoding(self, number: int) -> None:
+        before = self._reported.get(number)
+        self._baseline(number)
+        if before is not None:
+            (seconds, tokens, rows, prefilled), now = before, self._reported[number]
+            mean = (rows + now[2]) / 2
+            if now[1] - tokens > mean:
+                self.elastic.measured.decoded(now[0] - seconds, mean, now[1] - tokens, prefilled)
+
+    # Switches
+
+    def _act(self, actions: Sequence[Action], reason: str) -> None:
+        """Do what the policy says. A resize that fails leaves the placement as it was, as far as rows have not moved;
+        then devices stay where they are. Errors: those of a lost host."""
+        if not actions:
+            return
+        before, start, wanted, moved = self._now, time.monotonic(), dict[int, int](), 0
+        try:
+            for action in actions:
+                match action:
+                    case Wait("rollout"):
+                        while self._admission.under_way:
+                            super()._advance()
+                        start = time.monotonic()
+                    case Wait(_):
+                        self.elastic.wait()
+                    case Migrate(groups):
+                        wanted |= groups
+                    case Release("rollout", count):
+                        moved += self._hand_over(count, wanted)
+                    case Allocate("rollout", count):
+                        self._join(count)
+                    case Finalize():
+                        moved += self._finalize()
+                    case Release(name, count) | Allocate(name, count):
+                        self._set(name, count if isinstance(action, Allocate) else -count)
+        except HybridFlowError as error:
+            if isinstance(error.__cause__, HostLostError) or self.elastic.lost():
+                raise
+            self._refused = True
+            logger.warning("devices stay where they are: the switch failed. %s", error)
+            reason = f"{reason}; failed: {str(error).splitlines()[0]}"
+            self._join(before.rollout.instances - self._now.rollout.instances)
+        if placement(before) != placement(self._now):
+            self._record(Switch(start - self._begun, reason, placement(before), placement(self._now),
+                                time.monotonic() - start, moved))  # fmt: skip
+
+    def _record(self, switch: Switch) -> None:
+        self.elastic.record(switch)
+        self._report = []
+        for name, value in (("switches", 1.0), ("switch_seconds", switch.seconds), ("moved_rows", float(switch.rows))):
+            self._switched[f"elastic/{name}"] += value
+
+    def _set(self, name: str, change: int) -> None:
+        """Another number of instances of the actor, or of inference groups of their own."""
+        component: Component = getattr(self._now, name)
+        instances = component.instances + change
+        if name == "actor" and instances:
+            self.elastic.resize(instances)
+        resized: Any = {name: replace(component, instances=instances)}
+        self._now = replace(self._now, **resized)
+
+    def _finalize(self) -> int:
+        """The static placement. Returns the rows that moved."""
+        home, now = self.elastic.static, self._now
+        moved = 0
+        if (surplus := now.rollout.instances - home.rollout.instances) > 0:
+            moved = self._hand_over(surplus, {})
+        self._set("actor", home.actor.instances - now.actor.instances)
+        self._set("inference", home.inference.instances - now.inference.instances)
+        self._join(-surplus)
+        return moved
+
+    def _hand_over(self, count: int, wanted: Mapping[int, int]) -> int:
+        """The lowest rollout instances give their rows to others, the cheapest first: to the `wanted` ones, else to
+        those with the fewest. Returns the number of rows."""
+        start, ids, n = time.monotonic(), self._now.rollout.ids, self.options.n
+        leaving = [self._chain(number) for number in ids[:count]]
+        groups: dict[int, list[Mapping[str, Any]]] = {group: [] for _, chain in leaving for group in chain.new}
+        answers = [chain.group.withdraw_rows(replica=chain.replica) for _, chain in leaving]
+        for _, chain in leaving:
+            chain.new, chain.unfinished = [], 0
+        for row in [row for answer in answers for row in answer.get()]:
+            groups.setdefault(row["row_id"] - self._prompts.offset, []).append(row)
+        chains = [chain for _, chain in leaving]
+        for row in [row for chain in chains for row in chain.rows]:
+            groups.setdefault(row["row_id"] - self._prompts.offset, []).append(row)
+        for chain in chains:
+            chain.rows = []
+        self._take_up(self._chains.values())
+        for chain in chains:
+            chain.unfinished = 0
+        self._now = replace(self._now, rollout=replace(self._now.rollout, instances=len(ids) - count))
+        moved, prefilled = 0, dict.fromkeys(ids[count:], 0)
+        for group in sorted(groups, key=lambda each: _migration_tokens(groups[each])):
+            number = wanted.get(group, -1)
+            if number not in prefilled:
+                number = min(prefilled, key=lambda each: self._chain(each)[1].unfinished)
+            name, chain = self._chain(number)
+            self._admission.migrated(group, name)
+            chain.rows += groups[group]
+            chain.new += [] if groups[group] else [group]
+            chain.unfinished += len(groups[group]) or n
+            prefilled[number] += _migration_tokens(groups[group])
+            moved += len(groups[group])
+        for name, _ in leaving:
+            self._admission.lost(name)
+        for number, tokens in prefilled.items():
+            self._baseline(number, tokens)
+            self._reported.pop(number, None) if tokens else None
+        self.elastic.measured.took("hand_over", time.monotonic() - start)
+        return moved
+
+    def _join(self, count: int) -> None:
+        """Rollout instances below the present ones decode as well; groups that no instance has yet are spread."""
+        if count <= 0:
+            return
+        rollout = self._now.rollout
+        self._now = replace(self._now, rollout=replace(rollout, instances=rollout.instances + count))
+        fresh = [(group, chain) for _, chain in map(self._chain, rollout.ids) for group in chain.new]
+        for _, chain in fresh:
+            chain.new, chain.unfinished = [], chain.unfinished - self.options.n
+        places = {number: self._chain(number) for number in self._now.rollout.ids}
+        for name, _ in places.values():
+            self._admission.joined(name)
+        for group, _ in fresh:
+            name, chain = min(places.values(), key=lambda place: place[1].unfinished)
+            self._admission.migrated(group, name)
+            chain.new.append(group)
+            chain.unfinished += self.options.n
+
+
+def _migration_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Tokens whose keys and values another instance computes."""
+    return sum(len(row["prompt_ids"]) + len(row["token_ids"]) for row in rows)

@@ -58,7 +58,9 @@ class ReplicaCalls:
     new: list[int] = field(default_factory=list)  # groups to submit
     rows: list[Mapping[str, Any]] = field(default_factory=list)  # rows to continue
     unfinished: int = 0
-    busy: float = 0.0  # seconds for which the replica has decoded
+    busy: float = 0.0  # seconds for which the replica has decoded; `decoding`: since the start
+    decoding: float = 0.0
+    tokens: int = 0  # of finished responses
     recomputed: int = 0  # tokens
     collected: list[tuple[int, int, Finished]] = field(default_factory=list)
     _copies: deque[Future] = field(default_factory=deque)  # the last two that are made, and those to be made
@@ -94,14 +96,15 @@ class ReplicaCalls:
         while self.calls and self.calls[0].done():
             call = self.calls.popleft()
             rows = call.get()
-            self.busy += call.seconds().get("advance_rows/generation", 0.0)
+            seconds = call.seconds().get("advance_rows/generation", 0.0)
+            self.busy, self.decoding = self.busy + seconds, self.decoding + seconds
             if not rows.rows:
                 continue
             copy = rows.get() if self._copies_rows else None
             numbers = rows.get(PER_ROW) if copy is None else copy
             for at, row in enumerate(zip(*(numbers[name].tolist() for name in PER_ROW), strict=True)):
                 row_id, index, oldest, newest, recomputed, tokens = row
-                self.recomputed += recomputed
+                self.recomputed, self.tokens = self.recomputed + recomputed, self.tokens + tokens
                 self.collected.append((row_id, index, Finished(rows, at, range(oldest, newest + 1), copy, tokens)))
             self.unfinished -= rows.rows
 

@@ -92,16 +92,18 @@ class Incidents:
         new = {(step.role, step.call, step.number): step for step in steps}
         new = {key: step for key, step in new.items() if key not in self._written}
         self._written |= new.keys()
-        if not new or (directory := self.directory()) is None:
-            return
-        lines = []
-        for step in new.values():
-            line = asdict(step)
+        lines = [{name: value for name, value in asdict(step).items() if name != "call"} for step in new.values()]
+        for line in lines:
             line["minibatch"] = line.pop("number")
-            del line["call"]
-            lines.append(json.dumps(line) + "\n")
+        self.append("skipped.jsonl", lines)
+
+    def append(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Append `lines` to a file of the run directory; without one, do nothing."""
+        if not lines or (directory := self.directory()) is None:
+            return
+        text = "".join(json.dumps(line) + "\n" for line in lines)
         try:
-            with open(directory / "skipped.jsonl", "a", encoding="utf-8") as file:
-                file.write("".join(lines))
+            with open(directory / name, "a", encoding="utf-8") as file:
+                file.write(text)
         except OSError:
-            logger.warning("the rows of skipped steps could not be written:\n%s", "".join(lines), exc_info=True)
+            logger.warning("%s could not be written:\n%s", name, text, exc_info=True)

@@ -37,7 +37,7 @@ LAYERS = (
     ("cluster",),
     ("workers",),
     ("kept_files", "metric_loggers", "run_display"),
-    ("tracker", "loader", "driver", "streams", "replica_calls"),
+    ("tracker", "loader", "driver", "streams", "replica_calls", "resizing", "elastic_devices", "elastic"),
     ("run_state",),
     ("recovery",),
     ("checkpoints",),

@@ -1,0 +1,135 @@
+"""The groups of `hf.Elastic`: where they may lie, the sizes that they can have, and what was measured of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.pool import ResourcePool
+from hybridflow.errors import ConfigError, HostLostError, HybridFlowError
+from hybridflow.planner.elastic.measured import Measured
+from hybridflow.planner.elastic.policies import lend, rlinf, static
+from hybridflow.planner.elastic.state import Component, Policy, State
+from hybridflow.planner.elastic.transitions import Switch
+from hybridflow.resizing import Sizes
+from hybridflow.settings import require
+
+POLICIES: dict[str, Policy] = {"static": static, "rlinf": rlinf(), "lend": lend}
+
+
+class ElasticDevices:
+    """The groups that share the devices of `pool`, in their sizes; see `hf.Elastic`."""
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        *,
+        actor: WorkerGroup,
+        rollout: WorkerGroup,
+        inference: Sequence[WorkerGroup] = (),
+        policy: str | Policy = "gain",
+        sizes: Iterable[int] | None = None,
+    ) -> None:
+        pool.check_open()
+        for group in (actor, rollout, *inference):
+            require(
+                isinstance(group, WorkerGroup), f"Elastic takes groups such as hf.ActorWorker.on(...), got {group!r}."
+            )
+            group.check_open()
+        if isinstance(policy, str):
+            require(policy in POLICIES, f"Elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.")
+        self.policy: Policy = POLICIES[policy] if isinstance(policy, str) else policy
+        self.pool, self.actor, self.rollout, self.inference = pool, actor, rollout, tuple(inference)
+        self.max_running = 256  # rows that an instance decodes at once
+        self.events: list[Switch] = []
+        """Every switch so far."""
+        self.measured = Measured()
+        if actor.session.traces:
+            return
+        followers = [group for group in inference if group.members == actor.members]
+        self._check(pool, [group for group in inference if group not in followers])
+        per_actor, per_rollout = actor.grid.p * actor.grid.t, rollout.grid.size // self._replicas
+        own = sum(group.grid.size for group in inference if group not in followers)
+        initial, most = actor.grid.d, pool.size // per_actor
+        wanted = {initial, *(sizes if sizes is not None else _doubled(initial, most))}
+        self._sizes = [Sizes(group, pool, wanted) for group in (actor, *followers)]
+        held = -(-initial * per_actor // per_rollout)  # rollout instances on the actor's devices
+        self.static = State(
+            event="start",
+            devices=pool.size,
+            rollout=Component(
+                per_rollout, self._replicas - held, self._replicas - held, tuple(range(1, self._replicas + 1))
+            ),
+            inference=Component(1, own, own, (own,) if own else ()),
+            actor=Component(per_actor, initial, initial, tuple(sorted(wanted))),
+            rows=0, n=1, minibatches=1, done=0, finished=0, ready=0, running={}, speeds=self.measured.speeds(),
+        )  # fmt: skip
+
+    @property
+    def _replicas(self) -> int:
+        return self.rollout.grid.generation().replicas
+
+    def _check(self, pool: ResourcePool, apart: Sequence[WorkerGroup]) -> None:
+        actor, rollout = self.actor, self.rollout
+        line = {member: at for at, member in enumerate(pool.members)}
+        places = {}
+        for group in (actor, rollout, *apart):
+            if group.pool_name != pool.name or any(member not in line for member in group.members):
+                raise ConfigError(f"Elastic: {group.name} lies on other devices than those of the given pool.")
+            places[group.name] = [line[member] for member in group.members]
+        starts = [places[group.name] == list(range(group.grid.size)) for group in (actor, rollout)]
+        require(
+            all(starts) and actor.grid.size < rollout.grid.size,
+            f"Elastic: {actor.name} is on devices {places[actor.name]} and {rollout.name} on {places[rollout.name]} of "
+            f"the pool: place both from its first device on, and the rollout on more devices than the actor.",
+        )
+        require("advance_rows" in rollout.operations and not rollout.training, f"{rollout.name} is no RolloutWorker.")
+        rest = sorted(at for group in apart for at in places[group.name])
+        require(
+            rest == list(range(rollout.grid.size, pool.size)) or (not rest and rollout.grid.size == pool.size),
+            f"Elastic: the pool has {pool.size} devices, {rollout.name} the first {rollout.grid.size}, and inference "
+            f"groups of their own {rest}: each device needs exactly one of them.",
+        )
+
+    def resize(self, instances: int) -> None:
+        """The actor and the groups that follow it get this data parallel size. Errors: of the one that could not; the
+        others then have their old sizes."""
+        start = time.monotonic()
+        done: list[tuple[Sizes, int]] = []
+        try:
+            for one in self._sizes:
+                if one.size != instances:
+                    done.append((one, one.size))
+                    one.resize(instances)
+        except HybridFlowError as error:
+            for one, before in done[:-1]:  # the last one has its old size
+                if not isinstance(error.__cause__, HostLostError):
+                    one.resize(before)
+            raise
+        if done:
+            self.measured.took("resize", time.monotonic() - start)
+
+    def wait(self) -> None:
+        """Wait until inference groups have run all their calls."""
+        for group in self.inference:
+            group.session.backend.calls(group.ranks)
+
+    def lost(self) -> bool:
+        """Whether the pool has lost a host."""
+        return bool(self.actor.session.backend.lost(self.pool.hosts))
+
+    def record(self, switch: Switch) -> None:
+        """Keep it, and append it to `switches.jsonl` in the run directory."""
+        self.events.append(switch)
+        self.measured.switches.append(switch.seconds)
+        self.actor.session.iterations.incidents.append("switches.jsonl", [asdict(switch) | {"at": time.time()}])
+
+
+def _doubled(initial: int, most: int) -> set[int]:
+    sizes = {most}
+    while initial <= most:
+        sizes.add(initial)
+        initial *= 2
+    return sizes

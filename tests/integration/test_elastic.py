@@ -1,0 +1,166 @@
+"""Elastic devices on real hosts: rows that move, actors that grow and shrink, and what a run makes of bad policies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import hybridflow as hf
+from hybridflow.elastic_devices import POLICIES
+from hybridflow.errors import ConfigError
+from hybridflow.planner.elastic.policies import grow_actor, lend_actor, released_rollouts, return_actor
+from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Policy, Release, State
+from hybridflow.planner.elastic.transitions import applied
+from tests import tiny_models
+
+PROMPTS = [{"prompt": text} for text in ("abc", "hello you", "xyz", "the end", "k", "a b c", "zz", "four")]
+SAMPLING = hf.Sampling(max_tokens=24, seed=5)
+ITERATIONS, MINIBATCHES, N = 3, 4, 2
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    return tiny_models.make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def rollout(pool, policy) -> Iterator[hf.WorkerGroup]:
+    """Four replicas."""
+    group = hf.RolloutWorker.on(pool, model=policy, generate=hf.VLLM(sampling=SAMPLING))
+    yield group
+    group.close()
+
+
+@contextmanager
+def placed(pool, model: Path, rollout: hf.WorkerGroup, policy: str | Policy, **settings: Any) -> Iterator[hf.Elastic]:
+    """Weights stay as they are: no step is large enough for float32."""
+    actor = hf.ActorWorker.on(pool[0:1], model=model, train=hf.FSDP(), optim=hf.SGD(lr=1e-30))
+    reference = hf.ReferenceWorker.on(pool[0:1], model=model, train=hf.FSDP())
+    try:
+        yield hf.Elastic(pool, actor=actor, rollout=rollout, inference=[reference], policy=policy, **settings)
+    finally:
+        for group in (actor, reference):
+            group.close()
+
+
+@pytest.fixture(scope="module")
+def judge(hosts) -> Iterator[hf.WorkerGroup]:
+    group = hf.RewardWorker.on(hosts[4:5], function=lambda completions, **columns: [float(len(text)) for text in completions])
+    yield group
+    group.close()
+
+
+def moving(seed: int) -> Policy:
+    """Any legal moves, at every event."""
+    random = Random(seed)
+
+    def policy(state: State) -> list[Action]:
+        if state.done == state.minibatches:
+            return [Finalize()]
+        if state.event == "start":
+            return lend_actor(state) if random.random() < 0.7 else []
+        if not state.actor.instances:
+            return return_actor(state) if random.random() < 0.5 or not state.running_rows else []
+        actions: list[Action] = []
+        if state.rollout.instances > 1:
+            actions += released_rollouts(state, random.randint(1, state.rollout.instances - 1))
+            return actions + grow_actor(applied(state, actions)) if random.random() < 0.7 else actions
+        smaller = [size for size in state.actor.sizes if size < state.actor.instances]
+        if smaller and state.running_rows:
+            actions.append(Release("actor", state.actor.instances - smaller[0]))
+            room = applied(state, actions).rollout_room
+            actions += [Allocate("rollout", room)] if room else []
+        return actions
+
+    return policy
+
+
+def run(elastic: hf.Elastic, judge: hf.WorkerGroup, tracker: hf.Tracker | None = None) -> list[hf.Batch]:
+    """Its mini-batches; rewards let no weight change."""
+    prompts = hf.PromptLoader(PROMPTS, batch_size=8, steps=ITERATIONS, seed=3)
+    found, stream = [], elastic.stream(prompts, n=N, minibatches=MINIBATCHES, call_seconds=0.002)
+    for batch in stream:
+        for group in elastic.inference:
+            batch |= group.compute_ref_log_prob(batch)
+        batch |= elastic.actor.compute_log_prob(batch)
+        batch |= judge.compute_reward(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        metrics = elastic.actor.update_actor(batch)
+        if tracker is not None:
+            tracker.log(stream.metrics(), metrics)
+        found.append(batch.get())
+    return found
+
+
+def by_row(batches: list[hf.Batch]) -> dict[int, dict[str, Any]]:
+    columns = ("response_ids", "log_probs", "policy_version", "ref_log_probs")
+    rows: dict[int, dict[str, Any]] = {}
+    for batch in batches:
+        for at, row_id in enumerate(batch["row_id"].tolist()):
+            assert row_id not in rows, "a row came twice"
+            rows[row_id] = {name: batch[name].tolist()[at] for name in columns if name in batch}
+    return rows
+
+
+@pytest.fixture(scope="module")
+def still(pool, policy, rollout, judge) -> dict[int, dict[str, Any]]:
+    """What the static placement generates."""
+    with placed(pool, policy, rollout, "static") as elastic:
+        rows = by_row(run(elastic, judge))
+        assert not elastic.events
+    return rows
+
+
+def equal(found: dict[int, dict[str, Any]], wanted: dict[int, dict[str, Any]]) -> None:
+    assert found.keys() == wanted.keys()
+    for row_id, row in found.items():
+        assert row["response_ids"] == wanted[row_id]["response_ids"]
+        for name in ("log_probs", "ref_log_probs"):
+            assert row[name] == pytest.approx(wanted[row_id][name], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rlinf", "lend", "gain", "moving-1", "moving-2"])
+def test_rows_are_those_of_the_static_placement(pool, policy, rollout, judge, still, tmp_path, name):
+    """None is lost, none comes twice, wherever they were continued."""
+    chosen = moving(int(name[-1])) if name.startswith("moving") else POLICIES[name]
+    with placed(pool, policy, rollout, chosen) as elastic:
+        tracker = hf.Tracker(tmp_path / "run", console=False)
+        equal(by_row(run(elastic, judge, tracker)), still)
+        tracker.finish()
+        assert elastic.actor.grid.d == 1  # the placement of the start
+        if name not in ("lend", "gain"):  # which may find that nothing pays
+            written = [json.loads(line) for line in (tmp_path / "run" / "switches.jsonl").read_text().splitlines()]
+            assert len(written) == len(elastic.events) > 0
+            assert sum(switch.rows for switch in elastic.events) > 0
+            sizes = {switch.target["actor"] for switch in elastic.events}
+            assert sizes > {1}
+        assert elastic.events == [] or elastic.events[-1].target == {"rollout": 3, "inference": 0, "actor": 1}
+
+
+def raising(state: State) -> list[Action]:
+    raise RuntimeError("no idea")
+
+
+@pytest.mark.parametrize("wrong", [raising, lambda state: [Release("rollout", 9)], lambda state: [Finalize()]])
+def test_a_bad_policy_is_refused(pool, policy, rollout, judge, still, caplog, wrong):
+    with placed(pool, policy, rollout, wrong) as elastic:
+        equal(by_row(run(elastic, judge)), still)
+        assert not elastic.events
+    assert "is refused" in caplog.text
+
+
+def test_groups_that_lie_elsewhere_are_refused(pool, hosts, policy, rollout):
+    actor = hf.ActorWorker.on(pool[1:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="from its first device on"):
+        hf.Elastic(pool, actor=actor, rollout=rollout)
+    with pytest.raises(ConfigError, match="each device needs exactly one"):
+        hf.Elastic(hosts, actor=actor, rollout=rollout)
+    with pytest.raises(ConfigError, match="known are"):
+        hf.Elastic(pool, actor=actor, rollout=rollout, policy="greedy")
+    actor.close()
