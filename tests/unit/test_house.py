@@ -37,7 +37,7 @@ LAYERS = (
     ("cluster",),
     ("workers",),
     ("kept_files", "metric_loggers", "run_display"),
-    ("tracker", "loader", "driver", "streams", "replica_calls"),
+    ("tracker", "loader", "driver", "resizing", "streams", "replica_calls"),
     ("run_state",),
     ("recovery",),
     ("checkpoints",),
