@@ -104,7 +104,7 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     a group without weights.
     """
     for group in (source, destination):
-        _check_group("sync_weights", group)
+        check_group("sync_weights", group)
     if source is destination:
         raise ConfigError(f"sync_weights({source.name}, {source.name}): a group has its own weights already.")
     if source.session is not destination.session:
@@ -150,9 +150,11 @@ def reallocate(
     Errors, before a byte moves: PlacementError when sizes and devices do not fit or the group is closed, ModelError
     when the model does not divide, LayoutError, ConfigError. WorkerError of a rank that cannot be built.
     """
-    _check_group("reallocate", group)
+    check_group("reallocate", group)
     if group.session.traces:
         return group
+    if group.sleeping:
+        raise PlacementError(f"reallocate({group.name}): it has ranks in several sizes; close its hf.Sizes first.")
     settings = dict(group.settings)
     if strategy is None and pool is None and generate is KEEP:
         raise ConfigError(f"reallocate({group.name}): give strategy= (such as hf.FSDP()) or pool=, or both.")
@@ -199,7 +201,7 @@ def _generating(group: WorkerGroup, settings: dict[str, Any], generate: Any) -> 
     return {**settings, "generate": generate}
 
 
-def _check_group(what: str, group: WorkerGroup) -> None:
+def check_group(what: str, group: WorkerGroup) -> None:
     if not isinstance(group, WorkerGroup):
         raise ConfigError(f"{what} takes a group such as hf.ActorWorker.on(...) returns, got {group!r}.")
     group.check_open()
@@ -260,30 +262,43 @@ def _replace_ranks(group: WorkerGroup, new: RankGroup) -> None:
     old, backend = group.ranks, group.session.backend
     try:
         backend.build(new, uninitialized=True)
-        _move(group, old, new)
+        move_state(group, old, new, "reallocate")
         _hand_over(backend, old, new)
     except BaseException as error:
         backend.drop(new, wait=1.0)  # peers of the failed rank may still wait for it
-        _note(error, f"{group.name} was not moved: it is still at {old}, with its state.")
+        add_outcome(error, f"{group.name} was not moved: it is still at {old}, with its state.")
         raise
-    group.ranks = new
+    group.move_to(new)
     backend.drop(old, wait=_GONE_SECONDS)
 
 
-def _move(group: WorkerGroup, old: RankGroup, new: RankGroup) -> None:
-    """Move the optimizer state (with the weights in it) to the new ranks; without an optimizer, the weights."""
+def move_state(group: WorkerGroup, old: RankGroup, new: RankGroup, method: str) -> int:
+    """Move the optimizer state (with the weights in it) to the new ranks; without an optimizer, the weights.
+
+    All kinds are issued at once. Returns the bytes that travelled.
+    """
     backend = group.session.backend
-    state, there = (backend.ask(ranks, "training_state")[0] for ranks in (old, new))
+    asked = [backend.tell(ranks, "training_state") for ranks in (old, new)]
+    state, there = (wait()[0] for wait in asked)
     if state is None:
-        layouts = tuple(weights_layout(group.session, ranks) for ranks in (old, new))
-        backend.channels.send(old, new, WEIGHTS, lambda: layouts, "reallocate").get()
-        return
-    _check_same_model(state.layout, there.layout, group.name, f"{group.name} (new layout)")
-    if set(state.kinds) != set(there.kinds):
-        raise LayoutError(f"{group.name} keeps {sorted(state.kinds)}; the new layout would keep {sorted(there.kinds)}.")
-    for kind in state.kinds:
-        backend.channels.send(old, new, kind, lambda: (state.layout, there.layout), "reallocate").get()
-    backend.ask(new, "training_state_arrived", state.counters)
+        layouts, kinds = tuple(weights_layout(group.session, ranks) for ranks in (old, new)), (WEIGHTS,)
+    else:
+        layouts, kinds = (state.layout, there.layout), state.kinds
+        _check_same_model(*layouts, group.name, f"{group.name} (new layout)")
+        if set(kinds) != set(there.kinds):
+            raise LayoutError(f"{group.name} keeps {sorted(kinds)}; the new layout would keep {sorted(there.kinds)}.")
+    moving = [backend.channels.send(old, new, kind, lambda: layouts, method) for kind in kinds]
+    failed, moved = list[HybridFlowError](), 0
+    for one in moving:  # all of them: no later call should raise their errors
+        try:
+            moved += int(one.get()["bytes"])
+        except HybridFlowError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    if state is not None:
+        backend.ask(new, "training_state_arrived", state.counters)
+    return moved
 
 
 def _hand_over(backend: Any, old: RankGroup, new: RankGroup) -> None:
@@ -296,11 +311,11 @@ def _hand_over(backend: Any, old: RankGroup, new: RankGroup) -> None:
         try:
             backend.ask(old, "step_back")
         except HybridFlowError:
-            _note(error, f"{old.name} cannot generate any more: its engine could not be started again.")
+            add_outcome(error, f"{old.name} cannot generate any more: its engine could not be started again.")
         raise
 
 
-def _note(error: BaseException, outcome: str) -> None:
+def add_outcome(error: BaseException, outcome: str) -> None:
     """Add the group's state after the failure to an error of ours."""
     if isinstance(error, HybridFlowError):
         error.args = (f"{error.args[0]}\n{outcome}", *error.args[1:])

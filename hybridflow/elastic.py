@@ -177,6 +177,7 @@ class ElasticStream(ResponseStream):
             self._look("minibatch")
             return
         self._act([Finalize()], "the iteration ends")
+        elastic.record()
         sync_weights(elastic.actor, elastic.rollout)
 
     def _assembled(self, batch: Any) -> BatchRef:

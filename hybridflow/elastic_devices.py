@@ -45,6 +45,7 @@ class ElasticDevices:
         self.max_running = 256  # rows that an instance decodes at once
         self.events: list[Switch] = []
         """Every switch so far."""
+        self._written, self._sizes = 0, list[Sizes]()
         self.measured = Measured()
         if actor.session.traces:
             return
@@ -120,11 +121,20 @@ class ElasticDevices:
         """Whether the pool has lost a host."""
         return bool(self.actor.session.backend.lost(self.pool.hosts))
 
-    def record(self, switch: Switch) -> None:
-        """Keep it, and append it to `switches.jsonl` in the run directory."""
-        self.events.append(switch)
-        self.measured.switches.append(switch.seconds)
-        self.actor.session.iterations.incidents.append("switches.jsonl", [asdict(switch) | {"at": time.time()}])
+    def record(self, switch: Switch | None = None) -> None:
+        """Keep it, and append what is new to `switches.jsonl` in the run directory, as soon as there is one."""
+        incidents = self.actor.session.iterations.incidents
+        if switch is not None:
+            self.events.append(switch)
+            self.measured.switches.append(switch.seconds)
+        if incidents.directory() is not None:
+            incidents.append("switches.jsonl", [asdict(one) for one in self.events[self._written :]])
+            self._written = len(self.events)
+
+    def close(self) -> None:
+        """Free the groups of all sizes except the present ones. Can be called again."""
+        for one in self._sizes:
+            one.close()
 
 
 def _doubled(initial: int, most: int) -> set[int]:

@@ -194,8 +194,9 @@ class Saving:
                 groups[name] = SavedGroup(group.worker_class.__name__, values=tuple(answers[name]))
                 continue
             saved: SavedGroup = answers[name][0]
-            ranks, dtypes = tuple(rank_file(self._folders[name], rank) for rank in range(group.grid.size)), {}
-            for rank in range(group.grid.size):
+            size = len(answers[name])  # at the time of the save: the group may have been moved since
+            ranks, dtypes = tuple(rank_file(self._folders[name], rank) for rank in range(size)), {}
+            for rank in range(size):
                 report = self._report(report_file(self.partial, self._folders[name], rank))
                 files |= {file: FileEntry(**entry) for file, entry in report["files"].items()}
                 dtypes = {**report["dtypes"], **dtypes}

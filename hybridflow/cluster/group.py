@@ -78,6 +78,7 @@ class WorkerGroup:
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
         self._closed, self._listed = "", listed
         self._replicas: list[WorkerGroup] = []
+        self.sleeping: dict[int, RankGroup] = {}  # ranks in other data parallel sizes, without memory (hf.Sizes)
         self._schedule = schedule
         self._version = 0  # of the weights; all ranks start from those of the model directory
         self._source: tuple[str, int] | None = None  # of the weights: a group and its version
@@ -101,8 +102,17 @@ class WorkerGroup:
 
     @property
     def all_ranks(self) -> tuple[RankGroup, ...]:
-        """The primary and all replicas."""
-        return (self.ranks, *(replica.ranks for replica in self._replicas))
+        """The primary, all replicas, and ranks that sleep."""
+        return (self.ranks, *(replica.ranks for replica in self._replicas), *self.sleeping.values())
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether some calls run on other ranks than the primary."""
+        return bool(self._replicas)
+
+    def move_to(self, ranks: RankGroup, ran: Mapping[str, int] = MappingProxyType({})) -> None:
+        """The group's state is on these ranks now, which have run each operation so often already."""
+        self.ranks, self.calls_issued = ranks, Counter(ran)
 
     def weights_changed(self, source: WorkerGroup | None = None) -> None:
         """Called when weights are written: by an optimizer step, a checkpoint, or a transfer from `source`."""
@@ -340,6 +350,7 @@ class WorkerGroup:
     def _drop(self, wait: float) -> Failure | None:
         self._leave(" by close()")
         failures = [self.session.backend.drop(ranks, wait) for ranks in self.all_ranks]
+        self.sleeping.clear()
         return next((failure for failure in failures if failure is not None), None)
 
     def _leave(self, how: str) -> None:
@@ -361,6 +372,7 @@ class WorkerGroup:
         self._version, self._source = 0, None
         self._calls_made.clear()
         self.calls_issued.clear()
+        self.sleeping.clear()  # their hosts are gone
         self.session.backend.build(self.ranks)
         for replica in self._replicas:
             replica.rebuild(pools)
@@ -370,6 +382,7 @@ class WorkerGroup:
         self._leave(" with its pool")
         for ranks in self.all_ranks:
             self.session.backend.channels.close(ranks.key)
+        self.sleeping.clear()
 
 
 def weights_layout(session: Session, ranks: RankGroup, built: bool = True) -> Layout:

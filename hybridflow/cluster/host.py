@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -210,14 +210,14 @@ class Host:
 
     def _memory_error(self, member: Member, method: str, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         free, total = torch.cuda.mem_get_info() if self.use_cuda else (0, 0)
-        resident: dict[tuple[str, str], int] = {}
+        resident: Counter[tuple[str, str]] = Counter()  # a role may have ranks of several sizes here
         for each in self._members.values():
             try:
                 found = getattr(each.worker, "resident_bytes", dict)()
             except Exception:  # a worker that is half built
                 logger.debug("the memory of %s is unknown", each.role, exc_info=True)
                 continue
-            resident |= {(each.role, kind): size for kind, size in found.items()}
+            resident.update({(each.role, kind): size for kind, size in found.items()})
         shares = {
             each.role: getattr(each.settings.get("generate"), "memory_fraction", None)
             for each in self._members.values()

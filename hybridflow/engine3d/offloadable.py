@@ -100,6 +100,11 @@ class Residency:
             self._away[key].discard(name)
         return fresh
 
+    def zero(self, names: Iterable[str]) -> None:
+        """Fill the resident memory of `names` with zeros."""
+        for storage, _, _ in self._found(names):
+            _bytes(storage).zero_()
+
     def offload(self, names: Iterable[str] | None = None) -> None:
         """Host memory is pinned on CUDA systems. A storage is freed with its last name, offloaded or released."""
         for storage, key, name in self._found(names):

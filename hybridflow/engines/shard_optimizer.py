@@ -214,6 +214,12 @@ class ShardOptimizer:
             self._offloaded = self._own()
             self._offloaded.offload()
 
+    def release(self) -> None:
+        """Free this state and drop its content; `reload` brings it back as zeros."""
+        if self._offloaded is None:
+            self._offloaded = self._own()
+        self._offloaded.release()
+
     def _own(self) -> Residency:
         kinds = self.storage() if self.torch.state else {"main": self.shards.main}
         own = {kind: tensors for kind, tensors in kinds.items() if self.shards.separate or kind != "main"}
@@ -222,7 +228,7 @@ class ShardOptimizer:
 
     def reload(self) -> None:
         if self._offloaded is not None:
-            self._offloaded.acquire()
+            self._offloaded.zero(self._offloaded.acquire())
             self._offloaded = None
 
     @property

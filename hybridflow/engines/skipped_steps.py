@@ -17,17 +17,17 @@ class SkippedSteps:
     """Counts the steps in a row that were skipped for numbers that are not finite, over all calls of a worker."""
 
     def __init__(self, context: RankContext, settings: config.Optimizer | None) -> None:
-        self._context, self._settings, self._streak = context, settings, 0
+        self._context, self._settings, self.streak = context, settings, 0
 
     @property
     def diverged(self) -> bool:
         """Whether the last `max_skipped` steps were skipped; equal on all ranks."""
         most = None if self._settings is None else self._settings.max_skipped
-        return most is not None and self._streak >= most
+        return most is not None and self.streak >= most
 
     def made(self) -> None:
         """A step was made."""
-        self._streak = 0
+        self.streak = 0
 
     def skipped(self, number: int, steps: int, reason: str, row_ids: Sequence[int], overflow: bool) -> None:
         """Step `number` of the call's `steps` was skipped, on all ranks; `row_ids` are this rank's rows. Collective.
@@ -44,12 +44,12 @@ class SkippedSteps:
                 "%s.%s skipped step %d of %d; no weight and no optimizer state has changed: %s.",
                 *(context.role, context.method, number, steps, reason),
             )
-        self._streak += not overflow
+        self.streak += not overflow
         if not self.diverged:
             return
         assert settings is not None
         raise DivergenceError(
-            f"{context.role} skipped {self._streak} optimizer steps in a row, the last because {reason}. Its weights "
+            f"{context.role} skipped {self.streak} optimizer steps in a row, the last because {reason}. Its weights "
             f"are those of the last step that was made, which may have broken them: continue from a checkpoint before "
             f"it. Use a lower lr (now {settings.lr:g}), more warmup_steps or a smaller clip_grad (now "
             f"{settings.clip_grad:g}), and look at the rows that skipped.jsonl in the run directory names. "

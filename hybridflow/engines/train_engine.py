@@ -330,13 +330,22 @@ class TrainEngine:
             self._shards.gradients.offload(self._gradients == "zero")
 
     def reload(self, what: Collection[TrainState]) -> None:
-        """Bring offloaded state back; other state is left alone."""
+        """Bring offloaded state back; other state is left alone. Of released state, parameters are undefined, the rest
+        is zero."""
         if "parameters" in what:
             self._shards.memory.acquire()
         if "optimizer" in what and self._optimizer:
             self._optimizer.reload()
         if "gradients" in what and self._optimizer:
             self._shards.gradients.reload(self._gradients == "zero")
+
+    def release(self) -> None:
+        """Free the memory of all state and drop its content; `reload` allocates it again."""
+        self._shards.memory.release()
+        if self._optimizer:
+            self._optimizer.release()
+            self._gradients = "zero"
+            self._shards.gradients.offload(True)
 
     def _require(self, *what: TrainState) -> None:
         """Errors: ConfigError when one of these is not in device memory."""

@@ -9,8 +9,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, get_args
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,9 +20,7 @@ from hybridflow.cluster.group_call import bound_settings
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import VLLM, TrainStrategy
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.contract import TrainState
 from hybridflow.engines.process_groups import RankContext
-from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.models.spec import Cost
 from hybridflow.placement import CallPlacement, GroupPlacement, ranges
@@ -31,6 +29,7 @@ from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.protocols import Operation, OperationKind, kind_of, operations
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
+from hybridflow.workers.moved_state import MovedState
 from hybridflow.workers.saved_state import SavedState
 
 logger = logging.getLogger(__name__)
@@ -38,16 +37,7 @@ PRICED = ("micro_tokens", "recompute", "sequence_parallel")
 """Further settings that decide time and memory: taken from the placement where the driver left their defaults."""
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """An optimizer's state: tensors of each of `kinds` in `layout`, and `counters`."""
-
-    layout: Layout
-    kinds: tuple[str, ...]
-    counters: dict[str, Any]
-
-
-class Worker(SavedState):
+class Worker(MovedState, SavedState):
     """One rank of a group. Methods marked with `@register` are the group's operations.
 
     `self.context` (rank, grid, coordinates, device, process groups) is set before `__init__` runs.
@@ -136,50 +126,6 @@ class Worker(SavedState):
     def while_waiting(self, waits: Callable[[], bool]) -> bool:
         """Called before weights arrive: work that the group can do as long as `waits()`. Returns whether it had any."""
         return False
-
-    def optimizing_engine(self) -> TrainEngine | None:
-        """The engine that holds the weights' optimizer state, within `resident`; None without training."""
-        return None
-
-    def open_generation(self) -> None:
-        """Build the process's one generation engine. Collective; `__init__` does it unless `context.uninitialized`."""
-
-    def close_generation(self) -> None:
-        """Free the process's one generation engine, so that ranks of a new layout can build theirs."""
-
-    def training_state(self) -> TrainingState | None:
-        """The optimizer's state kinds and counters, equal on all ranks and returned by rank 0; None without an
-        optimizer."""
-        with self.resident():
-            engine = self.optimizing_engine()
-            layout = None if engine is None else engine.optimizer_layout()
-            if engine is None or layout is None or self.context.rank:
-                return None
-            return TrainingState(layout, tuple(engine.optimizer_storage()), engine.optimizer_counters())
-
-    def training_state_arrived(self, counters: dict[str, Any]) -> None:
-        """Called after the state was written: restores counters and weights."""
-        with self.resident():
-            if (engine := self.optimizing_engine()) is not None:
-                engine.optimizer_moved(counters)
-
-    def step_aside(self) -> None:
-        """Free the process's one generation engine; on a GPU, offload the training state."""
-        self.close_generation()
-        if self.context.device.type == "cuda":
-            with self.resident():
-                engine = self.optimizing_engine()
-            if engine is not None:
-                engine.offload(get_args(TrainState))
-
-    def step_back(self) -> None:
-        """Undo `step_aside`, even if it was interrupted."""
-        self.close_generation()
-        if self.context.device.type == "cuda":
-            with self.resident():  # leaving it offloads an idle model
-                if (engine := self.optimizing_engine()) is not None:
-                    engine.reload(get_args(TrainState))
-        self.open_generation()
 
 
 def place(

@@ -156,11 +156,12 @@ def test_a_bad_policy_is_refused(pool, policy, rollout, judge, still, caplog, wr
 
 
 def test_groups_that_lie_elsewhere_are_refused(pool, hosts, policy, rollout):
+    """Before anything is built."""
     actor = hf.ActorWorker.on(pool[1:2], model=policy, train=hf.FSDP(), optim=hf.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="from its first device on"):
-        hf.Elastic(pool, actor=actor, rollout=rollout)
+        hf.Elastic(pool, actor=actor, rollout=rollout, policy="rlinf")
     with pytest.raises(ConfigError, match="each device needs exactly one"):
-        hf.Elastic(hosts, actor=actor, rollout=rollout)
+        hf.Elastic(hosts, actor=actor, rollout=rollout, policy="rlinf")
     with pytest.raises(ConfigError, match="known are"):
         hf.Elastic(pool, actor=actor, rollout=rollout, policy="greedy")
     actor.close()
