@@ -132,14 +132,17 @@ def simulate_stream(run: StreamRun) -> SimulatedStream:
 
 
 @dataclass
-class _Row:
+class DecodedRow:
+    """`length` tokens are decoded, after the keys and values of `context` tokens were computed."""
+
     group: int
     length: int
+    context: int = 0
     version: int = 0  # of its first token
 
 
 @dataclass
-class _Replica:
+class DecodingReplica:
     """Rows that are decoded by `steps` (in number, since the start), after `stalled` seconds of other work."""
 
     speed: DecodingSpeed
@@ -147,8 +150,8 @@ class _Replica:
     steps: float = 0.0
     stalled: float = 0.0
     starts: float = 0.0  # the sum over running rows of the step at which each began
-    running: list[tuple[float, int, _Row]] = field(default_factory=list)  # a heap by last step
-    waiting: deque[_Row] = field(default_factory=deque)
+    running: list[tuple[float, int, DecodedRow]] = field(default_factory=list)  # a heap by last step
+    waiting: deque[DecodedRow] = field(default_factory=deque)
 
     def pass_until(self, time: float) -> None:
         elapsed, self.now = time - self.now, time
@@ -166,17 +169,17 @@ class _Replica:
         """Tokens of the running rows."""
         return max(0.0, len(self.running) * self.steps - self.starts)
 
-    def fill(self, prompt_tokens: int, version: int, number: int) -> int:
+    def fill(self, version: int, number: int) -> int:
         """Waiting rows take free slots; returns the `number` of rows that have begun anywhere."""
         while self.waiting and len(self.running) < self.speed.slots:
             row = self.waiting.popleft()
             row.version, number = version, number + 1
             heapq.heappush(self.running, (self.steps + row.length, number, row))
             self.starts += self.steps
-            self.stalled += prompt_tokens * self.speed.prefill
+            self.stalled += row.context * self.speed.prefill
         return number
 
-    def finished(self) -> _Row:
+    def finished(self) -> DecodedRow:
         end, _, row = heapq.heappop(self.running)
         self.starts -= end - row.length
         return row
@@ -191,7 +194,7 @@ class _StreamSimulation:
     def __init__(self, run: StreamRun) -> None:
         self.given, self.random = run, Random(run.seed)
         self.policy = Admission(run.options, range(run.replicas))
-        self.replicas = [_Replica(run.speed) for _ in range(run.replicas)]
+        self.replicas = [DecodingReplica(run.speed) for _ in range(run.replicas)]
         self.events: list[tuple[float, int]] = []  # a replica's next end; out of date where it is no longer that
         self.tokens: dict[int, int] = {}  # of each group that no batch has taken, prompts included
         self.now = self.trains_from = self.trained_at = self.synced_at = 0.0
@@ -266,7 +269,9 @@ class _StreamSimulation:
         for group, replica in self.policy.admit(count).items():
             lengths = [self.draw() for _ in range(self.given.options.n)]
             self.tokens[group] = sum(lengths) + len(lengths) * self.given.prompt_tokens
-            self.replicas[int(replica)].waiting.extend(_Row(group, length) for length in lengths)
+            self.replicas[int(replica)].waiting.extend(
+                DecodedRow(group, length, self.given.prompt_tokens) for length in lengths
+            )
         for number in range(len(self.replicas)):
             self.refill(number)
 
@@ -279,7 +284,7 @@ class _StreamSimulation:
     def refill(self, number: int) -> None:
         replica = self.replicas[number]
         replica.pass_until(self.now)
-        self.rows = replica.fill(self.given.prompt_tokens, self.policy.version, self.rows)
+        self.rows = replica.fill(self.policy.version, self.rows)
         if replica.running:
             self.generating.add(number)
             heapq.heappush(self.events, (replica.next_end(), number))

@@ -1,0 +1,385 @@
+"""An iteration under a device policy, event by event, with known response lengths. Pure.
+
+It acts only on actions that `applied` accepts, and calls a policy where the executor calls it: at the start, as rows
+finish (each time another 1/64 of all rows has, when a mini-batch is ready for an idle actor, and when no row is left),
+and after each mini-batch. A switch takes `join` where rollouts or a lent actor begin, `resize` where the actor changes
+its size, and `hand_over` where rows move; meanwhile all other instances continue.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, NamedTuple
+
+from hybridflow.planner.elastic.policies import decide, static
+from hybridflow.planner.elastic.state import (
+    Action,
+    Allocate,
+    ComponentName,
+    Event,
+    Migrate,
+    Policy,
+    Release,
+    RunningGroup,
+    Speeds,
+    State,
+    Wait,
+)
+from hybridflow.planner.elastic.transitions import Switch, applied, placement, static_state, why
+from hybridflow.planner.stream_simulation import DecodedRow, DecodingReplica, ResponseLengths
+from hybridflow.settings import Count, NonNegative, Size, settings
+
+LOOKS = 64  # at rows that finish, per iteration
+
+
+@settings
+class ElasticRun:
+    """Iterations of `prompts` groups of `n` responses, with the static placement of `rollout` instances of `tp`
+    devices, `actor` of `mp` and `inference` of `inference_devices`. `lengths` are those of the rows of the iterations
+    one after another, again from the first when they end, or a distribution; those of the `warm_up` iterations before
+    are only seen. `sync_seconds`: the weight sync at the end of an iteration."""
+
+    devices: Size
+    rollout: Size
+    actor: Size
+    prompts: Size
+    n: Size
+    minibatches: Size
+    speeds: Speeds
+    lengths: ResponseLengths | Sequence[int]
+    tp: Size = 1
+    mp: Size = 1
+    inference: Count = 0
+    inference_devices: Size = 1
+    prompt_tokens: Count = 0
+    actor_sizes: tuple[int, ...] | None = None
+    rollout_sizes: tuple[int, ...] | None = None
+    sync_seconds: NonNegative = 0.0
+    iterations: Size = 1
+    warm_up: Count = 1
+    seed: Count = 0
+
+
+@dataclass(frozen=True)
+class SimulatedIterations:
+    """Seconds and switches of each iteration; `refused`: why the policy was replaced by `static`."""
+
+    seconds: tuple[float, ...]
+    switches: tuple[tuple[Switch, ...], ...]
+    refused: str | None
+
+    @property
+    def mean(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+
+def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
+    """The run under the policy; equal for equal seeds."""
+    rows, random = run.prompts * run.n, Random(run.seed)
+    given = run.lengths
+
+    def draw(count: int, first: int) -> list[int]:
+        if isinstance(given, ResponseLengths):
+            return [given.draw(random) for _ in range(count)]
+        return [given[(first + row) % len(given)] for row in range(count)]
+
+    seen = sorted(length for i in range(run.warm_up) for length in draw(rows, i * rows))
+    seconds, switches, costs, refused = [], [], [], None
+    for iteration in range(run.iterations):
+        lengths = draw(rows, (run.warm_up + iteration) * rows)
+        start = start_of(run, seen, costs)
+        found = simulate_iteration(start, lengths, policy if refused is None else static)
+        seconds.append(found.seconds + run.sync_seconds)
+        switches.append(tuple(found.switches))
+        costs += [switch.seconds for switch in found.switches]
+        refused = refused or found.refused
+        seen = sorted((*seen, *lengths))
+    return SimulatedIterations(tuple(seconds), tuple(switches), refused)
+
+
+def start_of(run: ElasticRun, seen: Sequence[int] = (), costs: Sequence[float] = ()) -> State:
+    """The state at the start of an iteration."""
+    return static_state(
+        devices=run.devices,
+        rollout=run.rollout,
+        actor=run.actor,
+        prompts=[run.prompt_tokens] * run.prompts,
+        n=run.n,
+        minibatches=run.minibatches,
+        speeds=run.speeds,
+        tp=run.tp,
+        mp=run.mp,
+        inference=run.inference,
+        inference_devices=run.inference_devices,
+        actor_sizes=run.actor_sizes,
+        rollout_sizes=run.rollout_sizes,
+        lengths=seen,
+        switches=tuple(costs[-3:]),
+        max_running=run.speeds.decoding.slots,
+    )
+
+
+@dataclass
+class Iteration:
+    """Seconds without the weight sync, and the switches; why the policy was replaced by `static`, if it was."""
+
+    seconds: float
+    switches: list[Switch]
+    refused: str | None
+
+
+def simulate_iteration(
+    start: State, lengths: Sequence[int], policy: Policy, watch: Callable[[State, State], Any] | None = None
+) -> Iteration:
+    """From the state at its start, with the `lengths` of the rows of group 0, 1, ...; `watch` gets each state that the
+    policy sees, and that after its actions."""
+    return _Simulation(start, lengths, policy, watch).run()
+
+
+class _Minibatch(NamedTuple):
+    tokens: int
+    available: float  # its inference is done
+
+
+@dataclass
+class _Row(DecodedRow):
+    before: int = 0  # tokens from other instances
+
+
+@dataclass
+class _Simulation:
+    state: State  # its placement and `done` are those of now
+    lengths: Sequence[int]
+    policy: Policy
+    watch: Callable[[State, State], Any] | None
+    now: float = 0.0
+    replicas: dict[int, DecodingReplica] = field(default_factory=dict)
+    events: list[tuple[float, int]] = field(default_factory=list)  # a replica's next end, or out of date
+    groups: dict[int, RunningGroup] = field(default_factory=dict)
+    unfinished: dict[int, int] = field(default_factory=dict)  # rows of each group
+    whole: list[int] = field(default_factory=list)  # groups of no mini-batch yet
+    queue: deque[_Minibatch] = field(default_factory=deque)
+    finished: int = 0
+    number: int = 0
+    looked: int = 0  # finished rows at the latest look
+    formed: bool = False  # a mini-batch since the latest look
+    trained_at: float | None = None
+    actor_at: float = 0.0  # the actor's devices are its own again
+    actor_shape: int = 0
+    inference_at: float = 0.0
+    refused: str | None = None
+    switches: list[Switch] = field(default_factory=list)
+
+    def run(self) -> Iteration:
+        state = self.state
+        self.groups = {group.group: group for present in state.running.values() for group in present}
+        self.unfinished = dict.fromkeys(self.groups, state.n)
+        self.actor_shape = state.actor.instances
+        self.replicas = {instance: DecodingReplica(state.speeds.decoding) for instance in state.rollout.ids}
+        self.look("start")
+        while self.state.done < state.minibatches:
+            self.begin_training()
+            boundary = self.advance()
+            if boundary or self.due:
+                self.look("minibatch" if boundary else "rows")
+        return Iteration(max(self.now, self.actor_at), self.switches, self.refused)
+
+    @property
+    def due(self) -> bool:
+        """Whether rows that finished are worth a look."""
+        rows, idle = self.state.rows, self.trained_at is None
+        return self.finished > self.looked and (
+            self.finished - self.looked >= rows / LOOKS or self.finished == rows or (self.formed and idle)
+        )
+
+    def advance(self) -> bool:
+        """The next event. Returns whether a mini-batch was trained."""
+        trained = math.inf if self.trained_at is None else self.trained_at
+        if self.events and self.events[0][0] < trained:
+            time, number = heapq.heappop(self.events)
+            replica = self.replicas.get(number)
+            if replica is not None and replica.running and replica.next_end() <= time + 1e-9 * (1.0 + time):
+                self.now = max(self.now, time)
+                replica.pass_until(self.now)
+                self.end_row(replica.finished())
+                self.refill(number)
+            return False
+        assert trained < math.inf, "nothing runs, and the actor does not train"
+        self.now, self.trained_at = max(self.now, trained), None
+        self.state = replace(self.state, done=self.state.done + 1)
+        return True
+
+    def end_row(self, row: DecodedRow) -> None:
+        self.finished += 1
+        self.unfinished[row.group] -= 1
+        if self.unfinished[row.group]:
+            return
+        self.whole.append(row.group)
+        state, speeds = self.state, self.state.speeds
+        if len(self.whole) == state.minibatch_groups:
+            n, available = state.n, self.now
+            tokens = sum(sum(self.lengths[g * n : g * n + n]) + n * self.groups[g].prompt for g in self.whole)
+            if state.inference.instances:
+                seconds = speeds.inference + tokens * speeds.inference_per_token / state.inference.instances
+                self.inference_at = available = max(self.now, self.inference_at) + seconds
+            self.queue.append(_Minibatch(tokens, available))
+            self.whole, self.formed = [], True
+
+    def begin_training(self) -> None:
+        actor, speeds = self.state.actor.instances, self.state.speeds
+        if self.trained_at is not None or not actor or not self.queue:
+            return
+        minibatch = self.queue.popleft()
+        seconds = speeds.train + minibatch.tokens * speeds.train_per_token / actor
+        if not self.state.inference.instances:
+            seconds += speeds.inference + minibatch.tokens * speeds.inference_per_token / actor
+        self.trained_at = max(self.now, self.actor_at, minibatch.available) + seconds
+
+    def refill(self, number: int) -> None:
+        replica = self.replicas[number]
+        replica.pass_until(self.now)
+        self.number = replica.fill(0, self.number)
+        if replica.running:
+            heapq.heappush(self.events, (replica.next_end(), number))
+
+    def look(self, event: Event) -> None:
+        """The policy decides, and its actions are executed."""
+        view = self.view(event)
+        actions, refused = decide(self.policy, view)
+        delay = 0.0 if self.policy is static else self.state.speeds.look
+        if refused is not None:
+            self.policy, self.refused = static, refused
+        after = applied(view, actions)
+        if self.watch is not None:
+            self.watch(view, after)
+        self.looked, self.formed = self.finished, False
+        seconds, rows = self.execute(view, after, actions, delay)
+        if event == "start":
+            for instance, groups in after.running.items():
+                self.replicas[instance].stalled += delay
+                self.submit(instance, groups)
+        if placement(after) != placement(view):
+            self.switches.append(Switch(view.seconds, why(view), placement(view), placement(after), seconds, rows))
+
+    def execute(self, view: State, after: State, actions: Sequence[Action], delay: float) -> tuple[float, int]:
+        """Returns seconds without waiting or looking, and the rows that moved."""
+        speeds, actor, looked, rows = view.speeds, after.actor.instances, delay, 0
+        for action in actions:
+            match action:
+                case Wait(component):
+                    self.wait(component)
+                case Migrate(groups):
+                    rows += self.migrate(groups)
+                    delay += speeds.hand_over
+                case Release("rollout", count):
+                    for instance in sorted(self.replicas)[:count]:
+                        del self.replicas[instance]
+                case Allocate("rollout", count):
+                    lowest = min(self.replicas, default=view.rollout.most)
+                    for instance in range(lowest - count, lowest):
+                        self.replicas[instance] = DecodingReplica(
+                            speeds.decoding, self.now, stalled=delay + speeds.join
+                        )
+                case _:
+                    pass
+        changed = any(isinstance(a, Release | Allocate) and a.component == "actor" for a in actions)
+        if view.done == view.minibatches:  # only Finalize
+            others = view.rollout.instances, view.inference.instances
+            delay += speeds.join if others != (after.rollout.instances, after.inference.instances) else 0.0
+            changed = actor != view.actor.instances
+        if changed and actor:
+            delay += speeds.join if not view.actor.instances else 0.0
+            delay += speeds.resize if actor != self.actor_shape else 0.0
+            self.actor_shape = actor
+        if changed or view.event != "rows":
+            self.actor_at = max(self.actor_at, self.now + delay)
+        self.state = replace(self.state, rollout=after.rollout, inference=after.inference, actor=after.actor)
+        return delay - looked, rows
+
+    def wait(self, name: ComponentName) -> None:
+        """Other events pass, and nothing begins."""
+        if name == "rollout":
+            while any(replica.running for replica in self.replicas.values()):
+                self.advance()
+        elif name == "actor":
+            while self.trained_at is not None:
+                self.advance()
+        else:
+            while min(self.events[0][0] if self.events else math.inf, self.trained_at or math.inf) < self.inference_at:
+                self.advance()
+            self.now = max(self.now, self.inference_at)
+
+    def submit(self, instance: int, groups: Sequence[RunningGroup]) -> None:
+        """Rows of a group share the keys and values of their prompt."""
+        for group in groups:
+            for row, before in enumerate(group.tokens):
+                context = before + (0 if row else group.prompt)
+                length = self.lengths[group.group * self.state.n + row]
+                self.replicas[instance].waiting.append(_Row(group.group, length, context))
+        self.refill(instance)
+
+    def migrate(self, groups: Mapping[int, int]) -> int:
+        """Returns the rows that moved."""
+        moving: dict[int, list[_Row]] = {group: [] for group in groups}
+        changed = set(groups.values())
+        for instance, replica in self.replicas.items():
+            replica.pass_until(self.now)
+            for end, _, row in replica.running:
+                if row.group in groups:
+                    left = max(1, math.ceil(end - replica.steps - 1e-6))
+                    before = self.before(row) + row.length - left
+                    moving[row.group].append(_Row(row.group, left, before, before=before))
+            moving_from = [row for row in replica.waiting if row.group in groups]
+            for row in moving_from:
+                moving[row.group].append(_Row(row.group, row.length, self.before(row), before=self.before(row)))
+            stay = [entry for entry in replica.running if entry[2].group not in groups]
+            if len(stay) < len(replica.running) or moving_from:
+                replica.waiting = deque(row for row in replica.waiting if row.group not in groups)
+                replica.running, replica.starts = stay, sum(end - row.length for end, _, row in stay)
+                heapq.heapify(replica.running)
+                changed.add(instance)
+        for instance in changed:
+            self.replicas[instance].stalled += self.state.speeds.hand_over
+        for group, instance in groups.items():
+            moving[group][0].context += self.groups[group].prompt
+            self.replicas[instance].waiting.extend(moving[group])
+        for instance in changed:
+            self.refill(instance)
+        return sum(map(len, moving.values()))
+
+    def view(self, event: Event) -> State:
+        """What the policy sees."""
+        running: dict[int, tuple[RunningGroup, ...]] = {}
+        if event == "start":
+            return self.state
+        for instance, replica in self.replicas.items():
+            replica.pass_until(self.now)
+            present: dict[int, list[int]] = {}
+            for end, _, row in replica.running:
+                left = min(row.length, max(1, math.ceil(end - replica.steps - 1e-6)))
+                present.setdefault(row.group, []).append(self.before(row) + row.length - left)
+            for row in replica.waiting:
+                present.setdefault(row.group, []).append(self.before(row))
+            running[instance] = tuple(
+                RunningGroup(group, self.groups[group].prompt, tuple(tokens)) for group, tokens in present.items()
+            )
+        groups = sum(not rows for rows in self.unfinished.values())
+        trained = (self.state.done + (self.trained_at is not None)) * self.state.minibatch_groups
+        return replace(
+            self.state,
+            event=event,
+            running=running,
+            finished=self.finished,
+            ready=groups - trained,
+            seconds=self.now,
+            training=self.trained_at is not None,
+        )
+
+    @staticmethod
+    def before(row: DecodedRow) -> int:
+        return row.before if isinstance(row, _Row) else 0
