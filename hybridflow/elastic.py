@@ -118,6 +118,7 @@ class ElasticStream(ResponseStream):
         self._report: list[tuple[int, Future]] = []
         self._reported: dict[int, tuple[float, int, int, int]] = {}
         self._running: dict[int, tuple[RunningGroup, ...]] = {}
+        self._looked = (0, 0)  # mini-batches taken and ready at the latest look
         self._look_below, self._begun, self._given_at = 0, time.monotonic(), time.monotonic()
         self._switched = {"elastic/switches": 0.0, "elastic/switch_seconds": 0.0, "elastic/moved_rows": 0.0}
         for number in set(range(self.elastic.static.rollout.most)) - set(self._now.rollout.ids):
@@ -136,7 +137,16 @@ class ElasticStream(ResponseStream):
     # Events
 
     def _may_train(self) -> bool:
+        """The policy looks at a mini-batch that is ready before the idle actor gets it."""
+        ready = self._admission.taken, self._ready // self.options.groups
+        if ready[1] and ready != self._looked and self._admission.under_way:
+            self._look_now("rows")
         return self._now.actor.instances > 0
+
+    @property
+    def _ready(self) -> int:
+        """Whole groups that no mini-batch has."""
+        return len(self._found) - len(self._admission.under_way)
 
     def _admit(self, source: Iterator[Batch]) -> None:
         before = self._admission.admitted
@@ -154,7 +164,7 @@ class ElasticStream(ResponseStream):
             self._baseline(number)
 
     def _advance(self) -> None:
-        if not self._may_train() and not self._admission.under_way:
+        if not self._now.actor.instances and not self._admission.under_way:
             self._act(static(self._view("rows")), "all rows are generated")
             return
         super()._advance()
@@ -172,9 +182,7 @@ class ElasticStream(ResponseStream):
         elastic.actor.session.backend.calls(elastic.actor.ranks)  # waits for them; rollouts decode meanwhile
         elastic.measured.trained(time.monotonic() - self._given_at, self._tokens, self._now.actor.instances)
         if self._admission.taken % self._minibatches:
-            self._ask_report()
-            self._read_report()
-            self._look("minibatch")
+            self._look_now("minibatch")
             return
         self._act([Finalize()], "the iteration ends")
         elastic.record()
@@ -184,11 +192,22 @@ class ElasticStream(ResponseStream):
         found = [one.tokens for number in batch.groups for one in self._found[number].values()]
         for tokens in found:
             self.elastic.measured.response(tokens)
-        self._tokens, self._given_at = sum(found), time.monotonic()
+        prompts = self._prompts.rows(batch.groups)
+        prompt_tokens = sum(map(len, prompts["prompt_ids"].tolist())) if "prompt_ids" in prompts else 0
+        self._tokens, self._given_at = sum(found) + self.options.n * prompt_tokens, time.monotonic()
         return super()._assembled(batch)
 
-    def _look(self, event: Event) -> None:
-        state, start = self._view(event), time.monotonic()
+    def _look_now(self, event: Event) -> None:
+        """With reports of this moment."""
+        start = time.monotonic()
+        if self._admission.under_way:
+            self._ask_report()
+            self._read_report()
+        self._look(event, start)
+
+    def _look(self, event: Event, start: float | None = None) -> None:
+        state, start = self._view(event), start or time.monotonic()
+        self._looked = self._admission.taken, self._ready // self.options.groups
         actions, error = decide(static if self._refused else self.elastic.policy, state)
         self._refused |= error is not None
         self.elastic.measured.took("look", time.monotonic() - start)
@@ -210,7 +229,7 @@ class ElasticStream(ResponseStream):
             event=event,
             done=done,
             finished=self._now.rows - left,
-            ready=len(self._found) - len(waiting),
+            ready=self._ready,
             running=known,
             speeds=measured.speeds(),
             lengths=tuple(measured.lengths),
