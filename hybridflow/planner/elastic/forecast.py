@@ -2,12 +2,13 @@
 
 All instances of a placement decode at one pace, that of a row among the mean number of rows, so that a plan only needs
 the number of rows alive after each further decoding step, drawn from the lengths seen: x steps after now, a row is
-alive if its drawn length is above its tokens + x. A plan is a first move, at most one further move at a later boundary of
-mini-batches, and the actor's growth to all devices when no row is left.
+alive if its drawn length is above its tokens + x. A plan is a first move, at most one further move at a later boundary
+of mini-batches, and the actor's growth to all devices when no row is left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -138,47 +139,66 @@ class Scenario:
         return alive * (self.context + np.maximum(0.0, x)) * self.state.speeds.decoding.prefill
 
 
-class Forecast:
-    """Seconds from now to the end of the iteration for each plan, the mean over scenarios."""
+class _Plans(NamedTuple):
+    """Index of the first move; at which later boundary (0: none) the actor and rollouts move to the split `then`."""
 
-    def __init__(self, state: State, splits: Sequence[Split], firsts: Sequence[First], lengths: Lengths) -> None:
-        self.state, self.splits, self.firsts = state, splits, firsts
+    firsts: Sequence[First]
+    first: Indices
+    boundary: Indices
+    then: Indices
+
+
+class Forecast:
+    """Plans of a state among `splits`; `draws` has the remaining lengths of the running rows of each scenario."""
+
+    def __init__(
+        self, state: State, splits: Sequence[Split], rows: Rows, draws: Sequence[Floats], finished_mean: float
+    ):
+        self.state, self.splits = state, splits
         self.instances = np.array([split.rollout for split in splits], dtype=np.float64)
         self.actors = np.array([split.actor for split in splits], dtype=np.float64)
+        self.speed = np.maximum(self.actors, 1e-9)  # lent devices train in no time of interest
         self.largest = int(np.argmax(self.actors))
-        self.lent = int(np.argmin(self.actors))
         self.now = splits.index(Split(state.rollout.instances, state.actor.instances))
-        left = state.minibatches - state.done - state.training
-        later = [(0, 0), *product(range(1, min(left, _BOUNDARIES + 1)), np.flatnonzero(self.actors))]
-        pairs = [(first, *then) for first, then in product(range(len(firsts)), later)]
-        self.first, self.boundary, self.then = np.array(pairs, dtype=np.int64).T
-        self.per_first = len(later)
-        rows = Rows.of(state)
-        tokens = float(rows.tokens.mean()) if len(rows.tokens) else float("inf")
-        finished = lengths.mean_until(tokens) if state.finished else 0.0
-        count = int(np.clip(4096 // max(1, len(rows.tokens)), 1, _SCENARIOS))
-        drawn = [lengths.remaining(rows.tokens, number / count) for number in range(count)]
-        ends = [self.ends(Scenario(state, rows, remaining, finished, splits)) for remaining in drawn]
-        means = np.mean(ends, axis=0).reshape(len(firsts), self.per_first)
-        self.seconds: Floats = means.min(axis=1)  # for each first move, with the best further one
-        self.alone: Floats = means[:, 0]  # without a further one
+        self.lent = self.now if not state.actor.instances else int(np.argmin(self.actors))
+        self.scenarios = [Scenario(state, rows, remaining, finished_mean, splits) for remaining in draws]
 
-    def ends(self, scenario: Scenario) -> Floats:
+    @classmethod
+    def drawn(cls, state: State, splits: Sequence[Split], lengths: Lengths) -> Forecast:
+        """With the rows' lengths drawn from those seen."""
+        rows = Rows.of(state)
+        count = int(np.clip(4096 // max(1, len(rows.tokens)), 1, _SCENARIOS))
+        draws = [lengths.remaining(rows.tokens, number / count) for number in range(count)]
+        tokens = float(rows.tokens.mean()) if len(rows.tokens) else math.inf
+        return cls(state, splits, rows, draws, lengths.mean_until(tokens) if state.finished else 0.0)
+
+    def seconds(self, firsts: Sequence[First], further: bool) -> Floats:
+        """From now to the end for each first move, with the best further one if `further`; the mean over scenarios."""
+        left = self.state.minibatches - self.state.done - self.state.training
+        later = [(0, 0)]
+        if further:
+            later += list(product(range(1, min(left, _BOUNDARIES + 1)), map(int, np.flatnonzero(self.actors))))
+        pairs = [(first, *then) for first, then in product(range(len(firsts)), later)]
+        plans = _Plans(firsts, *np.array(pairs, dtype=np.int64).T)
+        ends = [self.ends(scenario, plans) for scenario in self.scenarios]
+        return np.mean(ends, axis=0).reshape(len(firsts), len(later)).min(axis=1)
+
+    def ends(self, scenario: Scenario, plans: _Plans) -> Floats:
         """Seconds to the end, per plan."""
-        seconds, x, c = self.after_first(scenario)
+        seconds, x, c = self.after_first(scenario, plans)
         speeds, own = self.state.speeds, self.state.inference.instances
         left = float(scenario.tokens.sum())
         for boundary, (tokens, ready) in enumerate(zip(scenario.tokens, scenario.ready, strict=True)):
             if boundary:
-                to = np.where(self.boundary == boundary, self.then, c)
-                saved = left * speeds.train_per_token * (1 / self.actors[c] - 1 / self.actors[self.largest])
+                to = np.where(plans.boundary == boundary, plans.then, c)
+                saved = left * speeds.train_per_token * (1 / self.speed[c] - 1 / self.speed[self.largest])
                 back = speeds.resize * (self.actors[c] == self.state.actor.initial)
                 grow = (x >= scenario.last) & (saved > speeds.resize + back)
                 seconds, x, c = self.moved(scenario, seconds, x, c, np.where(grow, self.largest, to))
             wait = np.maximum(0.0, scenario.seconds(c, float(ready)) - scenario.seconds(c, x)) * (ready > x)
-            inference = speeds.inference + tokens * speeds.inference_per_token / (own or self.actors[c])
+            inference = speeds.inference + tokens * speeds.inference_per_token / (own or self.speed[c])
             wait += np.where(wait > 0, inference, 0.0) if own else inference
-            wait += speeds.train + tokens * speeds.train_per_token / self.actors[c]
+            wait += speeds.train + tokens * speeds.train_per_token / self.speed[c]
             seconds, x, left = seconds + wait, self.shifted(c, x, wait, scenario), left - tokens
         away = self.actors[c] != self.state.actor.initial, self.instances[c] != self.state.rollout.initial
         return seconds + speeds.resize * away[0] + speeds.join * away[1]
@@ -186,11 +206,11 @@ class Forecast:
     def shifted(self, c: Indices, x: Floats, seconds: Floats, scenario: Scenario) -> Floats:
         return np.where(x < scenario.last, scenario.shifted(c, x, seconds), x)
 
-    def after_first(self, scenario: Scenario) -> tuple[Floats, Floats, Indices]:
+    def after_first(self, scenario: Scenario, plans: _Plans) -> tuple[Floats, Floats, Indices]:
         """When the actor is free, the position of the rows at that time, and the split."""
         start, join = self.state.event == "start", self.state.speeds.join
-        to = np.array([self.splits.index(first.split) for first in self.firsts])[self.first]
-        alive = np.array([-1 if first.alive is None else first.alive for first in self.firsts])[self.first]
+        to = np.array([self.splits.index(first.split) for first in plans.firsts])[plans.first]
+        alive = np.array([-1 if first.alive is None else first.alive for first in plans.firsts])[plans.first]
         waits = alive >= 0
         x = scenario.x[np.clip(np.searchsorted(-scenario.alive, -alive), 0, len(scenario.x) - 2)] * waits
         c = np.where(waits, self.lent, to if start else self.now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 
 from hybridflow.planner.elastic.forecast import First, Forecast, Lengths, Split
@@ -13,6 +14,8 @@ SHARES = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16, 1 
 """Of the most rollout instances that there can be: those of the splits that are considered."""
 ALIVE = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04, 0.02, 0.0)
 """Of the rows: when lent devices may return."""
+
+TRIED = 16  # first moves, and ways to stay, for which further moves are considered
 
 
 @settings
@@ -33,25 +36,34 @@ class Gain:
             return []
         now = Split(state.rollout.instances, state.actor.instances)
         splits = considered(state)
-        firsts = [First(split) for split in splits if split.actor and (split.rollout or not state.running_rows)]
+        rows = state.running_rows
+        firsts = [First(split) for split in splits if split.actor and (split.rollout or not rows)]
         if now.actor == 0 or state.event == "start":
             lent = min(splits, key=lambda split: split.actor)
-            if lent.actor == 0 and state.running_rows:
+            if lent.actor == 0 and rows:
                 alive = {int(state.rows * share) for share in ALIVE}
-                firsts += [First(s, a) for s in splits if s.actor for a in alive if a < state.running_rows]
-        forecast = Forecast(state, splits, firsts, Lengths(state.lengths))
-        return self.choose(state, now, firsts, forecast)
+                firsts += [First(s, a) for s in splits if s.actor for a in alive if a < rows]
+        return self.choose(state, now, firsts, self.forecast(state, splits))
+
+    def forecast(self, state: State, splits: Sequence[Split]) -> Forecast:
+        return Forecast.drawn(state, splits, Lengths(state.lengths))
 
     def choose(self, state: State, now: Split, firsts: Sequence[First], forecast: Forecast) -> list[Action]:
         """The first move of the best plan, unless staying is as good."""
-        best = min(range(len(firsts)), key=lambda i: float(forecast.seconds[i]))
-        stays = [i for i, first in enumerate(firsts) if (first == First(now) if now.actor else first.alive is not None)]
-        margin = self.least + self.margin * (state.seconds + float(forecast.seconds[best]))
-        if stays and min(float(forecast.seconds[i]) for i in stays) <= float(forecast.seconds[best]) + margin:
+        rough = forecast.seconds(firsts, further=False)
+        order = sorted(range(len(firsts)), key=lambda i: float(rough[i]))
+        going, staying = [], []
+        for first in (firsts[i] for i in order):
+            stays = first == First(now) if now.actor else first.alive is not None
+            (staying if stays else going).append(first)
+        tried = [*going[:TRIED], *staying[:TRIED]]
+        seconds = [float(value) for value in forecast.seconds(tried, further=True)]
+        best = min(range(len(tried)), key=lambda i: seconds[i])
+        stay = min(seconds[len(going[:TRIED]) :], default=math.inf)
+        if stay <= seconds[best] + self.least + self.margin * (state.seconds + seconds[best]):
             return []
-        if firsts[best].alive is None:
-            return moves(state, firsts[best].split)
-        return moves(state, min(considered(state), key=lambda split: split.actor))
+        first = tried[best]
+        return moves(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))
 
 
 def gain(*, margin: float = 0.005, least: float = 0.0) -> Policy:
