@@ -1,0 +1,128 @@
+"""The policy `gain`: the move with which the iteration is predicted to end first, if it pays. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+from hybridflow.planner.elastic.forecast import First, Forecast, Lengths, Split
+from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
+from hybridflow.settings import NonNegative, settings
+
+SHARES = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16, 1 / 32)
+"""Of the most rollout instances that there can be: those of the splits that are considered."""
+ALIVE = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04, 0.02, 0.0)
+"""Of the rows: when lent devices may return."""
+
+TRIED = 16  # first moves, and ways to stay, for which further moves are considered
+
+
+@settings
+class Gain:
+    """`margin`: the share of the forecast seconds that a move must save, besides `least` seconds."""
+
+    margin: NonNegative = 0.005
+    least: NonNegative = 0.0
+
+    @property
+    def __name__(self) -> str:
+        return "gain"
+
+    def __call__(self, state: State) -> list[Action]:
+        if state.done == state.minibatches:
+            return [Finalize()]
+        if state.training or not len(state.lengths):
+            return []
+        now = Split(state.rollout.instances, state.actor.instances)
+        splits = considered(state)
+        rows = state.running_rows
+        firsts = [First(split) for split in splits if split.actor and (split.rollout or not rows)]
+        if now.actor == 0 or state.event == "start":
+            lent = min(splits, key=lambda split: split.actor)
+            if lent.actor == 0 and rows:
+                alive = {int(state.rows * share) for share in ALIVE}
+                firsts += [First(s, a) for s in splits if s.actor for a in alive if a < rows]
+        return self.choose(state, now, firsts, self.forecast(state, splits))
+
+    def forecast(self, state: State, splits: Sequence[Split]) -> Forecast:
+        return Forecast.drawn(state, splits, Lengths(state.lengths))
+
+    def choose(self, state: State, now: Split, firsts: Sequence[First], forecast: Forecast) -> list[Action]:
+        """The first move of the best plan, unless staying is as good."""
+        rough = forecast.seconds(firsts, further=False)
+        order = sorted(range(len(firsts)), key=lambda i: float(rough[i]))
+        going, staying = [], []
+        for first in (firsts[i] for i in order):
+            stays = first == First(now) if now.actor else first.alive is not None
+            (staying if stays else going).append(first)
+        tried = [*going[:TRIED], *staying[:TRIED]]
+        seconds = [float(value) for value in forecast.seconds(tried, further=True)]
+        best = min(range(len(tried)), key=lambda i: seconds[i])
+        stay = min(seconds[len(going[:TRIED]) :], default=math.inf)
+        if stay <= seconds[best] + self.least + self.margin * (state.seconds + seconds[best]):
+            return []
+        first = tried[best]
+        return moves(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))
+
+
+def gain(*, margin: float = 0.005, least: float = 0.0) -> Policy:
+    """Our policy. Without any lengths seen it keeps the static placement."""
+    return Gain(margin=margin, least=least)
+
+
+def considered(state: State) -> list[Split]:
+    """Splits among which devices may move: the present one, the static one, and for some numbers of rollout instances
+    the largest actor beside them."""
+    rollout, actor = state.rollout, state.actor
+    own = state.inference.instances * state.inference.devices
+    found = {Split(rollout.instances, actor.instances), Split(rollout.initial, actor.initial)}
+    wanted = {max(1, round(rollout.most * share)) for share in SHARES} | {1, rollout.initial, rollout.instances}
+    counts = {max((size for size in rollout.sizes if size <= count), default=0) for count in wanted} | {0}
+    for count in counts:
+        room = (rollout.most - count) * rollout.devices if count else state.devices - own
+        size = max((size for size in actor.sizes if size * actor.devices <= room), default=0)
+        if size or count == rollout.most:
+            found.add(Split(count, size))
+    return sorted(found)
+
+
+def moves(state: State, to: Split) -> list[Action]:
+    """The actions that lead to the split; rows move so that all instances have as many."""
+    rollout, actor = state.rollout.instances, state.actor.instances
+    actions: list[Action] = []
+    if to.actor < actor:
+        actions.append(Release("actor", actor - to.actor))
+    if to.rollout > rollout:
+        actions.append(Allocate("rollout", to.rollout - rollout))
+    ids = range(state.rollout.most - to.rollout, state.rollout.most)
+    if state.event != "start" and to.rollout != rollout and (groups := balanced(state, ids)):
+        actions.append(Migrate(groups))
+    if to.rollout < rollout:
+        actions.append(Release("rollout", rollout - to.rollout))
+    if to.actor > actor:
+        actions.append(Allocate("actor", to.actor - actor))
+    return actions
+
+
+def balanced(state: State, ids: Iterable[int]) -> dict[int, int]:
+    """Groups that leave instances, or fill new ones, each to the instance with the fewest rows; cheap ones first."""
+    ids = list(ids)
+    rows = {i: sum(len(group.tokens) for group in state.running.get(i, ())) for i in ids}
+    leaving = [group for i, groups in state.running.items() if i not in rows for group in groups]
+    mean = state.running_rows / max(1, len(ids))
+    for i in ids if any(i not in state.running for i in ids) else ():
+        for group in sorted(state.running.get(i, ()), key=lambda group: group.migration_tokens):
+            if rows[i] - len(group.tokens) < mean:
+                break
+            rows[i] -= len(group.tokens)
+            leaving.append(group)
+    heap = [(count, i) for i, count in rows.items()]
+    heapq.heapify(heap)
+    target: dict[int, int] = {}
+    for group in sorted(leaving, key=lambda group: (-len(group.tokens), group.migration_tokens)):
+        count, i = heapq.heappop(heap)
+        target[group.group] = i
+        heapq.heappush(heap, (count + len(group.tokens), i))
+    cheap = sorted(leaving, key=lambda group: group.migration_tokens)
+    return {group.group: target[group.group] for group in cheap}
