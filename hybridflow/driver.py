@@ -154,7 +154,7 @@ def reallocate(
     if group.session.traces:
         return group
     if group.sleeping:
-        raise PlacementError(f"reallocate({group.name}): it has ranks in several sizes; close its hf.Sizes first.")
+        raise PlacementError(f"reallocate({group.name}): it has ranks in several sizes; close its GroupSizes first.")
     settings = dict(group.settings)
     if strategy is None and pool is None and generate is KEEP:
         raise ConfigError(f"reallocate({group.name}): give strategy= (such as hf.FSDP()) or pool=, or both.")

@@ -1,4 +1,4 @@
-"""Sizes: a group that changes its data parallel size between calls, on the first devices of its pool.
+"""GroupSizes: a group that changes its data parallel size between calls, on the first devices of its pool.
 
     sizes 1, 2, 4 of p*t = 1 on a pool of 4:   [0]  [0 1]  [0 1 2 3]     each built once, all but one asleep
 
@@ -41,7 +41,7 @@ class Resized:
     bytes: int = 0
 
 
-class Sizes:
+class GroupSizes:
     """A group in several data parallel sizes, of which one has its state: size s is on `pool[: s * p * t]`.
 
     The group must be at one of `sizes`. The ranks of all others are built here, with all process groups of their own,
@@ -58,6 +58,7 @@ class Sizes:
 
     def __init__(self, group: WorkerGroup, pool: ResourcePool, sizes: Iterable[int]) -> None:
         self.group, self.pool, self.sizes = group, pool, _checked(group, pool, sizes)
+        self._settings = group.settings
         self._current: dict[str, int] = {}  # frozen weights: the version that ranks have, by key
         if group.session.traces:
             return
@@ -82,12 +83,13 @@ class Sizes:
         """
         group = self.group
         group.check_open()
-        if size not in self.sizes or isinstance(size, bool):
+        if type(size) is not int or size not in self.sizes:
             raise PlacementError(f"{group.name} has the data parallel sizes {list(self.sizes)}, asked for {size!r}.")
         before = self.size
+        if not group.session.traces:
+            self._check_place()
         if size == before or group.session.traces:
             return Resized(before, before)
-        self._check_place()
         backend, old = group.session.backend, group.ranks
         new = group.sleeping.get(size) or self._build(size, self._ranks(size))  # after lost hosts
         _, ran = (backend.calls(ranks) for ranks in (old, new))  # waits for all earlier calls
@@ -175,44 +177,45 @@ class Sizes:
 
     def _check_place(self) -> None:
         """Errors: PlacementError when the group was moved by other means."""
-        members = self.pool.members[: self.group.ranks.grid.size]
-        if self.size not in self.sizes or (self.group.pool_name, self.group.members) != (self.pool.name, members):
+        group, first = self.group, self.pool.members[: self.group.grid.size]
+        if (group.settings, group.pool_name, group.members) != (self._settings, self.pool.name, first):
             raise PlacementError(
-                f"{self.group.name} is at {self.group.ranks} on the devices {list(self.group.members)}, which is none "
-                f"of its sizes {list(self.sizes)}: make new Sizes."
+                f"{group.name} is at {group.ranks} on the devices {list(group.members)}, moved by other means than its "
+                f"sizes {list(self.sizes)}: make new GroupSizes."
             )
 
 
 def _checked(group: WorkerGroup, pool: ResourcePool, sizes: Any) -> tuple[int, ...]:
-    """The sizes, ascending. Errors: see `Sizes`."""
-    check_group("Sizes", group)
+    """The sizes, ascending. Errors: see `GroupSizes`."""
+    check_group("GroupSizes", group)
     name, worker, settings = group.name, group.worker_class, group.settings
     if not issubclass(worker, ModelWorker) or settings.get("model") is None:
-        raise ConfigError(f"Sizes({name}): {worker.__name__} has no model whose data parallel size could change.")
+        raise ConfigError(f"GroupSizes({name}): {worker.__name__} has no model whose data parallel size could change.")
     worker.check_written(settings)
     if settings.get("generate") is not None:
         raise ConfigError(
-            f"Sizes({name}): it generates, and its vLLM engine would be built anew at every switch. Give "
+            f"GroupSizes({name}): it generates, and its vLLM engine would be built anew at every switch. Give "
             f"{worker.__name__}.on(..., generate=None) and generate with a RolloutWorker."
         )
     if not isinstance(pool, ResourcePool):
-        raise ConfigError(f"Sizes({name}, {pool!r}): give the ResourcePool that the group is on.")
+        raise ConfigError(f"GroupSizes({name}, {pool!r}): give the ResourcePool that the group is on.")
     pool.check_open()
-    found = sorted({*sizes}) if isinstance(sizes, Iterable) else []
-    if not found or any(type(size) is not int or size < 1 for size in found):
-        raise PlacementError(f"Sizes({name}, sizes={sizes!r}): give data parallel sizes, like (1, 2, 4).")
+    asked = list(sizes) if isinstance(sizes, Iterable) else []
+    if not asked or any(type(size) is not int or size < 1 for size in asked):
+        raise PlacementError(f"GroupSizes({name}, sizes={sizes!r}): give data parallel sizes, like (1, 2, 4).")
+    found = sorted({*asked})
     if group.session.traces:
         return tuple(found)
     if group.sleeping:
-        raise PlacementError(f"{name} has Sizes already: close these first.")
+        raise PlacementError(f"{name} has GroupSizes already: close these first.")
     if group.has_replicas:
-        raise PlacementError(f"Sizes({name}): some of its calls have layouts of their own, and receive its weights.")
+        raise PlacementError(f"GroupSizes({name}): its placement has other layouts for some calls.")
     if getattr(settings["train"], "dp", None) is not None:
-        raise PlacementError(f"Sizes({name}): {settings['train']!r} fixes its size. Leave out dp=.")
+        raise PlacementError(f"GroupSizes({name}): {settings['train']!r} fixes its size. Leave out dp=.")
     grid, first = group.grid, pool.members[: group.grid.size]
     if (group.pool_name, group.members) != (pool.name, first):
         raise PlacementError(
-            f"Sizes({name}): the group must lie on the first devices of the pool, {list(first)}; it lies on "
+            f"GroupSizes({name}): the group must lie on the first devices of the pool, {list(first)}; it lies on "
             f"{list(group.members)}{'' if group.pool_name == pool.name else ' of another pool'}."
         )
     if grid.d not in found:

@@ -78,7 +78,7 @@ class WorkerGroup:
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
         self._closed, self._listed = "", listed
         self._replicas: list[WorkerGroup] = []
-        self.sleeping: dict[int, RankGroup] = {}  # ranks in other data parallel sizes, without memory (hf.Sizes)
+        self.sleeping: dict[int, RankGroup] = {}  # ranks in other data parallel sizes, without memory (GroupSizes)
         self._schedule = schedule
         self._version = 0  # of the weights; all ranks start from those of the model directory
         self._source: tuple[str, int] | None = None  # of the weights: a group and its version

@@ -1,4 +1,4 @@
-"""MovedState: a worker's part of moving its group's state to other ranks (hf.reallocate, hf.Sizes)."""
+"""MovedState: a worker's part of moving its group's state to other ranks (hf.reallocate, GroupSizes)."""
 
 from __future__ import annotations
 
