@@ -99,6 +99,8 @@ class ElasticStream(ResponseStream):
     ) -> None:
         self.elastic, self._minibatches = elastic, options.max_staleness + 1
         self._refused = False
+        self.seconds: list[float] = []
+        """Of each iteration that has ended, up to the start of the next one."""
         group = elastic.rollout
         function = partial(group.generate_sequences, **sampling)
         super().__init__(loader, [group], options, function, until, sampling, copy_seconds)
@@ -112,7 +114,6 @@ class ElasticStream(ResponseStream):
             rows=self.options.rows * self._minibatches,
             n=self.options.n,
             minibatches=self._minibatches,
-            max_running=self.elastic.max_running,
         )
         self._tokens = 0  # of the last mini-batch
         self._report: list[tuple[int, Future]] = []
@@ -153,7 +154,9 @@ class ElasticStream(ResponseStream):
         super()._admit(source)
         if (admitted := self._admission.admitted - before) == 0 or self._admission.taken % self._minibatches:
             return
-        self._begun = time.monotonic()
+        now = time.monotonic()
+        self.seconds += [now - self._begun] if self._admission.taken else []
+        self._begun = now
         self._switched = dict.fromkeys(self._switched, 0.0)
         self._now = replace(self._now, rows=admitted * self.options.n)
         self._look_below = self._now.rows

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.errors import ConfigError, HostLostError, HybridFlowError
+from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.policies import lend, rlinf, static
 from hybridflow.planner.elastic.state import Component, Policy, State
@@ -16,7 +17,7 @@ from hybridflow.planner.elastic.transitions import Switch
 from hybridflow.resizing import Sizes
 from hybridflow.settings import require
 
-POLICIES: dict[str, Policy] = {"static": static, "rlinf": rlinf(), "lend": lend}
+POLICIES: dict[str, Policy] = {"gain": gain(), "rlinf": rlinf(), "lend": lend, "static": static}
 
 
 class ElasticDevices:
@@ -42,11 +43,10 @@ class ElasticDevices:
             require(policy in POLICIES, f"Elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.")
         self.policy: Policy = POLICIES[policy] if isinstance(policy, str) else policy
         self.pool, self.actor, self.rollout, self.inference = pool, actor, rollout, tuple(inference)
-        self.max_running = 256  # rows that an instance decodes at once
         self.events: list[Switch] = []
         """Every switch so far."""
         self._written, self._sizes = 0, list[Sizes]()
-        self.measured = Measured()
+        self.measured = Measured(slots=getattr(rollout.settings.get("generate"), "max_sequences", 256))
         if actor.session.traces:
             return
         followers = [group for group in inference if group.members == actor.members]
@@ -66,7 +66,11 @@ class ElasticDevices:
             inference=Component(1, own, own, (own,) if own else ()),
             actor=Component(per_actor, initial, initial, tuple(sorted(wanted))),
             rows=0, n=1, minibatches=1, done=0, finished=0, ready=0, running={}, speeds=self.measured.speeds(),
+            max_running=self.measured.slots,
         )  # fmt: skip
+        for size in [*sorted(wanted - {initial}), max(wanted)]:  # transfers are planned at their first use
+            self.resize(size)
+            self.resize(initial)
 
     @property
     def _replicas(self) -> int:

@@ -51,7 +51,9 @@ def placed(pool, model: Path, rollout: hf.WorkerGroup, policy: str | Policy, **s
 
 @pytest.fixture(scope="module")
 def judge(hosts) -> Iterator[hf.WorkerGroup]:
-    group = hf.RewardWorker.on(hosts[4:5], function=lambda completions, **columns: [float(len(text)) for text in completions])
+    group = hf.RewardWorker.on(
+        hosts[4:5], function=lambda completions, **columns: [float(len(text)) for text in completions]
+    )
     yield group
     group.close()
 
@@ -135,7 +137,9 @@ def equal(found: dict[int, dict[str, Any]], wanted: dict[int, dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("name", ["rlinf", "lend", "gain", "early", "moving-1", "moving-2"])
-def test_rows_are_those_of_the_static_placement(pool, policy, rollout, judge, still, tmp_path, monkeypatch, cluster, name):
+def test_rows_are_those_of_the_static_placement(
+    pool, policy, rollout, judge, still, tmp_path, monkeypatch, cluster, name
+):
     """None is lost, none comes twice, wherever they were continued."""
     monkeypatch.setattr(cluster, "run_directory", None)
     chosen = moving(int(name[-1])) if name.startswith("moving") else early if name == "early" else POLICIES[name]

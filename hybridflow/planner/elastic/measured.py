@@ -35,6 +35,7 @@ def non_negative_fit(features: NDArray[np.float64], values: NDArray[np.float64])
 class Measured:
     """What was seen so far: the latest observations count. Without observations of its kind a speed is 0."""
 
+    slots: int = 256  # rows that an instance decodes at once
     lengths: list[int] = field(default_factory=list)  # of responses, ascending
     switches: deque[float] = field(default_factory=lambda: deque(maxlen=_SWITCHES))
     _decoding: deque[tuple[float, float, float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -68,7 +69,9 @@ class Measured:
             base = 1e-6  # nothing seen
         train, per_token = _fitted(self._training, 2)
         others = {name: sum(seen) / len(seen) for name, seen in self._others.items()}
-        return Speeds(DecodingSpeed(base=base, per_row=per_row, prefill=prefill), train, per_token, **others)
+        return Speeds(
+            DecodingSpeed(base=base, per_row=per_row, prefill=prefill, slots=self.slots), train, per_token, **others
+        )
 
 
 def _fitted(seen: Sequence[tuple[float, ...]], count: int) -> list[float]:

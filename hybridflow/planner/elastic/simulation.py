@@ -32,7 +32,7 @@ from hybridflow.planner.elastic.state import (
 )
 from hybridflow.planner.elastic.transitions import Switch, applied, placement, static_state, why
 from hybridflow.planner.stream_simulation import DecodedRow, DecodingReplica, ResponseLengths
-from hybridflow.settings import Count, NonNegative, Size, settings
+from hybridflow.settings import Count, NonNegative, Positive, Size, settings
 
 LOOKS = 64  # at rows that finish, per iteration
 
@@ -42,7 +42,8 @@ class ElasticRun:
     """Iterations of `prompts` groups of `n` responses, with the static placement of `rollout` instances of `tp`
     devices, `actor` of `mp` and `inference` of `inference_devices`. `lengths` are those of the rows of the iterations
     one after another, again from the first when they end, or a distribution; those of the `warm_up` iterations before
-    are only seen. `sync_seconds`: the weight sync at the end of an iteration."""
+    are only seen. `sync_seconds`: the weight sync at the end of an iteration. On a machine with `cores`, whose processes
+    share them, all busy ones are slower alike where they are more than the cores."""
 
     devices: Size
     rollout: Size
@@ -60,6 +61,7 @@ class ElasticRun:
     actor_sizes: tuple[int, ...] | None = None
     rollout_sizes: tuple[int, ...] | None = None
     sync_seconds: NonNegative = 0.0
+    cores: Positive | None = None
     iterations: Size = 1
     warm_up: Count = 1
     seed: Count = 0
@@ -93,7 +95,7 @@ def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
     for iteration in range(run.iterations):
         lengths = draw(rows, (run.warm_up + iteration) * rows)
         start = start_of(run, seen, costs)
-        found = simulate_iteration(start, lengths, policy if refused is None else static)
+        found = simulate_iteration(start, lengths, policy if refused is None else static, cores=run.cores)
         seconds.append(found.seconds + run.sync_seconds)
         switches.append(tuple(found.switches))
         costs += [switch.seconds for switch in found.switches]
@@ -134,11 +136,15 @@ class Iteration:
 
 
 def simulate_iteration(
-    start: State, lengths: Sequence[int], policy: Policy, watch: Callable[[State, State], Any] | None = None
+    start: State,
+    lengths: Sequence[int],
+    policy: Policy,
+    watch: Callable[[State, State], Any] | None = None,
+    cores: float | None = None,
 ) -> Iteration:
     """From the state at its start, with the `lengths` of the rows of group 0, 1, ...; `watch` gets each state that the
     policy sees, and that after its actions."""
-    return _Simulation(start, lengths, policy, watch).run()
+    return _Simulation(start, lengths, policy, watch, cores or math.inf).run()
 
 
 class _Minibatch(NamedTuple):
@@ -157,7 +163,9 @@ class _Simulation:
     lengths: Sequence[int]
     policy: Policy
     watch: Callable[[State, State], Any] | None
-    now: float = 0.0
+    cores: float
+    now: float = 0.0  # of a machine with a core for each process
+    clock: float = 0.0  # of the given machine
     replicas: dict[int, DecodingReplica] = field(default_factory=dict)
     events: list[tuple[float, int]] = field(default_factory=list)  # a replica's next end, or out of date
     groups: dict[int, RunningGroup] = field(default_factory=dict)
@@ -187,7 +195,18 @@ class _Simulation:
             boundary = self.advance()
             if boundary or self.due:
                 self.look("minibatch" if boundary else "rows")
-        return Iteration(max(self.now, self.actor_at), self.switches, self.refused)
+        self.pass_until(max(self.now, self.actor_at))
+        return Iteration(self.clock, self.switches, self.refused)
+
+    def pass_until(self, time: float) -> None:
+        """No process becomes busy or idle meanwhile."""
+        slower = 1.0
+        if self.cores < math.inf:
+            busy = sum(bool(replica.running) for replica in self.replicas.values())
+            busy += self.state.actor_end if self.trained_at is not None else 0
+            slower = max(1.0, busy / self.cores)
+        self.clock += (time - self.now) * slower
+        self.now = time
 
     @property
     def due(self) -> bool:
@@ -204,13 +223,14 @@ class _Simulation:
             time, number = heapq.heappop(self.events)
             replica = self.replicas.get(number)
             if replica is not None and replica.running and replica.next_end() <= time + 1e-9 * (1.0 + time):
-                self.now = max(self.now, time)
+                self.pass_until(max(self.now, time))
                 replica.pass_until(self.now)
                 self.end_row(replica.finished())
                 self.refill(number)
             return False
         assert trained < math.inf, "nothing runs, and the actor does not train"
-        self.now, self.trained_at = max(self.now, trained), None
+        self.pass_until(max(self.now, trained))
+        self.trained_at = None
         self.state = replace(self.state, done=self.state.done + 1)
         return True
 
@@ -312,7 +332,7 @@ class _Simulation:
         else:
             while min(self.events[0][0] if self.events else math.inf, self.trained_at or math.inf) < self.inference_at:
                 self.advance()
-            self.now = max(self.now, self.inference_at)
+            self.pass_until(max(self.now, self.inference_at))
 
     def submit(self, instance: int, groups: Sequence[RunningGroup]) -> None:
         """Rows of a group share the keys and values of their prompt."""
