@@ -3,10 +3,10 @@
 Ray, vLLM, FSDP and a Llama of 0.6 M parameters in float32. In the static placement one host trains and three generate;
 the other policies move devices. An iteration has `--prompts` prompts of 16 tokens with `--n` responses each, in
 `--minibatches` mini-batches; one response in a thousand is longer than `--ratio` times the median, and cut there. A row
-has the same length under all policies, which run in turn, `--rounds` times, `--iterations` iterations each after a first
-one that is not counted. `predicted` is what the simulator (`hybridflow.planner.elastic`) makes of speeds that were
-measured before each round, each alone, and of decoding on all hosts at once, since four processes share the machine's
-cores. `switch_ms`: medians over all switches.
+has the same length under all policies, which run in turn, `--rounds` times, `--iterations` iterations each after a
+first one that is not counted. `predicted` is what the simulator (`hybridflow.planner.elastic`) makes of
+speeds that were measured before each round, each alone, and of decoding on all hosts at once, since four processes share
+the machine's cores. `switch_ms`: medians over all switches.
 
 Prints one JSON line.
 """
@@ -95,7 +95,7 @@ class ElasticJob(Job):
         """Speeds, the seconds of a weight sync, and the cores."""
         args, few, many = self.args, 2, max(8, self.args.prompts * self.n // HOSTS)
         rows = max(1, args.prompts // args.minibatches)
-        batch = self.rollout.generate_sequences(next(self.loader(1).drawn()).slice(0, rows), n=self.n)
+        batch = self.rollout.generate_sequences(next(self.loader(1).drawn())[:rows], n=self.n)
         tokens = int(batch.get("num_tokens")["num_tokens"].sum())
 
         def timed(call: Any) -> float:

@@ -19,7 +19,6 @@ from typing import Any
 from hybridflow.admission import StreamOptions
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.future import Future
 from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.driver import sync_weights
@@ -39,12 +38,14 @@ from hybridflow.planner.elastic.state import (
     Wait,
 )
 from hybridflow.planner.elastic.transitions import Switch, placement, why
-from hybridflow.replica_calls import ReplicaCalls
+from hybridflow.replica_calls import ReplicaCalls, RowReports
 from hybridflow.settings import require
 from hybridflow.streams import ResponseStream
 
 logger = logging.getLogger(__name__)
 _LOOKS = 32  # per iteration, as rows finish
+_SWITCHES = "elastic/switches"
+_OLD_SECONDS = 1.5  # of a report
 
 
 class Elastic(ElasticDevices):
@@ -57,7 +58,7 @@ class Elastic(ElasticDevices):
     by a power of two, and the largest); the groups of all sizes are made here.
 
     A policy that raises or answers what is not possible is refused with a warning, and devices stay where they are.
-    Errors: ConfigError, PlacementError for groups that lie elsewhere; those of `resizing.Sizes`.
+    Errors: ConfigError, PlacementError for groups that lie elsewhere; those of `resizing.GroupSizes`.
     """
 
     def stream(
@@ -115,13 +116,12 @@ class ElasticStream(ResponseStream):
             n=self.options.n,
             minibatches=self._minibatches,
         )
-        self._tokens = 0  # of the last mini-batch
-        self._report: list[tuple[int, Future]] = []
-        self._reported: dict[int, tuple[float, int, int, int]] = {}
-        self._running: dict[int, tuple[RunningGroup, ...]] = {}
+        self._tokens = self._trained_tokens = 0  # of the last mini-batch, of this iteration
+        chains = {number: self._chain(number)[1] for number in range(self._now.rollout.most)}
+        self._reports = RowReports(chains, self.elastic.measured)
         self._looked = (0, 0)  # mini-batches taken and ready at the latest look
         self._look_below, self._begun, self._given_at = 0, time.monotonic(), time.monotonic()
-        self._switched = {"elastic/switches": 0.0, "elastic/switch_seconds": 0.0, "elastic/moved_rows": 0.0}
+        self._switched = {_SWITCHES: 0.0, "elastic/switch_seconds": 0.0, "elastic/moved_rows": 0.0}
         for number in set(range(self.elastic.static.rollout.most)) - set(self._now.rollout.ids):
             self._admission.lost(self._chain(number)[0])
 
@@ -155,29 +155,38 @@ class ElasticStream(ResponseStream):
         if (admitted := self._admission.admitted - before) == 0 or self._admission.taken % self._minibatches:
             return
         now = time.monotonic()
-        self.seconds += [now - self._begun] if self._admission.taken else []
-        self._begun = now
+        if self._admission.taken:
+            self.seconds.append(now - self._begun)
+            self.elastic.measured.iteration(now - self._begun, self._trained_tokens, bool(self._switched[_SWITCHES]))
+        self._begun, self._trained_tokens = now, 0
         self._switched = dict.fromkeys(self._switched, 0.0)
         self._now = replace(self._now, rows=admitted * self.options.n)
         self._look_below = self._now.rows
-        fresh = self._unsubmitted()
-        self._running = {number: tuple(groups) for number, groups in fresh.items()}
+        self._reports.begin(self._unsubmitted())
         self._look("start")
-        for number in self._now.rollout.ids:
-            self._baseline(number)
+        self._reports.begin(self._unsubmitted())
 
     def _advance(self) -> None:
         if not self._now.actor.instances and not self._admission.under_way:
             self._act(static(self._view("rows")), "all rows are generated")
             return
         super()._advance()
+        self._poll_reports()
         left = sum(chain.unfinished for chain in self._chains.values())
-        if self._report and all(answer.done() for _, answer in self._report):
-            self._read_report()
-            self._look("rows")
-        elif not self._report and 0 < left < self._look_below:
+        if 0 < left < self._look_below and self._reports.at > self._begun:
             self._look_below = left - max(1, self._now.rows // _LOOKS)
-            self._ask_report()
+            self._look("rows")
+
+    def _queue_meanwhile(self) -> None:
+        super()._queue_meanwhile()
+        try:
+            self._poll_reports()
+        except HybridFlowError as error:
+            self._error = self._error or error
+
+    def _poll_reports(self) -> None:
+        if self._admission.under_way:
+            self._reports.poll(self._now.rollout.ids, self._prompts.offset)
 
     def _after_batch(self) -> None:
         """The mini-batch is trained: the policy looks, or the iteration ends."""
@@ -198,14 +207,14 @@ class ElasticStream(ResponseStream):
         prompts = self._prompts.rows(batch.groups)
         prompt_tokens = sum(map(len, prompts["prompt_ids"].tolist())) if "prompt_ids" in prompts else 0
         self._tokens, self._given_at = sum(found) + self.options.n * prompt_tokens, time.monotonic()
+        self._trained_tokens += self._tokens
         return super()._assembled(batch)
 
     def _look_now(self, event: Event) -> None:
-        """With reports of this moment."""
+        """With reports that are not old."""
         start = time.monotonic()
-        if self._admission.under_way:
-            self._ask_report()
-            self._read_report()
+        if self._admission.under_way and self._reports.at < max(self._begun, start - _OLD_SECONDS):
+            self._reports.wait(self._now.rollout.ids, self._prompts.offset)
         self._look(event, start)
 
     def _look(self, event: Event, start: float | None = None) -> None:
@@ -221,7 +230,7 @@ class ElasticStream(ResponseStream):
     def _view(self, event: Event) -> State:
         done = self._admission.taken % self._minibatches
         running = {
-            number: tuple(one for one in self._running.get(number, ()) if one.group in self._found)
+            number: tuple(one for one in self._reports.running.get(number, ()) if one.group in self._found)
             for number in self._now.rollout.ids
         }
         measured, waiting = self.elastic.measured, self._admission.under_way
@@ -237,51 +246,19 @@ class ElasticStream(ResponseStream):
             speeds=measured.speeds(),
             lengths=tuple(measured.lengths),
             switches=tuple(measured.switches),
+            iterations=tuple(measured.iterations),
             seconds=time.monotonic() - self._begun,
         )
 
-    def _unsubmitted(self) -> dict[int, list[RunningGroup]]:
+    def _unsubmitted(self) -> dict[int, tuple[RunningGroup, ...]]:
         """The groups that no replica has yet, where they are placed."""
-        found: dict[int, list[RunningGroup]] = {}
+        found: dict[int, tuple[RunningGroup, ...]] = {}
         for number in self._now.rollout.ids:
             for group in self._chain(number)[1].new:
                 prompt = self._prompts.rows([group])
                 tokens = len(prompt["prompt_ids"].tolist()[0]) if "prompt_ids" in prompt else 0
-                found.setdefault(number, []).append(RunningGroup(group, tokens, (0,) * self.options.n))
+                found[number] = (*found.get(number, ()), RunningGroup(group, tokens, (0,) * self.options.n))
         return found
-
-    def _ask_report(self) -> None:
-        group = self.elastic.rollout
-        self._report = [(number, group.row_tokens(replica=number)) for number in self._now.rollout.ids]
-
-    def _read_report(self) -> None:
-        answers, self._report = self._report, []
-        for number, answer in answers:
-            groups: dict[int, list[tuple[int, int]]] = {}
-            for row_id, prompt, length in answer.get():
-                groups.setdefault(row_id - self._prompts.offset, []).append((prompt, length))
-            self._running[number] = tuple(
-                RunningGroup(group, rows[0][0], tuple(length for _, length in rows)) for group, rows in groups.items()
-            )
-        self._take_up(self._chains.values())
-        for number, _ in answers:
-            self._measure_decoding(number)
-
-    def _baseline(self, number: int, prefilled: int = 0) -> None:
-        """Later measurements of this instance count from here."""
-        chain = self._chain(number)[1]
-        rows = sum(len(one.tokens) for one in self._running.get(number, ()))
-        tokens = sum(sum(one.tokens) for one in self._running.get(number, ()))
-        self._reported[number] = (chain.decoding, chain.tokens + tokens, rows or chain.unfinished, prefilled)
-
-    def _measure_decoding(self, number: int) -> None:
-        before = self._reported.get(number)
-        self._baseline(number)
-        if before is not None:
-            (seconds, tokens, rows, prefilled), now = before, self._reported[number]
-            mean = (rows + now[2]) / 2
-            if now[1] - tokens > mean:
-                self.elastic.measured.decoded(now[0] - seconds, mean, now[1] - tokens, prefilled)
 
     # Switches
 
@@ -323,7 +300,6 @@ class ElasticStream(ResponseStream):
 
     def _record(self, switch: Switch) -> None:
         self.elastic.record(switch)
-        self._report = []
         for name, value in (("switches", 1.0), ("switch_seconds", switch.seconds), ("moved_rows", float(switch.rows))):
             self._switched[f"elastic/{name}"] += value
 
@@ -367,23 +343,20 @@ class ElasticStream(ResponseStream):
         for chain in chains:
             chain.unfinished = 0
         self._now = replace(self._now, rollout=replace(self._now.rollout, instances=len(ids) - count))
-        moved, prefilled = 0, dict.fromkeys(ids[count:], 0)
+        moved, rest = 0, ids[count:]
         for group in sorted(groups, key=lambda each: _migration_tokens(groups[each])):
             number = wanted.get(group, -1)
-            if number not in prefilled:
-                number = min(prefilled, key=lambda each: self._chain(each)[1].unfinished)
+            if number not in rest:
+                number = min(rest, key=lambda each: self._chain(each)[1].unfinished)
             name, chain = self._chain(number)
             self._admission.migrated(group, name)
             chain.rows += groups[group]
             chain.new += [] if groups[group] else [group]
             chain.unfinished += len(groups[group]) or n
-            prefilled[number] += _migration_tokens(groups[group])
             moved += len(groups[group])
         for name, _ in leaving:
             self._admission.lost(name)
-        for number, tokens in prefilled.items():
-            self._baseline(number, tokens)
-            self._reported.pop(number, None) if tokens else None
+        self._reports.forget()
         self.elastic.measured.took("hand_over", time.monotonic() - start)
         return moved
 
@@ -399,6 +372,7 @@ class ElasticStream(ResponseStream):
         places = {number: self._chain(number) for number in self._now.rollout.ids}
         for name, _ in places.values():
             self._admission.joined(name)
+        self._reports.forget()
         for group, _ in fresh:
             name, chain = min(places.values(), key=lambda place: place[1].unfinished)
             self._admission.migrated(group, name)

@@ -14,7 +14,7 @@ from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.policies import lend, rlinf, static
 from hybridflow.planner.elastic.state import Component, Policy, State
 from hybridflow.planner.elastic.transitions import Switch
-from hybridflow.resizing import Sizes
+from hybridflow.resizing import GroupSizes
 from hybridflow.settings import require
 
 POLICIES: dict[str, Policy] = {"gain": gain(), "rlinf": rlinf(), "lend": lend, "static": static}
@@ -45,7 +45,7 @@ class ElasticDevices:
         self.pool, self.actor, self.rollout, self.inference = pool, actor, rollout, tuple(inference)
         self.events: list[Switch] = []
         """Every switch so far."""
-        self._written, self._sizes = 0, list[Sizes]()
+        self._written, self._sizes = 0, list[GroupSizes]()
         self.measured = Measured(slots=getattr(rollout.settings.get("generate"), "max_sequences", 256))
         if actor.session.traces:
             return
@@ -55,7 +55,7 @@ class ElasticDevices:
         own = sum(group.grid.size for group in inference if group not in followers)
         initial, most = actor.grid.d, pool.size // per_actor
         wanted = {initial, *(sizes if sizes is not None else _doubled(initial, most))}
-        self._sizes = [Sizes(group, pool, wanted) for group in (actor, *followers)]
+        self._sizes = [GroupSizes(group, pool, wanted) for group in (actor, *followers)]
         held = -(-initial * per_actor // per_rollout)  # rollout instances on the actor's devices
         self.static = State(
             event="start",
@@ -102,7 +102,7 @@ class ElasticDevices:
         """The actor and the groups that follow it get this data parallel size. Errors: of the one that could not; the
         others then have their old sizes."""
         start = time.monotonic()
-        done: list[tuple[Sizes, int]] = []
+        done: list[tuple[GroupSizes, int]] = []
         try:
             for one in self._sizes:
                 if one.size != instances:

@@ -15,10 +15,13 @@ from hybridflow.cluster.future import Future
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import Until
 from hybridflow.errors import HybridFlowError
+from hybridflow.planner.elastic.measured import Measured
+from hybridflow.planner.elastic.state import RunningGroup
 
 PER_ROW = ("row_id", "response_index", "oldest_version", "newest_version", "recomputed_tokens", "response_tokens")
 SESSION = (*PER_ROW, "spans")
 """Columns of `advance_rows` that batches do not have."""
+_REPORT_SECONDS = 0.3
 _COPY_TIMEOUT = 30.0  # seconds; the host that made the copy may be gone
 
 
@@ -128,6 +131,75 @@ class ReplicaCalls:
             with suppress(HybridFlowError):  # its host died before it ran
                 rows += copy.get(_COPY_TIMEOUT)
         return rows
+
+
+class RowReports:
+    """What replicas have decoded, asked now and then without waiting for it, and how fast they are.
+
+    `running` are the unfinished groups of each replica `at` the time (`time.monotonic`) of the last report, 0 if their
+    rows have moved since.
+    """
+
+    def __init__(self, chains: Mapping[int, ReplicaCalls], measured: Measured) -> None:
+        self.running: dict[int, tuple[RunningGroup, ...]] = {}
+        self.at = 0.0
+        self._chains, self._measured = chains, measured
+        self._asked: list[tuple[int, Future]] = []
+        self._seen: dict[int, _Decoded] = {}
+
+    def begin(self, running: Mapping[int, tuple[RunningGroup, ...]]) -> None:
+        """These groups are about to be submitted, and no others run."""
+        self.forget()
+        self.running = dict(running)
+        self._seen = {i: self._decoded(i, sum(group.prompt for group in groups)) for i, groups in running.items()}
+
+    def forget(self) -> None:
+        """Rows have moved, or will."""
+        self.at, self._asked, self._seen = 0.0, [], {}
+
+    def poll(self, replicas: Iterable[int], offset: int) -> None:
+        """Row ids are group + `offset`. Errors: WorkerError of a replica."""
+        if self._asked and all(answer.done() for _, answer in self._asked):
+            self._read(offset)
+        elif not self._asked and time.monotonic() - self.at > _REPORT_SECONDS:
+            self._ask(replicas)
+
+    def wait(self, replicas: Iterable[int], offset: int) -> None:
+        """Errors: as `poll`."""
+        if not self._asked:
+            self._ask(replicas)
+        self._read(offset)
+
+    def _ask(self, replicas: Iterable[int]) -> None:
+        self._asked = [(i, self._chains[i].group.row_tokens(replica=i)) for i in replicas]
+
+    def _read(self, offset: int) -> None:
+        asked, self._asked = self._asked, []
+        for replica, answer in asked:
+            groups: dict[int, list[tuple[int, int]]] = {}
+            for row_id, prompt, tokens in answer.get():
+                groups.setdefault(row_id - offset, []).append((prompt, tokens))
+            found = (RunningGroup(i, rows[0][0], tuple(tokens for _, tokens in rows)) for i, rows in groups.items())
+            self.running[replica] = tuple(found)
+            before, now = self._seen.get(replica), self._decoded(replica)
+            self._seen[replica] = now
+            if before is not None and (rows := (before.rows + now.rows) / 2) < now.tokens - before.tokens:
+                self._measured.decoded(now.seconds - before.seconds, rows, now.tokens - before.tokens, before.prefill)
+        self.at = time.monotonic()
+
+    def _decoded(self, replica: int, prefill: int = 0) -> _Decoded:
+        chain, running = self._chains[replica], self.running[replica]
+        tokens = chain.tokens + sum(sum(group.tokens) for group in running)
+        return _Decoded(chain.decoding, tokens, sum(len(group.tokens) for group in running), prefill)
+
+
+class _Decoded(NamedTuple):
+    """Of one replica until now: seconds, tokens of finished and running rows; running rows, tokens to prefill next."""
+
+    seconds: float
+    tokens: int
+    rows: int
+    prefill: int
 
 
 def replica_calls(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 
 from hybridflow.planner.elastic.forecast import First, Forecast, Lengths, Split
@@ -15,6 +16,7 @@ SHARES = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16, 1 
 ALIVE = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04, 0.02, 0.0)
 """Of the rows: when lent devices may return."""
 
+AGAIN = 12
 TRIED = 16  # first moves, and ways to stay, for which further moves are considered
 
 
@@ -32,7 +34,7 @@ class Gain:
     def __call__(self, state: State) -> list[Action]:
         if state.done == state.minibatches:
             return [Finalize()]
-        if state.training or not len(state.lengths):
+        if state.training or not len(state.lengths) or not pays(state):
             return []
         now = Split(state.rollout.instances, state.actor.instances)
         splits = considered(state)
@@ -69,6 +71,19 @@ class Gain:
 def gain(*, margin: float = 0.005, least: float = 0.0) -> Policy:
     """Our policy. Without any lengths seen it keeps the static placement."""
     return Gain(margin=margin, least=least)
+
+
+def pays(state: State) -> bool:
+    """Whether iterations in which devices moved were no slower than others, as measured: what a forecast does not know,
+    such as processes that share cores, shows there. Both kinds are tried first; then one in `AGAIN` iterations tries
+    what was slower."""
+    if not state.iterations:
+        return True
+    still, moved = ([each for found, each in state.iterations if found == kind][-4:] for kind in (False, True))
+    if len(still) < 3:  # the first one is slow
+        return False
+    slower = len(moved) >= 2 and statistics.median(moved) > statistics.median(still)
+    return not slower or not any(found for found, _ in state.iterations[-AGAIN:])
 
 
 def considered(state: State) -> list[Split]:

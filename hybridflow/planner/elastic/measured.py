@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hybridflow.planner.elastic.state import Speeds
 from hybridflow.planner.stream_simulation import DecodingSpeed
 
-_KEPT, _LENGTHS, _SWITCHES = 64, 8192, 3
+_KEPT, _LENGTHS, _SWITCHES, _ITERATIONS = 64, 8192, 3, 32
 
 
 def non_negative_fit(features: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -38,6 +38,8 @@ class Measured:
     slots: int = 256  # rows that an instance decodes at once
     lengths: list[int] = field(default_factory=list)  # of responses, ascending
     switches: deque[float] = field(default_factory=lambda: deque(maxlen=_SWITCHES))
+    iterations: deque[tuple[bool, float]] = field(default_factory=lambda: deque(maxlen=_ITERATIONS))
+    """Of the latest ones: whether devices moved, and seconds per token."""
     _decoding: deque[tuple[float, float, float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _training: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _others: dict[str, deque[float]] = field(default_factory=dict)
@@ -58,6 +60,9 @@ class Measured:
         """A mini-batch of `tokens` by `instances`: all that the loop does with it."""
         if seconds > 0 and instances > 0:
             self._training.append((1.0, tokens / instances, seconds))
+
+    def iteration(self, seconds: float, tokens: int, moved: bool) -> None:
+        self.iterations.append((moved, seconds / max(1, tokens)))
 
     def took(self, what: str, seconds: float) -> None:
         """`what` of `Speeds`: resize, hand_over, join, look."""

@@ -42,8 +42,8 @@ class ElasticRun:
     """Iterations of `prompts` groups of `n` responses, with the static placement of `rollout` instances of `tp`
     devices, `actor` of `mp` and `inference` of `inference_devices`. `lengths` are those of the rows of the iterations
     one after another, again from the first when they end, or a distribution; those of the `warm_up` iterations before
-    are only seen. `sync_seconds`: the weight sync at the end of an iteration. On a machine with `cores`, whose processes
-    share them, all busy ones are slower alike where they are more than the cores."""
+    are only seen. `sync_seconds`: the weight sync at the end of an iteration. On a machine with `cores`, which its
+    processes share, all busy ones are slower alike where they are more than the cores."""
 
     devices: Size
     rollout: Size

@@ -74,9 +74,10 @@ class Speeds:
 class State:
     """`rows` of the iteration in groups of `n`; `finished` rows; `ready` whole groups that wait for a mini-batch;
     `done` of `minibatches` are trained, and one more is under way if `training`: then the actor keeps its size.
-    `running` has the unfinished groups of each rollout instance, `lengths` the response lengths seen so far in the run,
-    ascending, `switches` the seconds of the latest measured switches, oldest first. `seconds`: since the start of the
-    iteration. At "start" no group has been submitted: `transitions.applied` spreads them over the instances then."""
+    `running` has the unfinished groups of each rollout instance. Of the run so far, oldest first: `lengths`, the
+    response lengths in ascending order; `switches`, the seconds of the latest switches; `iterations`, whether devices
+    moved in the latest iterations, and their seconds per token. `seconds`: since the start of the iteration. At "start"
+    no group has been submitted: `transitions.applied` spreads them over the instances then."""
 
     event: Event
     devices: int
@@ -93,6 +94,7 @@ class State:
     speeds: Speeds
     lengths: Sequence[int] = ()
     switches: tuple[float, ...] = ()
+    iterations: tuple[tuple[bool, float], ...] = ()
     seconds: float = 0.0
     max_running: int = 256  # rows that an instance decodes at once
     training: bool = False
