@@ -5,8 +5,8 @@ the other policies move devices. An iteration has `--prompts` prompts of 16 toke
 `--minibatches` mini-batches; one response in a thousand is longer than `--ratio` times the median, and cut there. A row
 has the same length under all policies, which run in turn, `--rounds` times, `--iterations` iterations each after a
 first one that is not counted. `predicted` is what the simulator (`hybridflow.planner.elastic`) makes of
-speeds that were measured before each round, each alone, and of decoding on all hosts at once, since four processes share
-the machine's cores. `switch_ms`: medians over all switches.
+speeds that were measured before each round, each alone, and of decoding on all hosts at once, since four processes
+share the machine's cores. `switch_ms`: medians over all switches.
 
 Prints one JSON line.
 """
