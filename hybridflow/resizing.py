@@ -103,8 +103,8 @@ class GroupSizes:
         del group.sleeping[size]
         group.sleeping[before] = old
         group.move_to(new, ran[0])
-        self._leave(before, old)
         backend.monitor.built(new)
+        self._leave(before, old)
         return Resized(before, size, time.monotonic() - start, moved)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,22 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import load_file
 
 import hybridflow as hf
-from hybridflow.engine3d.layout import Box, Layout, Region
-from hybridflow.engine3d.plan import plan
-from hybridflow.engine3d.transfer.transfer import execute
 from hybridflow.errors import ConfigError, HostLostError, PlacementError, WorkerError
 from hybridflow.resizing import GroupSizes, Resized
 from hybridflow.topology import RankGrid
 from tests import tiny_models
+from tests.integration import resizing_driver
+from tests.integration.shown_actor import ADAM, Shown, Tensors
 from tests.tiny_models import make_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5  # relative, of losses and gradient norms; absolute, of weights
-ADAM = hf.Adam(lr=1e-3, schedule="linear", warmup_steps=3, total_steps=50)
 STRATEGIES = {
     "megatron": (hf.Megatron(), (1, 2, 4)),
     "tensor-parallel": (hf.Megatron(tp=2), (1, 2)),
@@ -37,80 +33,6 @@ STRATEGIES = {
     "zero1": (hf.ZeRO(stage=1), (1, 2, 4)),
     "zero3": (hf.ZeRO(stage=3), (1, 2, 4)),
 }
-Tensors = dict[str, dict[str, torch.Tensor]]
-
-
-class Shown(hf.ActorWorker):
-    """An actor that shows what it has, and fails or dies once where a file in its checkpoint says so."""
-
-    @hf.register(hf.ONE_TO_ALL)
-    def whole_state(self) -> tuple[Tensors, dict[str, Any]] | None:
-        """Kind of optimizer state, and weights -> canonical tensors, whole; the counters; on rank 0."""
-        engine, rank = self.engine, self.context.rank
-        layout = engine.optimizer_layout()
-        group = self.context.groups.everyone() if self.context.grid.size > 1 else None
-        kinds = {}
-        with self.resident():
-            found = [(kind, layout, held) for kind, held in engine.optimizer_storage().items()]
-            for kind, lies, held in [*found, ("weights", engine.layout(), engine.storage())]:
-                shapes = lies.tensors.items()
-                kinds[kind] = {name: torch.empty(shape) for name, shape in shapes} if rank == 0 else {}
-                execute(plan(lies, gathered(lies)), held, kinds[kind], group, rank)
-        return (kinds, engine.optimizer_counters()) if rank == 0 else None
-
-    @hf.register(hf.ONE_TO_ALL)
-    def process_groups(self) -> int:
-        """Of this process."""
-        return len(c10d._world.pg_map)
-
-    def state_bytes(self) -> int:
-        """What the storages behind parameters, gradients and optimizer state have."""
-        engine: Any = self.engine
-        gradients = getattr(engine._shards.gradients, "_kept", ())
-        states = [value for state in engine._optimizer.torch.state.values() for value in state.values() if value.ndim]
-        tensors = [*engine.storage().values(), *engine._shards.main.values(), *gradients, *states]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        return sum(storage.nbytes() for storage in storages.values())
-
-    def wake_up(self) -> None:
-        self.fault("wake_up")
-        super().wake_up()
-
-    def sleep(self) -> None:
-        self.fault("sleep")
-        super().sleep()
-
-    def optimizing_engine(self) -> Any:
-        self.fault("storage")
-        return super().optimizing_engine()
-
-    def training_state_arrived(self, counters: dict[str, Any]) -> None:
-        self.fault("arrived")
-        super().training_state_arrived(counters)
-
-    def fault(self, at: str) -> None:
-        """The file has the number of times to pass, and what follows."""
-        mark = self.checkpoint / f"{at}-{self.context.rank}-of-{self.context.grid.size}"
-        if not mark.exists():
-            return
-        passes, then = mark.read_text().split()
-        if int(passes):
-            mark.write_text(f"{int(passes) - 1} {then}")
-            return
-        mark.unlink()
-        if then == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError(f"no {at} here")
-
-
-def gathered(layout: Layout) -> Layout:
-    """Every tensor whole on rank 0."""
-
-    def regions(rank: int) -> list[Region]:
-        everything = layout.tensors.items() if rank == 0 else ()
-        return [Region(Box.whole(name, shape), name, (0,) * len(shape)) for name, shape in everything]
-
-    return Layout(layout.tensors, layout.ranks, regions)
 
 
 @pytest.fixture(scope="module")
@@ -298,20 +220,24 @@ def test_a_host_that_dies_in_a_switch(cluster, actors, policy, settle):
         check_equal(state_of(stays), state_of(moves), TOLERANCE)
 
 
-def test_a_run_whose_host_dies_in_a_switch_continues(tmp_path):
-    """From its checkpoint, in new hosts, where sizes are built again; the end is that of an undisturbed run."""
-    models = []
-    for faults in ([], ["arrived-1-of-2", "sleep-1-of-2"]):
-        run = tmp_path / f"run-{len(faults)}"
-        program = [sys.executable, str(Path(__file__).with_name("resizing_driver.py")), str(run), *faults]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(program, capture_output=True, text=True, timeout=250, env=environment)
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-        caught = re.findall("caught: (.*)", done.stdout)
-        assert len(caught) == len(faults), caught
-        assert all(re.search("HostLostError: .* on rank 1 .*was lost", one) for one in caught), caught
-        models.append(load_file(run / "model" / "model.safetensors"))
-    check_equal(*({"weights": weights} for weights in models), TOLERANCE)
+def test_a_run_whose_host_dies_in_a_switch_continues(tmp_path, actors, pool, policy):
+    """From its checkpoint, in new hosts, where sizes are built again; the end is that of a run of constant size."""
+    program = [sys.executable, str(resizing_driver.__file__), str(tmp_path), str(policy), "arrived-1-of-2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    [caught] = re.findall("caught: (.*)", done.stdout)
+    assert re.match(r"HostLostError: actor\..* on rank 1 .*was lost", caught)
+    stays = actors(hf.FSDP(), name="undisturbed")
+    reference = hf.ReferenceWorker.on(pool[:1], model=policy)
+    try:
+        for seed in range(2 * resizing_driver.STEPS):
+            resizing_driver.train(seed, stays, reference)
+    finally:
+        reference.close()
+    stays.save(tmp_path / "expected")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "expected"))
+    check_equal({"weights": expected}, {"weights": found}, TOLERANCE)
 
 
 def test_what_cannot_change_its_size_is_refused(pool, policy, actors):
@@ -334,7 +260,7 @@ def test_what_cannot_change_its_size_is_refused(pool, policy, actors):
     with pytest.raises(ConfigError, match="no model whose data parallel size could change"):
         GroupSizes(judge, pool, (1, 2))
     judge.close()
-    refused: list[tuple[dict[str, Any], Any]] = [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"train": hf.Megatron(dp=1)}, "fixes its size"),
         ({"train": hf.FSDP(lora=hf.LoRA(rank=2))}, "trains adapters"),
     ]
