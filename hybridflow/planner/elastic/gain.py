@@ -34,22 +34,26 @@ class Gain:
             return [Finalize()]
         if state.training or not len(state.lengths):
             return []
-        now = Split(state.rollout.instances, state.actor.instances)
         splits = considered(state)
-        rows = state.running_rows
+        return self.choose(state, self.firsts(state, splits), self.forecast(state, splits))
+
+    def firsts(self, state: State, splits: Sequence[Split]) -> list[First]:
+        """First moves: to each split now; to each from lent devices later."""
+        rows, lent = state.running_rows, min(splits, key=lambda split: split.actor)
         firsts = [First(split) for split in splits if split.actor and (split.rollout or not rows)]
-        if now.actor == 0 or state.event == "start":
-            lent = min(splits, key=lambda split: split.actor)
-            if lent.actor == 0 and rows:
-                alive = {int(state.rows * share) for share in ALIVE}
-                firsts += [First(s, a) for s in splits if s.actor for a in alive if a < rows]
-        return self.choose(state, now, firsts, self.forecast(state, splits))
+        if rows and not lent.actor and (not state.actor.instances or state.event == "start"):
+            alive = {int(state.rows * share) for share in ALIVE}
+            firsts += [
+                First(split, a) for split in splits if split.actor and split.rollout for a in sorted(alive) if a < rows
+            ]
+        return firsts
 
     def forecast(self, state: State, splits: Sequence[Split]) -> Forecast:
         return Forecast.drawn(state, splits, Lengths(state.lengths))
 
-    def choose(self, state: State, now: Split, firsts: Sequence[First], forecast: Forecast) -> list[Action]:
+    def choose(self, state: State, firsts: Sequence[First], forecast: Forecast) -> list[Action]:
         """The first move of the best plan, unless staying is as good."""
+        now = Split(state.rollout.instances, state.actor.instances)
         rough = forecast.seconds(firsts, further=False)
         order = sorted(range(len(firsts)), key=lambda i: float(rough[i]))
         going, staying = [], []
