@@ -76,8 +76,8 @@ def lower_bound(start: State, lengths: Sequence[int]) -> float:
     decoded = sorted(map(sum, of.values()))
     trained = sorted(sum(of[group]) + n * prompt for group, prompt in prompts.items())
     most, devices = start.devices / start.rollout.devices, start.devices
-    beside = min(start.max_running, max(1.0, start.rows / most))
-    together = min(start.max_running, start.rows)
+    beside = min(decoding.slots, max(1.0, start.rows / most))
+    together = min(decoding.slots, start.rows)
     rate = most * beside / (decoding.base + beside * decoding.per_row)  # tokens per second of all devices
     each = decoding.step(together) / together * start.rollout.devices  # device seconds of a token
     found, size = 0.0, start.minibatch_groups
