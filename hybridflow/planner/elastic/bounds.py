@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from hybridflow.planner.elastic.forecast import First, Forecast, Rows, Split
+from hybridflow.planner.elastic.forecast import DeviceSplit, First, Forecast, RunningRows
 from hybridflow.planner.elastic.gain import Gain, considered, moves
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulation import ElasticRun, simulate_elastic, simulate_iteration
@@ -41,13 +41,13 @@ class Oracle(Gain):
                 return moves(state, self.first.split) if state.running_rows <= self.first.alive else []
         return super().__call__(state)
 
-    def forecast(self, state: State, splits: Sequence[Split]) -> Forecast:
+    def forecast(self, state: State, splits: Sequence[DeviceSplit]) -> Forecast:
         remaining, n = list[float](), state.n
         for group in (group for present in state.running.values() for group in present):
             longest = sorted(self.lengths[group.group * n : group.group * n + n], reverse=True)
             pairs = zip(longest, sorted(group.tokens, reverse=True), strict=False)
             remaining += [max(1.0, length - tokens) for length, tokens in pairs]
-        return Forecast(state, splits, Rows.of(state), [np.array(remaining)], fmean(self.lengths))
+        return Forecast(state, splits, RunningRows.of(state), [np.array(remaining)], fmean(self.lengths))
 
 
 def clairvoyant(start: State, lengths: Sequence[int], tried: int = 6) -> float:

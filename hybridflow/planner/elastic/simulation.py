@@ -141,7 +141,7 @@ def simulate_iteration(
 ) -> Iteration:
     """From the state at its start, with the `lengths` of the rows of group 0, 1, ...; `watch` gets each state that the
     policy sees, and that after its actions."""
-    return _Simulation(start, lengths, policy, watch).run()
+    return _ElasticSimulation(start, lengths, policy, watch).run()
 
 
 class _Minibatch(NamedTuple):
@@ -155,7 +155,7 @@ class _Row(DecodedRow):
 
 
 @dataclass
-class _Simulation:
+class _ElasticSimulation:
     state: State  # its placement and `done` are those of now
     lengths: Sequence[int]
     policy: Policy

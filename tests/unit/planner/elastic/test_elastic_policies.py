@@ -37,7 +37,7 @@ def start(**given: Any) -> State:
         "n": 2,
         "minibatches": 4,
     }
-    return static_state(**(wanted | {"speeds": SPEEDS} | given))
+    return static_state(**wanted | {"speeds": SPEEDS} | given)
 
 
 def at(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic.bounds import clairvoyant, lower_bound
-from hybridflow.planner.elastic.forecast import Split
+from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import gain, moves
 from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
 from hybridflow.planner.elastic.simulation import (
@@ -112,7 +112,7 @@ def some_move(random: Random, state: State) -> list[Action]:
         return [Wait("rollout"), Release("rollout", state.rollout.instances)]
     if random.random() < 0.2 and state.rollout.instances > 1 and state.event != "start":
         return released_rollouts(state, random.randint(1, state.rollout.instances - 1))
-    return moves(state, Split(count, actor))
+    return moves(state, DeviceSplit(count, actor))
 
 
 def random_policy(random: Random) -> Policy:
@@ -247,7 +247,14 @@ GRID = [(ratio, actor, resize) for ratio, actor in ((4.0, 2), (64.0, 5)) for res
 def test_gain_is_never_more_than_a_hundredth_behind_static(ratio: float, actor: int, resize: float):
     speeds = replace(SPEEDS, resize=resize, join=resize / 2, train_per_token=1e-3)
     given = [
-        run(seed, rollout=8 - actor, actor=actor, lengths=ResponseLengths(median=64, ratio=ratio), speeds=speeds)
+        run(
+            seed,
+            iterations=1,
+            rollout=8 - actor,
+            actor=actor,
+            lengths=ResponseLengths(median=64, ratio=ratio),
+            speeds=speeds,
+        )
         for seed in range(2)
     ]
     ours, fixed = (sum(simulate_elastic(each, policy).mean for each in given) for policy in (gain(), static))
