@@ -27,7 +27,7 @@ _BOUNDARIES = 4  # the next ones, at which the further move may be
 _SCENARIOS = 4
 
 
-class Split(NamedTuple):
+class DeviceSplit(NamedTuple):
     """Instances of rollouts and of the actor."""
 
     rollout: int
@@ -37,11 +37,11 @@ class Split(NamedTuple):
 class First(NamedTuple):
     """A move to `split`, when `alive` rows run; None: now."""
 
-    split: Split
+    split: DeviceSplit
     alive: int | None = None
 
 
-class Lengths:
+class SeenLengths:
     """Response lengths seen, ascending, and the mean of those up to each."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -59,12 +59,12 @@ class Lengths:
         return np.maximum(1.0, np.where(longer > 0, drawn - tokens, tokens / 5))
 
     def mean_until(self, tokens: float) -> float:
-        """Of the lengths of at most `tokens`; the shortest one if there is none."""
+        """Of the lengths of at most `tokens`; the shortest one if all are longer."""
         return float(self.means[max(0, int(np.searchsorted(self.values, tokens, side="right")) - 1)])
 
 
 @dataclass(frozen=True)
-class Rows:
+class RunningRows:
     """Running rows as arrays: tokens, the index of their group; tokens of the prompts of the groups."""
 
     tokens: Floats
@@ -72,7 +72,7 @@ class Rows:
     prompts: Floats
 
     @classmethod
-    def of(cls, state: State) -> Rows:
+    def of(cls, state: State) -> RunningRows:
         running = [group for present in state.running.values() for group in present]
         counts = np.fromiter((len(group.tokens) for group in running), dtype=np.int64, count=len(running))
         tokens = np.fromiter(chain.from_iterable(g.tokens for g in running), dtype=np.float64, count=int(counts.sum()))
@@ -83,7 +83,9 @@ class Rows:
 class Scenario:
     """One draw of the rows' remaining lengths, under some splits (their index: c); arrays are over plans."""
 
-    def __init__(self, state: State, rows: Rows, remaining: Floats, finished_mean: float, splits: Sequence[Split]):
+    def __init__(
+        self, state: State, rows: RunningRows, remaining: Floats, finished_mean: float, splits: Sequence[DeviceSplit]
+    ):
         count, ends = len(remaining), np.zeros(len(rows.prompts))
         np.maximum.at(ends, rows.groups, remaining)
         self.state, self.last = state, float(remaining.max(initial=0.0))
@@ -105,7 +107,9 @@ class Scenario:
         mean = float(rows.tokens.mean()) if count else 0.0
         self.context = mean + float(rows.prompts.sum()) / max(1, count)  # of a row
 
-    def _minibatches(self, rows: Rows, ends: Floats, remaining: Floats, finished_mean: float) -> tuple[Floats, Floats]:
+    def _minibatches(
+        self, rows: RunningRows, ends: Floats, remaining: Floats, finished_mean: float
+    ) -> tuple[Floats, Floats]:
         """Steps until each further mini-batch is ready, and its tokens."""
         state, prompt = self.state, float(rows.prompts.mean()) if len(rows.prompts) else 0.0
         left, size = state.minibatches - state.done - state.training, state.minibatch_groups
@@ -152,21 +156,26 @@ class Forecast:
     """Plans of a state among `splits`; `draws` has the remaining lengths of the running rows of each scenario."""
 
     def __init__(
-        self, state: State, splits: Sequence[Split], rows: Rows, draws: Sequence[Floats], finished_mean: float
+        self,
+        state: State,
+        splits: Sequence[DeviceSplit],
+        rows: RunningRows,
+        draws: Sequence[Floats],
+        finished_mean: float,
     ):
         self.state, self.splits = state, splits
         self.instances = np.array([split.rollout for split in splits], dtype=np.float64)
         self.actors = np.array([split.actor for split in splits], dtype=np.float64)
         self.speed = np.maximum(self.actors, 1e-9)  # lent devices train in no time of interest
         self.largest = int(np.argmax(self.actors))
-        self.now = splits.index(Split(state.rollout.instances, state.actor.instances))
+        self.now = splits.index(DeviceSplit(state.rollout.instances, state.actor.instances))
         self.lent = self.now if not state.actor.instances else int(np.argmin(self.actors))
         self.scenarios = [Scenario(state, rows, remaining, finished_mean, splits) for remaining in draws]
 
     @classmethod
-    def drawn(cls, state: State, splits: Sequence[Split], lengths: Lengths) -> Forecast:
+    def drawn(cls, state: State, splits: Sequence[DeviceSplit], lengths: SeenLengths) -> Forecast:
         """With the rows' lengths drawn from those seen."""
-        rows = Rows.of(state)
+        rows = RunningRows.of(state)
         count = int(np.clip(4096 // max(1, len(rows.tokens)), 1, _SCENARIOS))
         draws = [lengths.remaining(rows.tokens, number / count) for number in range(count)]
         tokens = float(rows.tokens.mean()) if len(rows.tokens) else math.inf

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from hybridflow.planner.elastic.forecast import First, Forecast, Lengths, Split
+from hybridflow.planner.elastic.forecast import DeviceSplit, First, Forecast, SeenLengths
 from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
 from hybridflow.settings import NonNegative, settings
 
@@ -36,22 +36,26 @@ class Gain:
             return [Finalize()]
         if state.training or not len(state.lengths) or not pays(state):
             return []
-        now = Split(state.rollout.instances, state.actor.instances)
         splits = considered(state)
-        rows = state.running_rows
+        return self.choose(state, self.firsts(state, splits), self.forecast(state, splits))
+
+    def firsts(self, state: State, splits: Sequence[DeviceSplit]) -> list[First]:
+        """First moves: to each split now; to each from lent devices later."""
+        rows, lent = state.running_rows, min(splits, key=lambda split: split.actor)
         firsts = [First(split) for split in splits if split.actor and (split.rollout or not rows)]
-        if now.actor == 0 or state.event == "start":
-            lent = min(splits, key=lambda split: split.actor)
-            if lent.actor == 0 and rows:
-                alive = {int(state.rows * share) for share in ALIVE}
-                firsts += [First(s, a) for s in splits if s.actor for a in alive if a < rows]
-        return self.choose(state, now, firsts, self.forecast(state, splits))
+        if rows and not lent.actor and (not state.actor.instances or state.event == "start"):
+            alive = {int(state.rows * share) for share in ALIVE}
+            firsts += [
+                First(split, a) for split in splits if split.actor and split.rollout for a in sorted(alive) if a < rows
+            ]
+        return firsts
 
-    def forecast(self, state: State, splits: Sequence[Split]) -> Forecast:
-        return Forecast.drawn(state, splits, Lengths(state.lengths))
+    def forecast(self, state: State, splits: Sequence[DeviceSplit]) -> Forecast:
+        return Forecast.drawn(state, splits, SeenLengths(state.lengths))
 
-    def choose(self, state: State, now: Split, firsts: Sequence[First], forecast: Forecast) -> list[Action]:
+    def choose(self, state: State, firsts: Sequence[First], forecast: Forecast) -> list[Action]:
         """The first move of the best plan, unless staying is as good."""
+        now = DeviceSplit(state.rollout.instances, state.actor.instances)
         rough = forecast.seconds(firsts, further=False)
         order = sorted(range(len(firsts)), key=lambda i: float(rough[i]))
         going, staying = [], []
@@ -86,23 +90,23 @@ def pays(state: State) -> bool:
     return not slower or not any(found for found, _ in state.iterations[-AGAIN:])
 
 
-def considered(state: State) -> list[Split]:
+def considered(state: State) -> list[DeviceSplit]:
     """Splits among which devices may move: the present one, the static one, and for some numbers of rollout instances
     the largest actor beside them."""
     rollout, actor = state.rollout, state.actor
     own = state.inference.instances * state.inference.devices
-    found = {Split(rollout.instances, actor.instances), Split(rollout.initial, actor.initial)}
+    found = {DeviceSplit(rollout.instances, actor.instances), DeviceSplit(rollout.initial, actor.initial)}
     wanted = {max(1, round(rollout.most * share)) for share in SHARES} | {1, rollout.initial, rollout.instances}
     counts = {max((size for size in rollout.sizes if size <= count), default=0) for count in wanted} | {0}
     for count in counts:
         room = (rollout.most - count) * rollout.devices if count else state.devices - own
         size = max((size for size in actor.sizes if size * actor.devices <= room), default=0)
         if size or count == rollout.most:
-            found.add(Split(count, size))
+            found.add(DeviceSplit(count, size))
     return sorted(found)
 
 
-def moves(state: State, to: Split) -> list[Action]:
+def moves(state: State, to: DeviceSplit) -> list[Action]:
     """The actions that lead to the split; rows move so that all instances have as many."""
     rollout, actor = state.rollout.instances, state.actor.instances
     actions: list[Action] = []

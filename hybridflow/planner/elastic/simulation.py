@@ -82,26 +82,30 @@ class SimulatedIterations:
 
 def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
     """The run under the policy; equal for equal seeds."""
-    rows, random = run.prompts * run.n, Random(run.seed)
-    given = run.lengths
-
-    def draw(count: int, first: int) -> list[int]:
-        if isinstance(given, ResponseLengths):
-            return [given.draw(random) for _ in range(count)]
-        return [given[(first + row) % len(given)] for row in range(count)]
-
-    seen = sorted(length for i in range(run.warm_up) for length in draw(rows, i * rows))
-    seconds, switches, costs, refused = [], [], [], None
-    for iteration in range(run.iterations):
-        lengths = draw(rows, (run.warm_up + iteration) * rows)
-        start = start_of(run, seen, costs)
-        found = simulate_iteration(start, lengths, policy if refused is None else static, cores=run.cores)
+    seen, iterations = drawn_lengths(run)
+    seconds, switches, costs = list[float](), list[tuple[Switch, ...]](), list[float]()
+    refused: str | None = None
+    for lengths in iterations:
+        chosen = static if refused else policy
+        found = simulate_iteration(start_of(run, seen, costs), lengths, chosen, cores=run.cores)
         seconds.append(found.seconds + run.sync_seconds)
         switches.append(tuple(found.switches))
         costs += [switch.seconds for switch in found.switches]
         refused = refused or found.refused
         seen = sorted((*seen, *lengths))
     return SimulatedIterations(tuple(seconds), tuple(switches), refused)
+
+
+def drawn_lengths(run: ElasticRun) -> tuple[list[int], list[list[int]]]:
+    """Those of the warm-up, ascending, and those of the rows of each iteration."""
+    given, rows, random = run.lengths, run.prompts * run.n, Random(run.seed)
+    count = (run.warm_up + run.iterations) * rows
+    if isinstance(given, ResponseLengths):
+        drawn = [given.draw(random) for _ in range(count)]
+    else:
+        drawn = [given[row % len(given)] for row in range(count)]
+    parts = [drawn[first : first + rows] for first in range(run.warm_up * rows, count, rows)]
+    return sorted(drawn[: run.warm_up * rows]), parts
 
 
 def start_of(run: ElasticRun, seen: Sequence[int] = (), costs: Sequence[float] = ()) -> State:
@@ -144,7 +148,7 @@ def simulate_iteration(
 ) -> Iteration:
     """From the state at its start, with the `lengths` of the rows of group 0, 1, ...; `watch` gets each state that the
     policy sees, and that after its actions."""
-    return _Simulation(start, lengths, policy, watch, cores or math.inf).run()
+    return _ElasticSimulation(start, lengths, policy, watch, cores or math.inf).run()
 
 
 class _Minibatch(NamedTuple):
@@ -158,7 +162,7 @@ class _Row(DecodedRow):
 
 
 @dataclass
-class _Simulation:
+class _ElasticSimulation:
     state: State  # its placement and `done` are those of now
     lengths: Sequence[int]
     policy: Policy

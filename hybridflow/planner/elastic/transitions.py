@@ -111,7 +111,7 @@ def static_state(
         switches=tuple(switches),
         max_running=max_running,
     )
-    return replace(state, running=_spread(state))
+    return replace(state, running=_spread(state, state.rollout.ids))
 
 
 def applied(state: State, actions: Sequence[Action]) -> State:
@@ -124,7 +124,7 @@ def applied(state: State, actions: Sequence[Action]) -> State:
         except ConfigError as error:
             raise ConfigError(f"Action {position + 1} of {len(actions)}, {action!r:.200}: {error}") from None
     if before.event == "start" and state.rollout != before.rollout:
-        state = replace(state, running=_spread(state))
+        state = replace(state, running=_spread(before, state.rollout.ids))
     over = state.done == state.minibatches
     at_home = all(getattr(state, name).instances == getattr(state, name).initial for name in _NAMES)
     require(not over or at_home, "after the last mini-batch devices return: answer [Finalize()].")
@@ -227,10 +227,9 @@ def _finalized(state: State) -> State:
     return replace(state, running=dict.fromkeys(state.rollout.ids, ()))
 
 
-def _spread(state: State) -> dict[int, tuple[RunningGroup, ...]]:
-    """Groups in turn over the rollout instances."""
+def _spread(state: State, ids: range) -> dict[int, tuple[RunningGroup, ...]]:
+    """Its groups in turn over the rollout instances."""
     groups = sorted(group for present in state.running.values() for group in present)
-    ids = state.rollout.ids
     return {instance: tuple(groups[place :: len(ids)]) for place, instance in enumerate(ids)}
 
 
