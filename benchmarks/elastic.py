@@ -30,7 +30,7 @@ import hybridflow as hf
 from benchmarks.stream_runs import PROMPT, SEED, TEXT, Job, LongTailedRollout, make_policy
 from hybridflow.elastic_devices import POLICIES
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic.simulation import ElasticRun, simulate_elastic
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
 from hybridflow.planner.elastic.state import Speeds
 from hybridflow.planner.elastic.transitions import Switch
 

@@ -25,7 +25,7 @@ from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic.bounds import best_static, clairvoyant, lower_bound
 from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import lend, rlinf
-from hybridflow.planner.elastic.simulation import ElasticRun, drawn_lengths, simulate_elastic, start_of
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, drawn_lengths, simulate_elastic, start_of
 from hybridflow.planner.elastic.state import Speeds
 
 DECODING = DecodingSpeed.fitted((1, 0.008), (256, 0.028), prefill=3e-5)

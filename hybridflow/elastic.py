@@ -110,6 +110,7 @@ class ElasticStream(ResponseStream):
         super()._reset()
         if self.elastic.actor.session.traces:
             return
+        self.elastic.resize(self.elastic.static.actor.instances)  # after lost hosts
         self._now = replace(
             self.elastic.static,
             rows=self.options.rows * self._minibatches,

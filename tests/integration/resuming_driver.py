@@ -1,4 +1,4 @@
-"""A driver that tests kill and continue: PPO, or GRPO with `rollout=1` (a stream with `stream=1`), on a tiny model.
+"""A driver that tests kill and continue: PPO, or GRPO with `rollout=1` (a stream with `stream=1`; elastic with `elastic=1`), on a tiny model.
 
 python resuming_driver.py RUN MODEL PROMPTS STEPS [key=value ...]
 """
@@ -77,13 +77,19 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     hf.init(devices=6, peer_timeout=4 * deadline, collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     pool = hf.ResourcePool([devices])
-    streams, apart = "stream" in options, "rollout" in options
+    elastic = "elastic" in options
+    streams, apart = "stream" in options or elastic, "rollout" in options
     generate = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=40 if streams else 6, seed=5, ignore_eos=streams))
     actor = hf.ActorWorker.on(
         pool, model=model, train=layout, optim=hf.Adam(lr=0.01, warmup_steps=4), generate=None if apart else generate
     )  # fmt: skip
-    rollout = hf.RolloutWorker.on(hf.ResourcePool([2]), model=model, generate=generate) if apart else actor
-    reference = hf.ReferenceWorker.on(pool, model=model, train=layout)
+    if elastic:
+        pool, devices = hf.ResourcePool([3]), 1
+        actor.close()
+        actor = hf.ActorWorker.on(pool[:1], model=model, train=hf.FSDP(), optim=hf.Adam(lr=0.01, warmup_steps=4))
+    where = pool if elastic else hf.ResourcePool([2])
+    rollout = hf.RolloutWorker.on(where, model=model, generate=generate) if apart else actor
+    reference = hf.ReferenceWorker.on(pool[:devices], model=model, train=hf.FSDP() if elastic else layout)
     judge = hf.RewardWorker.on(pool, function=reward)
     critic = None
     if not apart:

@@ -11,7 +11,8 @@ import numpy as np
 from hybridflow.planner.elastic.forecast import DeviceSplit, First, Forecast, RunningRows
 from hybridflow.planner.elastic.gain import Gain, considered, moves
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import ElasticRun, simulate_elastic, simulate_iteration
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
+from hybridflow.planner.elastic.simulation import simulate_iteration
 from hybridflow.planner.elastic.state import Action, Policy, State
 from hybridflow.settings import settings
 

@@ -17,13 +17,8 @@ from hybridflow.planner.elastic.bounds import clairvoyant, lower_bound
 from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import gain, moves
 from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
-from hybridflow.planner.elastic.simulation import (
-    ElasticRun,
-    drawn_lengths,
-    simulate_elastic,
-    simulate_iteration,
-    start_of,
-)
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, drawn_lengths, simulate_elastic, start_of
+from hybridflow.planner.elastic.simulation import simulate_iteration
 from hybridflow.planner.elastic.state import (
     Action,
     Allocate,
