@@ -28,16 +28,8 @@ SPEEDS = Speeds(DecodingSpeed(base=1.0, per_row=0.01, prefill=0.001), train=1.0,
 
 def start(**given: Any) -> State:
     """Eight devices: the actor has 0 and 1, rollout instances 1 to 3 of two devices the others."""
-    wanted: dict[str, Any] = {
-        "devices": 8,
-        "rollout": 3,
-        "actor": 2,
-        "tp": 2,
-        "prompts": [10] * 8,
-        "n": 2,
-        "minibatches": 4,
-    }
-    return static_state(**wanted | {"speeds": SPEEDS} | given)
+    wanted: Any = {"devices": 8, "rollout": 3, "actor": 2, "tp": 2, "prompts": [10] * 8, "n": 2, "minibatches": 4}
+    return static_state(**{**wanted, "speeds": SPEEDS, **given})
 
 
 def at(
