@@ -121,6 +121,13 @@ def test_lend_switches_if_it_saves_more_than_switches_took():
     assert placement(applied(ready, lend(ready))) == placement(start())
 
 
+def test_groups_are_spread_anew_when_rollouts_change_at_the_start():
+    there_and_back = applied(start(), [Release("rollout", 1), Allocate("rollout", 1)])
+    assert there_and_back.running == start().running
+    fewer = applied(start(), [Release("rollout", 1), Allocate("actor", 2)])
+    assert {i: len(groups) for i, groups in fewer.running.items()} == {2: 4, 3: 4}
+
+
 ILLEGAL = {
     "this is no action": ["release"],
     "there is no component": [Release("critic", 1)],  # type: ignore[arg-type]
