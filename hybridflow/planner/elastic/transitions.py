@@ -123,7 +123,7 @@ def applied(state: State, actions: Sequence[Action]) -> State:
             state = _after(state, action, waited)
         except ConfigError as error:
             raise ConfigError(f"Action {position + 1} of {len(actions)}, {action!r:.200}: {error}") from None
-    if before.event == "start" and state.rollout != before.rollout:
+    if before.event == "start" and state.running is not before.running:
         state = replace(state, running=_spread(before, state.rollout.ids))
     over = state.done == state.minibatches
     at_home = all(getattr(state, name).instances == getattr(state, name).initial for name in _NAMES)

@@ -28,16 +28,8 @@ SPEEDS = Speeds(DecodingSpeed(base=1.0, per_row=0.01, prefill=0.001), train=1.0,
 
 def start(**given: Any) -> State:
     """Eight devices: the actor has 0 and 1, rollout instances 1 to 3 of two devices the others."""
-    wanted: dict[str, Any] = {
-        "devices": 8,
-        "rollout": 3,
-        "actor": 2,
-        "tp": 2,
-        "prompts": [10] * 8,
-        "n": 2,
-        "minibatches": 4,
-    }
-    return static_state(**wanted | {"speeds": SPEEDS} | given)
+    wanted: Any = {"devices": 8, "rollout": 3, "actor": 2, "tp": 2, "prompts": [10] * 8, "n": 2, "minibatches": 4}
+    return static_state(**{**wanted, "speeds": SPEEDS, **given})
 
 
 def at(
@@ -127,6 +119,13 @@ def test_lend_switches_if_it_saves_more_than_switches_took():
     assert lend(waits) == []
     ready = at("rows", {0: [1], 1: [2], 2: [1], 3: [1]}, rollout=4, actor=0)
     assert placement(applied(ready, lend(ready))) == placement(start())
+
+
+def test_groups_are_spread_anew_when_rollouts_change_at_the_start():
+    there_and_back = applied(start(), [Release("rollout", 1), Allocate("rollout", 1)])
+    assert there_and_back.running == start().running
+    fewer = applied(start(), [Release("rollout", 1), Allocate("actor", 2)])
+    assert {i: len(groups) for i, groups in fewer.running.items()} == {2: 4, 3: 4}
 
 
 ILLEGAL = {
