@@ -1,4 +1,5 @@
-"""A driver that tests kill and continue: PPO, or GRPO with `rollout=1` (a stream with `stream=1`; elastic with `elastic=1`), on a tiny model.
+"""A driver that tests kill and continue: PPO, or GRPO with `rollout=1` (a stream with `stream=1`, elastic with
+`elastic=1`), on a tiny model.
 
 python resuming_driver.py RUN MODEL PROMPTS STEPS [key=value ...]
 """
@@ -76,20 +77,17 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     deadline = float(options.get("deadline", 60))
     hf.init(devices=6, peer_timeout=4 * deadline, collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
-    pool = hf.ResourcePool([devices])
     elastic = "elastic" in options
+    pool = hf.ResourcePool([3 if elastic else devices])
+    own = pool[:1] if elastic else pool
     streams, apart = "stream" in options or elastic, "rollout" in options
     generate = hf.VLLM(tp=1, sampling=hf.Sampling(max_tokens=40 if streams else 6, seed=5, ignore_eos=streams))
     actor = hf.ActorWorker.on(
-        pool, model=model, train=layout, optim=hf.Adam(lr=0.01, warmup_steps=4), generate=None if apart else generate
+        own, model=model, train=layout, optim=hf.Adam(lr=0.01, warmup_steps=4), generate=None if apart else generate
     )  # fmt: skip
-    if elastic:
-        pool, devices = hf.ResourcePool([3]), 1
-        actor.close()
-        actor = hf.ActorWorker.on(pool[:1], model=model, train=hf.FSDP(), optim=hf.Adam(lr=0.01, warmup_steps=4))
-    where = pool if elastic else hf.ResourcePool([2])
-    rollout = hf.RolloutWorker.on(where, model=model, generate=generate) if apart else actor
-    reference = hf.ReferenceWorker.on(pool[:devices], model=model, train=hf.FSDP() if elastic else layout)
+    where = pool if elastic else hf.ResourcePool([2]) if apart else None
+    rollout = hf.RolloutWorker.on(where, model=model, generate=generate) if where else actor
+    reference = hf.ReferenceWorker.on(own, model=model, train=layout)
     judge = hf.RewardWorker.on(pool, function=reward)
     critic = None
     if not apart:
@@ -108,7 +106,12 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
         Fault(rollout, options["fault"]).start()
 
     bounds: Any = {"rows": 16, "n": 2, "max_staleness": 2, "call_seconds": 0.01, "copy_seconds": 0.001}
-    source = hf.stream(loader, rollout, **bounds) if streams else loader
+    source = loader
+    if elastic:  # the policy with the most switches
+        groups: Any = {"actor": actor, "rollout": rollout, "inference": [reference]}
+        source = hf.Elastic(pool, **groups, policy="rlinf").stream(loader, n=2, minibatches=2, call_seconds=0.01)
+    elif streams:
+        source = hf.stream(loader, rollout, **bounds)
 
     def loop() -> None:
         for batch in checkpoints.resume(source):
@@ -125,7 +128,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
             else:
                 batch |= hf.compute_advantage(batch, "grpo")
                 learned = [actor.update_actor(batch, kl_coef=0.02, minibatches=2)]
-            if apart:
+            if apart and not elastic:
                 hf.sync_weights(actor, rollout)
             metrics = batch.metrics()
             tracker.log(metrics, *learned)

@@ -155,6 +155,21 @@ def test_a_stream_continues_rows_of_lost_hosts(runs):
     assert lines[-1]["figures"]["stream/moved"] > 0  # groups that continue on the new hosts
 
 
+@pytest.mark.parametrize("call", ["resize", "advance_rows"])
+def test_elastic_devices_continue_after_a_lost_host(runs, call):
+    """It dies in a switch, or while it generates: no group is lost or comes twice."""
+    options = {"every": 2, "rollout": 1, "elastic": 1, "record": 1, "retry": 1, "layout": "fsdp"}
+    run = runs.run(f"elastic-{call}", **options, fault=f"{call}:3:SIGKILL")
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    last = {line["step"]: line for line in lines}  # those since the checkpoint were done again
+    assert list(last) == [*range(1, 2 * STEPS + 1)]
+    groups = [group for line in last.values() for group in line["rows"]["group_id"]]
+    assert sorted(groups) == [group for group in range(8 * STEPS) for _ in range(2)]
+    switches = [json.loads(line) for line in (run / "switches.jsonl").read_text().splitlines()]
+    assert {switch["target"]["actor"] for switch in switches} >= {1, 2}
+    assert "was lost" in (run / "log.txt").read_text()
+
+
 # In this process
 
 

@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, NamedTuple
 
 from hybridflow.planner.elastic.policies import decide, static
@@ -26,13 +25,11 @@ from hybridflow.planner.elastic.state import (
     Policy,
     Release,
     RunningGroup,
-    Speeds,
     State,
     Wait,
 )
-from hybridflow.planner.elastic.transitions import Switch, applied, placement, static_state, why
-from hybridflow.planner.stream_simulation import DecodedRow, DecodingReplica, ResponseLengths
-from hybridflow.settings import Count, NonNegative, Positive, Size, settings
+from hybridflow.planner.elastic.transitions import Switch, applied, placement, why
+from hybridflow.planner.stream_simulation import DecodedRow, DecodingReplica
 
 LOOKS = 64  # at rows that finish, per iteration
 
