@@ -136,6 +136,18 @@ class ElasticStream(ResponseStream):
         now = {f"elastic/{name}_instances": float(getattr(self._now, name).instances) for name in ("actor", "rollout")}
         return super().metrics() | self._switched | now
 
+    def _begin(self, source: Iterator[Batch]) -> None:
+        restored = self._restored is not None
+        super()._begin(source)
+        if restored and self._admission.taken % self._minibatches == 0:  # the state is from before the weight sync
+            self._sync()
+            self._versions = dict.fromkeys(self._versions, self._admission.trained_batches)
+            self._seen = self._weights()
+            self._admission.synced()
+
+    def _sync(self) -> None:
+        sync_weights(self.elastic.actor, self.elastic.rollout)
+
     # Events
 
     def _may_train(self) -> bool:
@@ -199,7 +211,7 @@ class ElasticStream(ResponseStream):
             return
         self._act([Finalize()], "the iteration ends")
         elastic.record()
-        sync_weights(elastic.actor, elastic.rollout)
+        self._sync()
 
     def _assembled(self, batch: Any) -> BatchRef:
         found = [one.tokens for number in batch.groups for one in self._found[number].values()]

@@ -158,8 +158,8 @@ def test_a_stream_continues_rows_of_lost_hosts(runs):
 @pytest.mark.parametrize("call", ["resize", "advance_rows"])
 def test_elastic_devices_continue_after_a_lost_host(runs, call):
     """It dies in a switch, or while it generates: no group is lost or comes twice."""
-    options = {"every": 2, "rollout": 1, "elastic": 1, "record": 1, "retry": 1, "layout": "fsdp"}
-    run = runs.run(f"elastic-{call}", **options, fault=f"{call}:3:SIGKILL")
+    options = {"every": 3, "rollout": 1, "elastic": 1, "record": 1, "retry": 1, "layout": "fsdp"}
+    run = runs.run(f"elastic-{call}", **options, fault=f"{call}:5:SIGKILL")
     lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     last = {line["step"]: line for line in lines}  # those since the checkpoint were done again
     assert list(last) == [*range(1, 2 * STEPS + 1)]
