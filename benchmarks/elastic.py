@@ -1,12 +1,16 @@
 """Seconds per iteration under each device policy, on four host processes of this machine, and their prediction.
 
-Ray, vLLM, FSDP and a Llama of 0.6 M parameters in float32. In the static placement one host trains and three generate;
-the other policies move devices. An iteration has `--prompts` prompts of 16 tokens with `--n` responses each, in
-`--minibatches` mini-batches; one response in a thousand is longer than `--ratio` times the median, and cut there. A row
-has the same length under all policies, which run in turn, `--rounds` times, `--iterations` iterations each after a
-first one that is not counted. `predicted` is what the simulator (`hybridflow.planner.elastic`) makes of
-speeds that were measured before each round, each alone, and of decoding on all hosts at once, since four processes
-share the machine's cores. `switch_ms`: medians over all switches.
+Ray, vLLM, FSDP and a Llama of `--hidden` units in float32 (256: 2.6 M parameters). In the static placement one host
+trains and three generate; the other policies move devices. `forecast` is `gain` without its look at what earlier
+iterations took, as the simulator knows it. An iteration has `--prompts` prompts of 16 tokens with `--n` responses each,
+in `--minibatches` mini-batches; one response in a thousand is longer than `--ratio` times the median, and cut there. A
+row has the same length under all policies, which run in turn, `--rounds` times, `--iterations` iterations each after a
+first one that is not counted. `predicted` is what the simulator (`hybridflow.planner.elastic`) makes of speeds that
+were measured before each round, each alone, and of decoding on all hosts at once, since four processes share the
+machine's cores. `switch_ms`: medians over all switches.
+
+`timelines` are the last counted iteration under each policy, drawn from the hosts' events: a line for each host, `=`
+decodes, `#` trains, `~` moves the actor or its weights, `.` neither.
 
 Prints one JSON line.
 """
@@ -21,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +33,15 @@ import torch
 
 import hybridflow as hf
 from benchmarks.stream_runs import PROMPT, SEED, TEXT, Job, LongTailedRollout, make_policy
-from hybridflow.elastic_devices import POLICIES
+from hybridflow import elastic_devices
 from hybridflow.planner import DecodingSpeed, ResponseLengths
+from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
-from hybridflow.planner.elastic.state import Speeds
+from hybridflow.planner.elastic.state import Policy, Speeds
 from hybridflow.planner.elastic.transitions import Switch
 
 HOSTS = 4
+POLICIES: dict[str, Policy] = {**elastic_devices.POLICIES, "forecast": gain(history=False)}
 
 
 class ElasticRollout(LongTailedRollout):
@@ -58,6 +65,7 @@ class ElasticJob(Job):
         generate = hf.VLLM(max_length=PROMPT + longest, max_sequences=256, sampling=sampling)
         self.actor = hf.ActorWorker.on(self.pool[:1], model=policy, train=hf.FSDP(), optim=hf.Adam(lr=1e-6))
         self.rollout = ElasticRollout.on(self.pool, model=policy, generate=generate, lengths=self.tail)
+        self.histories = {name: deque[tuple[bool, float]](maxlen=32) for name in POLICIES}
         self.elastic = hf.Elastic(self.pool, actor=self.actor, rollout=self.rollout)
 
     def loader(self, iterations: int) -> hf.PromptLoader:
@@ -72,10 +80,11 @@ class ElasticJob(Job):
         batch |= hf.compute_advantage(batch, "grpo")
         return self.actor.update_actor(batch)
 
-    def iterations(self, policy: str) -> tuple[list[float], list[Switch]]:
-        """Seconds of each iteration but the first, and the switches in them."""
+    def iterations(self, policy: str) -> tuple[list[float], list[Switch], list[str]]:
+        """Seconds of each iteration but the first, the switches in them, and the timeline of the last one."""
         args = self.args
         self.elastic.policy = POLICIES[policy]
+        self.elastic.measured.iterations = self.histories["gain" if policy == "static" else policy]
         stream = self.elastic.stream(
             self.loader(args.iterations + 2), n=args.n, minibatches=args.minibatches, call_seconds=args.call_seconds
         )
@@ -86,10 +95,22 @@ class ElasticJob(Job):
                 first = len(self.elastic.events)
             if len(stream.seconds) > args.iterations:
                 break
+        end = time.time() - (time.monotonic() - stream._begun)
         self.rollout.withdraw_rows().get()
         self.rollout.advance_rows(None, until=hf.Until(steps=1)).get()
         self.elastic.resize(1)
-        return stream.seconds[1:], self.elastic.events[first:]
+        return stream.seconds[1:], self.elastic.events[first:], self.timeline(end - stream.seconds[-1], end)
+
+    def timeline(self, start: float, end: float, width: int = 100) -> list[str]:
+        """Of each host, from its events."""
+        lines = [["."] * width for _ in range(HOSTS)]
+        marks = {"advance_rows": "=", "resize": "~", "sync_weights": "~"}
+        for event in sorted(self.pool.events(), key=lambda one: marks.get(one.method) == "~"):
+            mark = marks.get(event.method, "#" if event.role == self.actor.name else "")
+            first, last = ((at - start) / (end - start) * width for at in (event.ready, event.end))
+            for at in range(max(0, round(first)), min(width, round(last)) if mark else 0):
+                lines[event.rank][at] = mark
+        return ["".join(line) for line in lines]
 
     def speeds(self, repeats: int = 3) -> tuple[Speeds, float, float]:
         """Speeds, the seconds of a weight sync, and the cores."""
@@ -142,11 +163,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[float]] = {name: [] for name in POLICIES}
     switches: dict[str, list[Switch]] = {name: [] for name in POLICIES}
     predicted: dict[str, list[float]] = {name: [] for name in POLICIES}
-    found = []
+    found, timelines = [], dict[str, list[str]]()
     with tempfile.TemporaryDirectory() as directory:
         longest = PROMPT + round(args.median * args.ratio)
-        job = ElasticJob(make_policy(Path(directory), longest), args)
-        for name in ("rlinf", "gain"):
+        job = ElasticJob(make_policy(Path(directory), longest, args.hidden), args)
+        for name in ("rlinf", "static", "forecast"):
             job.iterations(name)
         lengths = job.lengths((args.iterations + 1) * args.prompts * args.n)
         for _ in range(args.rounds):
@@ -159,7 +180,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 actor_sizes=(1, 2, 4), sync_seconds=sync, cores=cores, iterations=args.iterations,
             )  # fmt: skip
             for name, policy in POLICIES.items():
-                seconds, events = job.iterations(name)
+                seconds, events, timelines[name] = job.iterations(name)
                 runs[name] += seconds
                 switches[name] += events
                 predicted[name].append(simulate_elastic(run, policy).mean)
@@ -183,6 +204,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, seconds in runs.items()
         },
         "events": events,
+        "timelines": timelines,
     }
 
 
@@ -193,12 +215,13 @@ def asdict_of(switch: Switch) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("--prompts", type=int, default=16)
+    out.add_argument("--hidden", type=int, default=256)
+    out.add_argument("--prompts", type=int, default=32)
     out.add_argument("--n", type=int, default=4)
     out.add_argument("--minibatches", type=int, default=4)
     out.add_argument("--median", type=int, default=24, help="tokens of a response")
     out.add_argument("--ratio", type=float, default=16)
-    out.add_argument("--iterations", type=int, default=4)
+    out.add_argument("--iterations", type=int, default=3)
     out.add_argument("--rounds", type=int, default=2)
     out.add_argument("--call-seconds", type=float, default=0.05)
     return out

@@ -39,12 +39,16 @@ SEED = 1
 _FIRST_ROW = 1 << 40  # no loader has row ids like this
 
 
-def make_policy(directory: Path, context: int) -> str:
-    """A Llama of 0.6 M random parameters with a character tokenizer."""
+def make_policy(directory: Path, context: int, hidden: int = 128) -> str:
+    """A Llama of 0.6 M random parameters with a character tokenizer; more parameters with more `hidden` units."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(max_position_embeddings=context, **SIZES)).save_pretrained(directory)
+    LlamaForCausalLM(
+        LlamaConfig(
+            **SIZES | {"max_position_embeddings": context, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+        )
+    ).save_pretrained(directory)
     TEXT.tokenizer().save_pretrained(directory)
     return str(directory)
 

@@ -22,10 +22,12 @@ TRIED = 16  # first moves, and ways to stay, for which further moves are conside
 
 @settings
 class Gain:
-    """`margin`: the share of the forecast seconds that a move must save, besides `least` seconds."""
+    """`margin`: the share of the forecast seconds that a move must save, besides `least` seconds. `history`: whether
+    earlier iterations decide, too."""
 
     margin: NonNegative = 0.005
     least: NonNegative = 0.0
+    history: bool = True
 
     @property
     def __name__(self) -> str:
@@ -34,7 +36,7 @@ class Gain:
     def __call__(self, state: State) -> list[Action]:
         if state.done == state.minibatches:
             return [Finalize()]
-        if state.training or not len(state.lengths) or not pays(state):
+        if state.training or not len(state.lengths) or (self.history and not pays(state)):
             return []
         splits = considered(state)
         return self.choose(state, self.firsts(state, splits), self.forecast(state, splits))
@@ -72,9 +74,9 @@ class Gain:
         return moves(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))
 
 
-def gain(*, margin: float = 0.005, least: float = 0.0) -> Policy:
+def gain(*, margin: float = 0.005, least: float = 0.0, history: bool = True) -> Policy:
     """Our policy. Without any lengths seen it keeps the static placement."""
-    return Gain(margin=margin, least=least)
+    return Gain(margin=margin, least=least, history=history)
 
 
 def pays(state: State) -> bool:
