@@ -12,7 +12,8 @@ Read in this order:
 4. `planning` is the entry; `explain` reports infeasible problems and runner-up layouts.
 
 On their own: `checkpointing`, the interval between checkpoints and the share of time that failures leave;
-`stream_simulation`, the rows per second of loops whose generation runs ahead of training.
+`stream_simulation`, the rows per second of loops whose generation runs ahead of training; `elastic`, policies that move
+devices between generation and training inside an iteration, and the simulation of its seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,21 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, No
 from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.elastic.bounds import best_static
+from hybridflow.planner.elastic.gain import gain
+from hybridflow.planner.elastic.policies import lend, rlinf, static, valid_sizes
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, SimulatedIterations, simulate_elastic
+from hybridflow.planner.elastic.state import (
+    Allocate,
+    Component,
+    Finalize,
+    Migrate,
+    Release,
+    RunningGroup,
+    Speeds,
+    State,
+    Wait,
+)
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.stream_simulation import (
     DecodingSpeed,
@@ -44,8 +60,10 @@ from hybridflow.planner.stream_simulation import (
 )
 
 __all__ = [
-    "PUBLISHED", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "DecodingSpeed", "DeviceSpec",
-    "FailureModel", "LayerProfile", "NodeSpec", "Observation", "OneLayout", "Parallel", "Pin", "ResponseLengths",
-    "SimulatedRun", "SimulatedStream", "StreamRun", "Together", "Workload", "calibrate", "checkpoint_every",
-    "checkpoint_interval", "effective_share", "plan", "simulate_run", "simulate_stream",
+    "PUBLISHED", "Allocate", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "Component",
+    "DecodingSpeed", "DeviceSpec", "ElasticRun", "FailureModel", "Finalize", "LayerProfile", "Migrate", "NodeSpec",
+    "Observation", "OneLayout", "Parallel", "Pin", "Release", "ResponseLengths", "RunningGroup",
+    "SimulatedIterations", "SimulatedRun", "SimulatedStream", "Speeds", "State", "StreamRun", "Together", "Wait",
+    "Workload", "best_static", "calibrate", "checkpoint_every", "checkpoint_interval", "effective_share", "gain",
+    "lend", "plan", "rlinf", "simulate_elastic", "simulate_run", "simulate_stream", "static", "valid_sizes",
 ]  # fmt: skip
