@@ -219,6 +219,11 @@ class Admission:
         self.moved += len(unfinished)
         return self._place(unfinished)
 
+    def place(self, group: int) -> Replica | None:
+        """The replica of a group that is under way; None for any other."""
+        found = self._groups.get(group)
+        return None if found is None or group in self._complete else found.replica
+
     def migrated(self, group: int, replica: Replica) -> None:
         """The unfinished rows of the group continue on this replica. Errors: BatchError for a group not under way."""
         found = self._unfinished(group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.driver import sync_weights
-from hybridflow.elastic_devices import ElasticDevices
-from hybridflow.errors import HostLostError, HybridFlowError
+from hybridflow.elastic_devices import ElasticDevices, NotResizedError
+from hybridflow.errors import HybridFlowError, PlacementError
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
     Action,
@@ -38,9 +38,9 @@ from hybridflow.planner.elastic.state import (
     Wait,
 )
 from hybridflow.planner.elastic.transitions import Switch, placement, why
-from hybridflow.replica_calls import ReplicaCalls, RowReports
+from hybridflow.replica_calls import RowReports
+from hybridflow.replica_stream import ReplicaStream
 from hybridflow.settings import require
-from hybridflow.streams import ResponseStream
 
 logger = logging.getLogger(__name__)
 _LOOKS = 32  # per iteration, as rows finish
@@ -77,16 +77,20 @@ class Elastic(ElasticDevices):
         All responses of an iteration are of the policy at its start: rollouts get the new weights after the last
         mini-batch, from here. Update the actor once with each mini-batch. Otherwise as `hf.stream`.
         """
+        require(isinstance(loader, PromptSource), f"stream takes a PromptLoader, got {type(loader).__name__}.")
+        for name, value in (("n", n), ("minibatches", minibatches)):
+            require(type(value) is int and value > 0, f"stream({name}={value!r}): give a whole number above 0.")
+        require(copy_seconds > 0, f"stream(copy_seconds={copy_seconds}): give seconds above 0.")
         size = loader.batch_size * n
         require(
-            minibatches >= 1 and loader.batch_size % minibatches == 0,
+            loader.batch_size % minibatches == 0,
             f"stream(minibatches={minibatches}): a batch of {loader.batch_size} prompts is not divided by it.",
         )
         options = StreamOptions(rows=size // minibatches, n=n, max_staleness=minibatches - 1)
         return ElasticStream(self, loader, options, Until(seconds=call_seconds), {"n": n, **sampling}, copy_seconds)
 
 
-class ElasticStream(ResponseStream):
+class ElasticStream(ReplicaStream):
     """The mini-batches of `Elastic.stream`."""
 
     def __init__(
@@ -120,19 +124,17 @@ class ElasticStream(ResponseStream):
         self._tokens = self._trained_tokens = 0  # of the last mini-batch, of this iteration
         chains = {number: self._chain(number)[1] for number in range(self._now.rollout.most)}
         self._reports = RowReports(chains, self.elastic.measured)
+        self._whole = self._moved = False  # the iteration was seen from its start; devices moved
         self._looked = (0, 0)  # mini-batches taken and ready at the latest look
-        self._look_below, self._begun, self._given_at = 0, time.monotonic(), time.monotonic()
+        self._look_below, self._begun, self._given_at = self._now.rows, time.monotonic(), time.monotonic()
         self._switched = {_SWITCHES: 0.0, "elastic/switch_seconds": 0.0, "elastic/moved_rows": 0.0}
-        for number in set(range(self.elastic.static.rollout.most)) - set(self._now.rollout.ids):
-            self._admission.lost(self._chain(number)[0])
-
-    def _chain(self, number: int) -> tuple[str, ReplicaCalls]:
-        name = f"{self.elastic.rollout.name}/{number}"
-        return name, self._chains[name]
+        self._start_with(self._now.rollout.ids)
 
     def metrics(self) -> dict[str, float]:
         """Those of `ResponseStream`, and of the iteration so far `elastic/switches`, `elastic/switch_seconds` and
         `elastic/moved_rows`, and `elastic/actor_instances`, `elastic/rollout_instances` now."""
+        if self.elastic.actor.session.traces:
+            return super().metrics()
         now = {f"elastic/{name}_instances": float(getattr(self._now, name).instances) for name in ("actor", "rollout")}
         return super().metrics() | self._switched | now
 
@@ -168,11 +170,10 @@ class ElasticStream(ResponseStream):
         if (admitted := self._admission.admitted - before) == 0 or self._admission.taken % self._minibatches:
             return
         now = time.monotonic()
-        if self._admission.taken:
+        if self._whole:
             self.seconds.append(now - self._begun)
-            self.elastic.measured.iteration(now - self._begun, self._trained_tokens, bool(self._switched[_SWITCHES]))
-        self._begun, self._trained_tokens = now, 0
-        self._switched = dict.fromkeys(self._switched, 0.0)
+            self.elastic.measured.iteration(now - self._begun, self._trained_tokens, self._moved)
+        self._begun, self._trained_tokens, self._whole, self._moved = now, 0, True, False
         self._now = replace(self._now, rows=admitted * self.options.n)
         self._look_below = self._now.rows
         self._reports.begin(self._unsubmitted())
@@ -182,6 +183,10 @@ class ElasticStream(ResponseStream):
     def _advance(self) -> None:
         if not self._now.actor.instances and not self._admission.under_way:
             self._act(static(self._view("rows")), "all rows are generated")
+            if not self._now.actor.instances:
+                raise PlacementError(
+                    f"{self.elastic.actor.name} did not get its devices back, and all rows wait for it."
+                )
             return
         super()._advance()
         self._poll_reports()
@@ -198,17 +203,23 @@ class ElasticStream(ResponseStream):
             self._error = self._error or error
 
     def _poll_reports(self) -> None:
-        if self._admission.under_way:
-            self._reports.poll(self._now.rollout.ids, self._prompts.offset)
+        if self._admission.under_way and self._submitted:
+            self._reports.poll(self._live, self._prompts.offset)
 
     def _after_batch(self) -> None:
         """The mini-batch is trained: the policy looks, or the iteration ends."""
         elastic = self.elastic
+        require(
+            elastic.rollout.weights_version == self._seen[elastic.rollout.name],
+            f"the stream of hf.Elastic gives {elastic.rollout.name} its weights at the end of an iteration, and so did "
+            f"the loop: remove hf.sync_weights from it.",
+        )
         elastic.actor.session.backend.calls(elastic.actor.ranks)  # waits for them; rollouts decode meanwhile
         elastic.measured.trained(time.monotonic() - self._given_at, self._tokens, self._now.actor.instances)
         if self._admission.taken % self._minibatches:
             self._look_now("minibatch")
             return
+        self._switched = dict.fromkeys(self._switched, 0.0)  # the way back counts for the next iteration
         self._act([Finalize()], "the iteration ends")
         elastic.record()
         self._sync()
@@ -217,9 +228,8 @@ class ElasticStream(ResponseStream):
         found = [one.tokens for number in batch.groups for one in self._found[number].values()]
         for tokens in found:
             self.elastic.measured.response(tokens)
-        prompts = self._prompts.rows(batch.groups)
-        prompt_tokens = sum(map(len, prompts["prompt_ids"].tolist())) if "prompt_ids" in prompts else 0
-        self._tokens, self._given_at = sum(found) + self.options.n * prompt_tokens, time.monotonic()
+        prompts = sum(self._prompt_tokens(batch.groups))
+        self._tokens, self._given_at = sum(found) + self.options.n * prompts, time.monotonic()
         self._trained_tokens += self._tokens
         return super()._assembled(batch)
 
@@ -227,7 +237,8 @@ class ElasticStream(ResponseStream):
         """With reports that are not old."""
         start = time.monotonic()
         if self._admission.under_way and self._reports.at < max(self._begun, start - _OLD_SECONDS):
-            self._reports.wait(self._now.rollout.ids, self._prompts.offset)
+            self._submit()
+            self._reports.wait(self._live, self._prompts.offset)
         self._look(event, start)
 
     def _look(self, event: Event, start: float | None = None) -> None:
@@ -242,12 +253,11 @@ class ElasticStream(ResponseStream):
 
     def _view(self, event: Event) -> State:
         done = self._admission.taken % self._minibatches
-        running = {
-            number: tuple(one for one in self._reports.running.get(number, ()) if one.group in self._found)
-            for number in self._now.rollout.ids
+        measured, waiting = self.elastic.measured, {*self._admission.under_way}
+        known = {
+            number: tuple(one for one in self._reports.running.get(number, ()) if one.group in waiting)
+            for number in self._live
         }
-        measured, waiting = self.elastic.measured, self._admission.under_way
-        known = {number: tuple(one for one in groups if one.group in waiting) for number, groups in running.items()}
         left = sum(len(one.tokens) for groups in known.values() for one in groups)
         return replace(
             self._now,
@@ -257,7 +267,7 @@ class ElasticStream(ResponseStream):
             ready=self._ready,
             running=known,
             speeds=measured.speeds(),
-            lengths=tuple(measured.lengths),
+            lengths=tuple(measured.lengths) if measured.iterations else (),
             switches=tuple(measured.switches),
             iterations=tuple(measured.iterations),
             seconds=time.monotonic() - self._begun,
@@ -266,53 +276,81 @@ class ElasticStream(ResponseStream):
     def _unsubmitted(self) -> dict[int, tuple[RunningGroup, ...]]:
         """The groups that no replica has yet, where they are placed."""
         found: dict[int, tuple[RunningGroup, ...]] = {}
-        for number in self._now.rollout.ids:
-            for group in self._chain(number)[1].new:
-                prompt = self._prompts.rows([group])
-                tokens = len(prompt["prompt_ids"].tolist()[0]) if "prompt_ids" in prompt else 0
-                found[number] = (*found.get(number, ()), RunningGroup(group, tokens, (0,) * self.options.n))
+        for number in self._live:
+            if groups := sorted(self._chain(number)[1].new):
+                rows = (0,) * self.options.n
+                found[number] = tuple(map(RunningGroup, groups, self._prompt_tokens(groups), [rows] * len(groups)))
         return found
+
+    def _prompt_tokens(self, groups: Sequence[int]) -> list[int]:
+        """Of each group; 0 for text, which hosts tokenise."""
+        prompts = self._prompts.rows(groups)
+        return list(map(len, prompts["prompt_ids"].tolist())) if "prompt_ids" in prompts else [0] * len(groups)
 
     # Switches
 
     def _act(self, actions: Sequence[Action], reason: str) -> None:
-        """Do what the policy says. A resize that fails leaves the placement as it was, as far as rows have not moved;
-        then devices stay where they are. Errors: those of a lost host."""
+        """Do what the policy says. If the actor cannot be resized, devices return to where they were, and stay there
+        from then on. Errors: those of lost hosts and of generation."""
         if not actions:
             return
-        before, start, wanted, moved = self._now, time.monotonic(), dict[int, int](), 0
+        before, start, moved = self._now, time.monotonic(), 0
         try:
             for action in actions:
                 match action:
                     case Wait("rollout"):
-                        while self._admission.under_way:
-                            super()._advance()
+                        self._wait_for_rows()
                         start = time.monotonic()
                     case Wait(_):
                         self.elastic.wait()
                     case Migrate(groups):
-                        wanted |= groups
+                        moved += self._timed_move(partial(self._move, groups, groups))
                     case Release("rollout", count):
-                        moved += self._hand_over(count, wanted)
+                        moved += self._timed_move(partial(self._hand_over, count))
                     case Allocate("rollout", count):
                         self._join(count)
                     case Finalize():
                         moved += self._finalize()
                     case Release(name, count) | Allocate(name, count):
                         self._set(name, count if isinstance(action, Allocate) else -count)
-        except HybridFlowError as error:
-            if isinstance(error.__cause__, HostLostError) or self.elastic.lost():
-                raise
+        except NotResizedError as error:
             self._refused = True
-            logger.warning("devices stay where they are: the switch failed. %s", error)
+            logger.warning("devices stay where they are from now on: the switch failed. %s", error)
             reason = f"{reason}; failed: {str(error).splitlines()[0]}"
-            self._join(before.rollout.instances - self._now.rollout.instances)
+            self._join(max(0, before.rollout.instances - len(self._live)))
+        self._reports.forget()
+        self._now = self._placed()
         if placement(before) != placement(self._now):
-            self._record(Switch(start - self._begun, reason, placement(before), placement(self._now),
-                                time.monotonic() - start, moved))  # fmt: skip
+            self._record(
+                Switch(
+                    when=start - self._begun,
+                    why=reason,
+                    origin=placement(before),
+                    target=placement(self._now),
+                    seconds=time.monotonic() - start,
+                    rows=moved,
+                )
+            )
+
+    def _placed(self) -> State:
+        return replace(self._now, rollout=replace(self._now.rollout, instances=len(self._live)))
+
+    def _wait_for_rows(self) -> None:
+        while self._admission.under_way:
+            if self._error is not None:
+                raise self._error
+            super()._advance()
+
+    def _timed_move(self, move: Callable[[], int]) -> int:
+        start = time.monotonic()
+        moved = move()
+        self._admission.moved += moved // self.options.n
+        self.elastic.measured.took("hand_over", time.monotonic() - start)
+        return moved
 
     def _record(self, switch: Switch) -> None:
         self.elastic.record(switch)
+        self._moved = True
         for name, value in (("switches", 1.0), ("switch_seconds", switch.seconds), ("moved_rows", float(switch.rows))):
             self._switched[f"elastic/{name}"] += value
 
@@ -327,72 +365,10 @@ class ElasticStream(ResponseStream):
 
     def _finalize(self) -> int:
         """The static placement. Returns the rows that moved."""
-        home, now = self.elastic.static, self._now
-        moved = 0
-        if (surplus := now.rollout.instances - home.rollout.instances) > 0:
-            moved = self._hand_over(surplus, {})
-        self._set("actor", home.actor.instances - now.actor.instances)
+        home, now, moved = self.elastic.static, self._now, 0
+        if (surplus := len(self._live) - home.rollout.instances) > 0:
+            moved = self._timed_move(partial(self._hand_over, surplus))
+        self._join(max(0, -surplus))
         self._set("inference", home.inference.instances - now.inference.instances)
-        self._join(-surplus)
+        self._set("actor", home.actor.instances - now.actor.instances)
         return moved
-
-    def _hand_over(self, count: int, wanted: Mapping[int, int]) -> int:
-        """The lowest rollout instances give their rows to others, the cheapest first: to the `wanted` ones, else to
-        those with the fewest. Returns the number of rows."""
-        start, ids, n = time.monotonic(), self._now.rollout.ids, self.options.n
-        leaving = [self._chain(number) for number in ids[:count]]
-        groups: dict[int, list[Mapping[str, Any]]] = {group: [] for _, chain in leaving for group in chain.new}
-        answers = [chain.group.withdraw_rows(replica=chain.replica) for _, chain in leaving]
-        for _, chain in leaving:
-            chain.new, chain.unfinished = [], 0
-        for row in [row for answer in answers for row in answer.get()]:
-            groups.setdefault(row["row_id"] - self._prompts.offset, []).append(row)
-        chains = [chain for _, chain in leaving]
-        for row in [row for chain in chains for row in chain.rows]:
-            groups.setdefault(row["row_id"] - self._prompts.offset, []).append(row)
-        for chain in chains:
-            chain.rows = []
-        self._take_up(self._chains.values())
-        for chain in chains:
-            chain.unfinished = 0
-        self._now = replace(self._now, rollout=replace(self._now.rollout, instances=len(ids) - count))
-        moved, rest = 0, ids[count:]
-        for group in sorted(groups, key=lambda each: _migration_tokens(groups[each])):
-            number = wanted.get(group, -1)
-            if number not in rest:
-                number = min(rest, key=lambda each: self._chain(each)[1].unfinished)
-            name, chain = self._chain(number)
-            self._admission.migrated(group, name)
-            chain.rows += groups[group]
-            chain.new += [] if groups[group] else [group]
-            chain.unfinished += len(groups[group]) or n
-            moved += len(groups[group])
-        for name, _ in leaving:
-            self._admission.lost(name)
-        self._reports.forget()
-        self.elastic.measured.took("hand_over", time.monotonic() - start)
-        return moved
-
-    def _join(self, count: int) -> None:
-        """Rollout instances below the present ones decode as well; groups that no instance has yet are spread."""
-        if count <= 0:
-            return
-        rollout = self._now.rollout
-        self._now = replace(self._now, rollout=replace(rollout, instances=rollout.instances + count))
-        fresh = [(group, chain) for _, chain in map(self._chain, rollout.ids) for group in chain.new]
-        for _, chain in fresh:
-            chain.new, chain.unfinished = [], chain.unfinished - self.options.n
-        places = {number: self._chain(number) for number in self._now.rollout.ids}
-        for name, _ in places.values():
-            self._admission.joined(name)
-        self._reports.forget()
-        for group, _ in fresh:
-            name, chain = min(places.values(), key=lambda place: place[1].unfinished)
-            self._admission.migrated(group, name)
-            chain.new.append(group)
-            chain.unfinished += self.options.n
-
-
-def _migration_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Tokens whose keys and values another instance computes."""
-    return sum(len(row["prompt_ids"]) + len(row["token_ids"]) for row in rows)

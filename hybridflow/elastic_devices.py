@@ -20,6 +20,10 @@ from hybridflow.settings import require
 POLICIES: dict[str, Policy] = {"gain": gain(), "rlinf": rlinf(), "lend": lend, "static": static}
 
 
+class NotResizedError(HybridFlowError, RuntimeError):
+    """The actor has its old size."""
+
+
 class ElasticDevices:
     """The groups that share the devices of `pool`, in their sizes; see `hf.Elastic`."""
 
@@ -29,18 +33,23 @@ class ElasticDevices:
         *,
         actor: WorkerGroup,
         rollout: WorkerGroup,
-        inference: Sequence[WorkerGroup] = (),
+        inference: Sequence[WorkerGroup] | WorkerGroup = (),
         policy: str | Policy = "gain",
         sizes: Iterable[int] | None = None,
     ) -> None:
+        require(isinstance(pool, ResourcePool), f"Elastic takes a ResourcePool, got {pool!r}.")
         pool.check_open()
+        inference = [inference] if isinstance(inference, WorkerGroup) else list(inference)
         for group in (actor, rollout, *inference):
             require(
                 isinstance(group, WorkerGroup), f"Elastic takes groups such as hf.ActorWorker.on(...), got {group!r}."
             )
             group.check_open()
-        if isinstance(policy, str):
-            require(policy in POLICIES, f"Elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.")
+        good = policy in POLICIES if isinstance(policy, str) else callable(policy)
+        require(
+            good,
+            f"Elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.",
+        )
         self.policy: Policy = POLICIES[policy] if isinstance(policy, str) else policy
         self.pool, self.actor, self.rollout, self.inference = pool, actor, rollout, tuple(inference)
         self.events: list[Switch] = []
@@ -54,9 +63,22 @@ class ElasticDevices:
         per_actor, per_rollout = actor.grid.p * actor.grid.t, rollout.grid.size // self._replicas
         own = sum(group.grid.size for group in inference if group not in followers)
         initial, most = actor.grid.d, pool.size // per_actor
+        require(
+            sizes is None or isinstance(sizes, Iterable), f"Elastic(sizes={sizes!r}): give several, such as (1, 2, 4)."
+        )
         wanted = {initial, *(sizes if sizes is not None else _doubled(initial, most))}
-        self._sizes = [GroupSizes(group, pool, wanted) for group in (actor, *followers)]
         held = -(-initial * per_actor // per_rollout)  # rollout instances on the actor's devices
+        require(
+            held < self._replicas,
+            f"Elastic: {actor.name} covers all {self._replicas} replicas of {rollout.name}: leave one beside it.",
+        )
+        for group in followers:
+            found = group.grid.p * group.grid.t
+            require(
+                found == per_actor,
+                f"Elastic: {group.name} has {found} devices per data parallel rank and {actor.name} {per_actor}: a group "
+                f"that follows its size needs as many.",
+            )
         self.static = State(
             event="start",
             devices=pool.size,
@@ -68,9 +90,15 @@ class ElasticDevices:
             rows=0, n=1, minibatches=1, done=0, finished=0, ready=0, running={}, speeds=self.measured.speeds(),
             max_running=self.measured.slots,
         )  # fmt: skip
-        for size in [*sorted(wanted - {initial}), max(wanted)]:  # transfers are planned at their first use
-            self.resize(size)
-            self.resize(initial)
+        try:
+            for group in (actor, *followers):
+                self._sizes.append(GroupSizes(group, pool, wanted))
+            for size in [*sorted(wanted - {initial}), max(wanted)]:  # transfers are planned at their first use
+                self.resize(size)
+                self.resize(initial)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def _replicas(self) -> int:
@@ -90,17 +118,19 @@ class ElasticDevices:
             f"Elastic: {actor.name} is on devices {places[actor.name]} and {rollout.name} on {places[rollout.name]} of "
             f"the pool: place both from its first device on, and the rollout on more devices than the actor.",
         )
-        require("advance_rows" in rollout.operations and not rollout.training, f"{rollout.name} is no RolloutWorker.")
+        good = "advance_rows" in rollout.operations and not rollout.training
+        good = good and not rollout.has_replica_for("generate_sequences")
+        require(good, f"Elastic(rollout={rollout.name}): give hf.RolloutWorker.on(pool, ...).")
         rest = sorted(at for group in apart for at in places[group.name])
         require(
-            rest == list(range(rollout.grid.size, pool.size)) or (not rest and rollout.grid.size == pool.size),
+            rest == list(range(rollout.grid.size, pool.size)),
             f"Elastic: the pool has {pool.size} devices, {rollout.name} the first {rollout.grid.size}, and inference "
             f"groups of their own {rest}: each device needs exactly one of them.",
         )
 
     def resize(self, instances: int) -> None:
-        """The actor and the groups that follow it get this data parallel size. Errors: of the one that could not; the
-        others then have their old sizes."""
+        """The actor and the groups that follow it get this data parallel size. Errors: NotResizedError of the one that
+        could not, when all have their old sizes; those of a lost host."""
         start = time.monotonic()
         done: list[tuple[GroupSizes, int]] = []
         try:
@@ -109,10 +139,11 @@ class ElasticDevices:
                     done.append((one, one.size))
                     one.resize(instances)
         except HybridFlowError as error:
+            if isinstance(error.__cause__, HostLostError) or self.lost():
+                raise
             for one, before in done[:-1]:  # the last one has its old size
-                if not isinstance(error.__cause__, HostLostError):
-                    one.resize(before)
-            raise
+                one.resize(before)
+            raise NotResizedError(str(error)) from error
         if done:
             self.measured.took("resize", time.monotonic() - start)
 

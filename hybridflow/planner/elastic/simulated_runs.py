@@ -11,7 +11,7 @@ from hybridflow.planner.elastic.simulation import simulate_iteration
 from hybridflow.planner.elastic.state import Policy, Speeds, State
 from hybridflow.planner.elastic.transitions import Switch, static_state
 from hybridflow.planner.stream_simulation import ResponseLengths
-from hybridflow.settings import Count, NonNegative, Positive, Size, settings
+from hybridflow.settings import Count, NonNegative, Positive, Size, require, settings
 
 
 @settings
@@ -42,6 +42,12 @@ class ElasticRun:
     iterations: Size = 1
     warm_up: Count = 1
     seed: Count = 0
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.lengths, ResponseLengths) or len(self.lengths) > 0,
+            "ElasticRun(lengths=[]): give numbers of tokens, or ResponseLengths.",
+        )
 
 
 @dataclass(frozen=True)
