@@ -76,8 +76,8 @@ class ElasticDevices:
             found = group.grid.p * group.grid.t
             require(
                 found == per_actor,
-                f"Elastic: {group.name} has {found} devices per data parallel rank and {actor.name} {per_actor}: a group "
-                f"that follows its size needs as many.",
+                f"Elastic: {group.name} has {found} devices per data parallel rank and {actor.name} {per_actor}: a "
+                f"group that follows its size needs as many.",
             )
         self.static = State(
             event="start",

@@ -49,6 +49,8 @@ class ReplicaStream(ResponseStream):
 
     def _join(self, count: int) -> None:
         """`count` replicas below the present ones start; groups that no replica has yet are spread over all."""
+        if not count:
+            return
         self._live = range(self._live.start - count, self._live.stop)
         for number in self._live:
             self._admission.joined(self._chain(number)[0])

@@ -13,10 +13,12 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.elastic_devices import POLICIES
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, WorkerError
+from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import grow_actor, lend_actor, released_rollouts, return_actor
-from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Policy, Release, State
+from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
 from hybridflow.planner.elastic.transitions import applied
+from hybridflow.resizing import GroupSizes
 from tests import tiny_models
 
 PROMPTS = [{"prompt": text} for text in ("abc", "hello you", "xyz", "the end", "k", "a b c", "zz", "four")]
@@ -154,6 +156,59 @@ def test_rows_are_those_of_the_static_placement(
             assert {switch.target["actor"] for switch in elastic.events} > {1}
             assert name != "early" or sum(switch.rows for switch in elastic.events) > 0
         assert elastic.events == [] or elastic.events[-1].target == {"rollout": 3, "inference": 0, "actor": 1}
+
+
+def shuffling(state: State) -> list[Action]:
+    """Groups move, and no device does."""
+    if state.done == state.minibatches:
+        return [Finalize()]
+    if state.event == "start" or not (groups := state.running.get(state.rollout.ids.start)):
+        return []
+    return [Migrate({group.group: state.rollout.ids[-1] for group in groups})]
+
+
+@pytest.mark.parametrize("chosen", [shuffling, early, POLICIES["rlinf"], gain(history=False)])
+def test_a_loop_that_was_left_is_entered_again(pool, policy, rollout, judge, still, chosen):
+    """In the middle of an iteration."""
+    with placed(pool, policy, rollout, chosen) as elastic:
+        prompts = hf.PromptLoader(PROMPTS, batch_size=8, steps=ITERATIONS, seed=3)
+        stream = elastic.stream(prompts, n=N, minibatches=MINIBATCHES, call_seconds=0.002)
+        found: list[hf.Batch] = []
+        for leave in (1, 4, 6, 99):
+            for number, batch in enumerate(stream, 1):
+                batch |= elastic.inference[0].compute_ref_log_prob(batch)
+                batch |= elastic.actor.compute_log_prob(batch)
+                batch |= judge.compute_reward(batch)
+                batch |= hf.compute_advantage(batch, "grpo")
+                elastic.actor.update_actor(batch)
+                found.append(batch.get())
+                if number == leave:
+                    break
+        equal(by_row(found), still)
+        assert not stream._refused
+        if chosen is shuffling:
+            assert stream._admission.moved > 0
+
+
+def test_an_actor_that_cannot_be_resized_keeps_its_size(pool, policy, rollout, judge, still, caplog, monkeypatch):
+    with placed(pool, policy, rollout, moving(1)) as elastic:
+
+        def refuse(self: GroupSizes, size: int) -> None:
+            raise WorkerError("no room")
+
+        monkeypatch.setattr(GroupSizes, "resize", refuse)
+        equal(by_row(run(elastic, judge)), still)
+        assert elastic.actor.grid.d == 1
+    assert "stay where they are" in caplog.text
+
+
+def test_a_loop_that_syncs_weights_is_refused(pool, policy, rollout, judge):
+    with placed(pool, policy, rollout, "static") as elastic:
+        prompts = hf.PromptLoader(PROMPTS, batch_size=8, steps=1)
+        with pytest.raises(ConfigError, match="remove hf.sync_weights"):
+            for _ in elastic.stream(prompts, n=N, minibatches=MINIBATCHES):
+                hf.sync_weights(elastic.actor, rollout)
+        rollout.withdraw_rows().get()
 
 
 def raising(state: State) -> list[Action]:
