@@ -204,10 +204,11 @@ def test_an_actor_that_cannot_be_resized_keeps_its_size(pool, policy, rollout, j
 
 def test_a_loop_that_syncs_weights_is_refused(pool, policy, rollout, judge):
     with placed(pool, policy, rollout, "static") as elastic:
-        prompts = hf.PromptLoader(PROMPTS, batch_size=8, steps=1)
-        with pytest.raises(ConfigError, match="remove hf.sync_weights"):
-            for _ in elastic.stream(prompts, n=N, minibatches=MINIBATCHES):
-                hf.sync_weights(elastic.actor, rollout)
+        batches = iter(elastic.stream(hf.PromptLoader(PROMPTS, batch_size=8, steps=1), n=N, minibatches=MINIBATCHES))
+        next(batches)
+        hf.sync_weights(elastic.actor, rollout)
+        with pytest.raises(ConfigError, match="and so did the loop"):
+            next(batches)
         rollout.withdraw_rows().get()
 
 
