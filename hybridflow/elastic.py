@@ -242,7 +242,9 @@ class ElasticStream(ReplicaStream):
         self._look(event, start)
 
     def _look(self, event: Event, start: float | None = None) -> None:
-        state, start = self._view(event), start or time.monotonic()
+        start = start or time.monotonic()
+        self._take_up(self._chains.values())
+        state = self._view(event)
         self._looked = self._admission.taken, self._ready // self.options.groups
         actions, error = decide(static if self._refused else self.elastic.policy, state)
         self._refused |= error is not None
@@ -258,6 +260,12 @@ class ElasticStream(ReplicaStream):
             number: tuple(one for one in self._reports.running.get(number, ()) if one.group in waiting)
             for number in self._live
         }
+        seen = {one.group for groups in known.values() for one in groups}
+        usual = measured.lengths[len(measured.lengths) // 2] if measured.lengths else 0
+        for group in sorted(waiting - seen):  # its rows have ended, or moved, since the report
+            number = self._numbers[self._admission.place(group)]
+            rows = self.options.n - len(self._found[group])
+            known[number] += (RunningGroup(group, self._prompt_tokens([group])[0], (usual,) * rows),)
         left = sum(len(one.tokens) for groups in known.values() for one in groups)
         return replace(
             self._now,

@@ -10,14 +10,15 @@ from hybridflow.streams import ResponseStream
 
 
 class ReplicaStream(ResponseStream):
-    """`_live` are the replicas that decode; the others have no rows."""
+    """`_live` are the replicas that decode; the others have no rows. `_numbers`: of the names of all."""
 
     _live: range
+    _numbers: dict[Any, int]
 
     def _start_with(self, live: range) -> None:
         """Only these replicas decode, and no group is placed yet."""
-        self._live = live
-        for number, name in enumerate(self._chains):
+        self._live, self._numbers = live, {name: number for number, name in enumerate(self._chains)}
+        for name, number in self._numbers.items():
             if number not in live:
                 self._admission.lost(name)
 

@@ -138,19 +138,21 @@ def equal(found: dict[int, dict[str, Any]], wanted: dict[int, dict[str, Any]]) -
             assert row[name] == pytest.approx(wanted[row_id][name], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["rlinf", "lend", "gain", "early", "moving-1", "moving-2"])
+@pytest.mark.parametrize("name", ["rlinf", "lend", "gain", "forecast", "early", "moving-1", "moving-2"])
 def test_rows_are_those_of_the_static_placement(
-    pool, policy, rollout, judge, still, tmp_path, monkeypatch, cluster, name
+    pool, policy, rollout, judge, still, tmp_path, monkeypatch, caplog, cluster, name
 ):
     """None is lost, none comes twice, wherever they were continued."""
     monkeypatch.setattr(cluster, "run_directory", None)
-    chosen = moving(int(name[-1])) if name.startswith("moving") else early if name == "early" else POLICIES[name]
+    others = {"forecast": gain(history=False), "early": early, "moving-1": moving(1), "moving-2": moving(2)}
+    chosen = (POLICIES | others)[name]
     with placed(pool, policy, rollout, chosen) as elastic:
         tracker = hf.Tracker(tmp_path / "run", console=False)
         equal(by_row(run(elastic, judge, tracker)), still)
         tracker.finish()
         assert elastic.actor.grid.d == 1  # the placement of the start
-        if name not in ("lend", "gain"):  # which may find that nothing pays
+        assert "is refused" not in caplog.text
+        if name not in ("lend", "gain", "forecast"):  # which may find that nothing pays
             written = [json.loads(line) for line in (tmp_path / "run" / "switches.jsonl").read_text().splitlines()]
             assert len(written) == len(elastic.events) > 0
             assert {switch.target["actor"] for switch in elastic.events} > {1}
