@@ -59,7 +59,7 @@ class ElasticDevices:
         if actor.session.traces:
             return
         followers = [group for group in inference if group.members == actor.members]
-        self._check(pool, [group for group in inference if group not in followers])
+        self._check(pool, [group for group in inference if group not in followers], followers)
         per_actor, per_rollout = actor.grid.p * actor.grid.t, rollout.grid.size // self._replicas
         own = sum(group.grid.size for group in inference if group not in followers)
         initial, most = actor.grid.d, pool.size // per_actor
@@ -72,13 +72,6 @@ class ElasticDevices:
             held < self._replicas,
             f"Elastic: {actor.name} covers all {self._replicas} replicas of {rollout.name}: leave one beside it.",
         )
-        for group in followers:
-            found = group.grid.p * group.grid.t
-            require(
-                found == per_actor,
-                f"Elastic: {group.name} has {found} devices per data parallel rank and {actor.name} {per_actor}: a "
-                f"group that follows its size needs as many.",
-            )
         self.static = State(
             event="start",
             devices=pool.size,
@@ -90,22 +83,35 @@ class ElasticDevices:
             rows=0, n=1, minibatches=1, done=0, finished=0, ready=0, running={}, speeds=self.measured.speeds(),
             max_running=self.measured.slots,
         )  # fmt: skip
+        self._build((actor, *followers), wanted)
+
+    @property
+    def _replicas(self) -> int:
+        return self.rollout.grid.generation().replicas
+
+    def _build(self, groups: Sequence[WorkerGroup], sizes: set[int]) -> None:
+        """All sizes of the groups, and the transfers between each and the present one, which are planned once."""
+        initial = self.actor.grid.d
         try:
-            for group in (actor, *followers):
-                self._sizes.append(GroupSizes(group, pool, wanted))
-            for size in [*sorted(wanted - {initial}), max(wanted)]:  # transfers are planned at their first use
+            for group in groups:
+                self._sizes.append(GroupSizes(group, self.pool, sizes))
+            for size in [*sorted(sizes - {initial}), max(sizes)]:
                 self.resize(size)
                 self.resize(initial)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def _replicas(self) -> int:
-        return self.rollout.grid.generation().replicas
-
-    def _check(self, pool: ResourcePool, apart: Sequence[WorkerGroup]) -> None:
+    def _check(self, pool: ResourcePool, apart: Sequence[WorkerGroup], followers: Sequence[WorkerGroup]) -> None:
         actor, rollout = self.actor, self.rollout
+        needed = actor.grid.p * actor.grid.t
+        for group in followers:
+            found = group.grid.p * group.grid.t
+            require(
+                found == needed,
+                f"Elastic: {group.name} has {found} devices per data parallel rank and {actor.name} {needed}: a group "
+                f"that follows its size needs as many.",
+            )
         line = {member: at for at, member in enumerate(pool.members)}
         places = {}
         for group in (actor, rollout, *apart):
