@@ -352,7 +352,6 @@ class ElasticStream(ReplicaStream):
     def _timed_move(self, move: Callable[[], int]) -> int:
         start = time.monotonic()
         moved = move()
-        self._admission.moved += moved // self.options.n
         self.elastic.measured.took("hand_over", time.monotonic() - start)
         return moved
 

@@ -89,6 +89,7 @@ class ReplicaStream(ResponseStream):
             chain.rows += held[group]
             chain.new += [] if held[group] else [group]
             chain.unfinished += len(held[group]) or n
+        self._admission.moved += sum(map(bool, held.values()))  # groups
         return sum(map(len, held.values()))
 
     def _by_chain(self, groups: Iterable[int]) -> list[tuple[ReplicaCalls, set[int]]]:
