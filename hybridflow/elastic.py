@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridflow.admission import StreamOptions
 from hybridflow.batch.batch import Batch
@@ -42,6 +42,7 @@ from hybridflow.replica_calls import RowReports
 from hybridflow.replica_stream import ReplicaStream
 from hybridflow.settings import require
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _LOOKS = 32  # per iteration, as rows finish
 _SWITCHES = "elastic/switches"
@@ -312,11 +313,11 @@ class ElasticStream(ReplicaStream):
                     case Wait(_):
                         self.elastic.wait()
                     case Migrate(groups):
-                        moved += self._timed_move(partial(self._move, groups, groups))
+                        moved += self._timed("hand_over", partial(self._move, groups, groups))
                     case Release("rollout", count):
-                        moved += self._timed_move(partial(self._hand_over, count))
+                        moved += self._timed("hand_over", partial(self._hand_over, count))
                     case Allocate("rollout", count):
-                        self._join(count)
+                        self._timed("join", partial(self._join, count))
                     case Finalize():
                         moved += self._finalize()
                     case Release(name, count) | Allocate(name, count):
@@ -349,10 +350,10 @@ class ElasticStream(ReplicaStream):
                 raise self._error
             super()._advance()
 
-    def _timed_move(self, move: Callable[[], int]) -> int:
+    def _timed(self, what: str, move: Callable[[], T]) -> T:
         start = time.monotonic()
         moved = move()
-        self.elastic.measured.took("hand_over", time.monotonic() - start)
+        self.elastic.measured.took(what, time.monotonic() - start)
         return moved
 
     def _record(self, switch: Switch) -> None:
@@ -374,7 +375,7 @@ class ElasticStream(ReplicaStream):
         """The static placement. Returns the rows that moved."""
         home, now, moved = self.elastic.static, self._now, 0
         if (surplus := len(self._live) - home.rollout.instances) > 0:
-            moved = self._timed_move(partial(self._hand_over, surplus))
+            moved = self._timed("hand_over", partial(self._hand_over, surplus))
         self._join(max(0, -surplus))
         self._set("inference", home.inference.instances - now.inference.instances)
         self._set("actor", home.actor.instances - now.actor.instances)

@@ -38,6 +38,7 @@ from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.elastic.bounds import best_static
 from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import lend, rlinf, static, valid_sizes
+from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, SimulatedIterations, simulate_elastic
 from hybridflow.planner.elastic.state import (
     Allocate,
@@ -61,9 +62,10 @@ from hybridflow.planner.stream_simulation import (
 
 __all__ = [
     "PUBLISHED", "Allocate", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "Component",
-    "DecodingSpeed", "DeviceSpec", "ElasticRun", "FailureModel", "Finalize", "LayerProfile", "Migrate", "NodeSpec",
-    "Observation", "OneLayout", "Parallel", "Pin", "Release", "ResponseLengths", "RunningGroup",
-    "SimulatedIterations", "SimulatedRun", "SimulatedStream", "Speeds", "State", "StreamRun", "Together", "Wait",
-    "Workload", "best_static", "calibrate", "checkpoint_every", "checkpoint_interval", "effective_share", "gain",
-    "lend", "plan", "rlinf", "simulate_elastic", "simulate_run", "simulate_stream", "static", "valid_sizes",
+    "DecodingSpeed", "DeviceSpec", "ElasticPlan", "ElasticRun", "FailureModel", "Finalize", "LayerProfile",
+    "Migrate", "NodeSpec", "Observation", "OneLayout", "Parallel", "Pin", "Release", "ResponseLengths",
+    "RunningGroup", "SimulatedIterations", "SimulatedRun", "SimulatedStream", "Speeds", "State", "StreamRun",
+    "Together", "Wait", "Workload", "best_static", "calibrate", "checkpoint_every", "checkpoint_interval",
+    "effective_share", "gain", "lend", "plan", "plan_elastic", "rlinf", "simulate_elastic", "simulate_run",
+    "simulate_stream", "static", "valid_sizes",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from hybridflow.admission import Admission, StreamOptions
 from hybridflow.settings import Check, Count, NonNegative, Positive, Size, is_number, require, settings
 
-_TAIL = NormalDist().inv_cdf(0.999)
+TAIL = NormalDist().inv_cdf(0.999)
 Ratio = Annotated[float, Check("a number of at least 1", lambda value: is_number(value) and value >= 1)]
 
 
@@ -60,7 +60,7 @@ class ResponseLengths:
 
     def draw(self, random: Random) -> int:
         """Tokens of a response."""
-        factor = math.exp(math.log(self.ratio) / _TAIL * random.gauss(0.0, 1.0))
+        factor = math.exp(math.log(self.ratio) / TAIL * random.gauss(0.0, 1.0))
         return max(1, round(self.median * min(factor, self.ratio)))
 
 

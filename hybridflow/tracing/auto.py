@@ -21,6 +21,7 @@ from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Constraint, OneLayout
 from hybridflow.planner.describe.workload import Lengths, Workload
+from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
 from hybridflow.planner.search.planning import Search, plan
 from hybridflow.tracing.trace import ModelSource, Trace, trace_driver
 from hybridflow.workers.worker import PRICED, can_replicate, chosen
@@ -148,6 +149,17 @@ class AutoDriver:
         """The placement of a call with these arguments. Keyword arguments of `plan_driver` override the decorator's."""
         changes = {name: named.pop(name) for name in list(named) if name in _OPTIONS}
         return plan_driver(functools.partial(self.driver, *arguments, **named), **(self.options | changes))
+
+    def plan_elastic(self, *arguments: Any, **options: Any) -> ElasticPlan:
+        """How to split the devices between rollouts and the actor, and whether an elastic iteration pays (see
+        `hf.Elastic`), for the loop of a call with these arguments; options are those of `hf.planner.plan_elastic`."""
+        given = self.options
+        found, spec = (
+            trace_driver(self.driver, *arguments, models=given.get("models")),
+            ClusterSpec.of(given["cluster"]),
+        )
+        priced = {name: given[name] for name in ("coefficients", "profile") if name in given}
+        return plan_elastic(found.graph, spec, workload_of(found, given["workload"], spec), **(priced | options))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         driver = functools.partial(self.driver, *arguments, **named)

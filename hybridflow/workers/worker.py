@@ -216,11 +216,19 @@ def ranks_on(
 
 
 def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All constructor settings with their defaults."""
-    if worker_class.__init__ is not object.__init__:
-        return bound_settings(inspect.signature(worker_class.__init__), worker_class.__name__, (), settings)
-    require(not settings, f"{worker_class.__name__} takes no settings, got {sorted(settings)}.")
-    return {}
+    """All constructor settings with their defaults; a constructor takes those that its `**settings` pass on, too."""
+    if worker_class.__init__ is object.__init__:
+        require(not settings, f"{worker_class.__name__} takes no settings, got {sorted(settings)}.")
+        return {}
+    known: dict[str, inspect.Parameter] = {}
+    for each in worker_class.__mro__[:-1]:
+        if "__init__" in vars(each):
+            known.pop(next((name for name, one in known.items() if one.kind is one.VAR_KEYWORD), ""), None)
+            known = {**inspect.signature(each.__init__).parameters, **known}
+            if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+                break
+    ordered = sorted(known.values(), key=lambda one: (one.kind, one.default is not one.empty))
+    return bound_settings(inspect.Signature(ordered), worker_class.__name__, (), settings)
 
 
 ReplicaPlacement = tuple[type, tuple[int, ...], Mapping[str, Any]]

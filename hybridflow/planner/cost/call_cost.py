@@ -245,9 +245,7 @@ def generation(setting: CallContext, rows: float, room: float) -> CallCost:
     # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
     cycle = step.times(p)
     prefill, filling = _prefill(setting, each / setting.workload.responses_per_prompt)
-    host = k.step_seconds + k.row_seconds * waves.active
-    if setting.profile and setting.profile.parted(setting.model, "step", site.t, waves.active / p) is not None:
-        host = 0.0  # measured with the step
+    host = _host(setting, waves.active)
     return CallCost.of(
         prefill=prefill.total - prefill.tensor_parallel,
         decode=waves.steps * (cycle.memory + cycle.compute),
@@ -255,6 +253,24 @@ def generation(setting: CallContext, rows: float, room: float) -> CallCost:
         pipeline=filling + waves.steps * p * passed,
         fixed=waves.steps * (cycle.fixed + host) + k.call_seconds,
     )
+
+
+def decoding_step(setting: CallContext, rows: float) -> float:
+    """Seconds in which a replica without pipeline stages decodes one token of each of `rows` rows."""
+    return _decode(setting, rows)[0].total + _host(setting, rows)
+
+
+def prefill_seconds(setting: CallContext, prompts: float) -> float:
+    """Seconds in which a replica without pipeline stages reads `prompts` prompts."""
+    return _prefill(setting, prompts)[0].total
+
+
+def _host(setting: CallContext, rows: float) -> float:
+    """What the host does in a decode step, unless it was measured with the step."""
+    site, profile, k = setting.site, setting.profile, setting.coefficients
+    if profile and profile.parted(setting.model, "step", site.t, rows / site.p) is not None:
+        return 0.0
+    return k.step_seconds + k.row_seconds * rows
 
 
 def _decode(setting: CallContext, rows: float) -> tuple[Seconds, float]:

@@ -1,0 +1,202 @@
+"""Elastic iterations of a traced loop, priced by the planner's cost model. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hybridflow.errors import PlacementError
+from hybridflow.planner.cost.call_cost import cache_bytes, decoding_step, prefill_seconds
+from hybridflow.planner.cost.device_memory import weights
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+from hybridflow.planner.cost.layer_profile import LayerProfile
+from hybridflow.planner.cost.pipeline_cost import CallContext
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.graph import Call, Graph
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, powers
+from hybridflow.planner.describe.workload import Lengths, Workload
+from hybridflow.planner.elastic.bounds import best_static
+from hybridflow.planner.elastic.gain import gain
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
+from hybridflow.planner.elastic.state import Policy, Speeds
+from hybridflow.planner.stream_simulation import TAIL, DecodingSpeed, ResponseLengths
+from hybridflow.settings import require
+
+_SPLITS, _ROWS = 6, 256  # static splits that are compared; rows that a replica decodes at once
+
+
+@dataclass(frozen=True)
+class ElasticPlan:
+    """`run` has the sizes at the start, the fastest static split of the devices: rollout instances with the sizes
+    `generate`, actor instances with the sizes `train` (p, t, and d = 1). Predicted seconds of an iteration: `static`
+    where devices stay there, `elastic` where they move as the policy says."""
+
+    run: ElasticRun
+    generate: Parallel
+    train: Parallel
+    static: float
+    elastic: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether devices that move are predicted to save time."""
+        return self.elastic < self.static
+
+    def __str__(self) -> str:
+        run = self.run
+        return (
+            f"{run.actor} actor instances of {self.train.size} devices (p={self.train.p}, t={self.train.t}) and "
+            f"{run.rollout} rollouts of {self.generate.size}: {self.static:.3g} s per iteration, elastic "
+            f"{self.elastic:.3g} s"
+        )
+
+
+def plan_elastic(
+    graph: Graph,
+    cluster: ClusterSpec,
+    workload: Workload,
+    *,
+    minibatches: int = 4,
+    generate: Parallel | None = None,
+    train: Parallel | None = None,
+    lengths: ResponseLengths | Sequence[int] | None = None,
+    policy: Policy | None = None,
+    iterations: int = 4,
+    coefficients: Coefficients = DEFAULT,
+    profile: LayerProfile | None = None,
+) -> ElasticPlan:
+    """The fastest static split of the cluster between the rollouts and the actor of a loop, and what `policy` (default:
+    `gain`) saves from there.
+
+    All calls but generation run on the actor's devices, one after another for each of `minibatches`. `generate` and
+    `train` are the sizes of an instance (default: the fewest devices that hold it, tensor parallel). `lengths` default
+    to a lognormal distribution with the workload's mean and maximum; seconds are means of `iterations` simulated ones.
+
+    Errors: PlacementError for a loop that does not generate in one call and train one of the models that generate, or
+    that the cluster is too small for.
+    """
+    generation = [call for call in graph.calls if call.kind == "generation"]
+    trained = [call for call in graph.calls if call.kind == "training"]
+    if len(generation) != 1 or not trained:
+        raise PlacementError(
+            f"an elastic loop generates in one call and trains; this one has {len(generation)} calls that generate "
+            f"and {len(trained)} that train."
+        )
+    rows, n = workload.rows, workload.responses_per_prompt
+    require(
+        rows // n % minibatches == 0,
+        f"plan_elastic(minibatches={minibatches}): the {rows // n} prompts of an iteration are not divided by it.",
+    )
+    once = replace(graph, calls=tuple(replace(call, minibatches=1) for call in graph.calls))
+    one = Simulator(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
+    others = [call for call in graph.calls if call.kind != "generation"]
+    generate = generate or _least(one, generation)
+    train = train or _least(one, others)
+    devices = cluster.size
+    if devices < generate.size + train.size:
+        raise PlacementError(
+            f"an actor on {train.size} devices and a rollout on {generate.size} need more than the {devices} devices "
+            f"of the cluster."
+        )
+    speeds, sync = _speeds(one, generation[0], others, generate, train)
+    run = ElasticRun(
+        devices=devices, rollout=1, actor=1, prompts=rows // n, n=n, minibatches=minibatches, speeds=speeds,
+        lengths=lengths or _distribution(workload.response), tp=generate.size, mp=train.size,
+        prompt_tokens=round(workload.prompt.mean), sync_seconds=sync, iterations=iterations,
+    )  # fmt: skip
+    run, static = best_static(run, _splits(devices, generate.size, train.size))
+    return ElasticPlan(run, generate, train, static, simulate_elastic(run, policy or gain()).mean)
+
+
+def _least(simulator: Simulator, calls: Sequence[Call]) -> Parallel:
+    """The fewest devices, tensor parallel, on which all calls fit beside what their groups keep."""
+    node = min(node.count for node in simulator.cluster.nodes)
+    room = min(node.device.memory for node in simulator.cluster.nodes) * simulator.coefficients.usable_memory
+    for size in powers(node):
+        plan = CallPlan(Mesh.of(0, size), Parallel(t=size))
+        models = [simulator.graph.models[call.group] for call in calls]
+        if any(model is not None and not model.divides(size) for model in models):
+            continue
+        kept = sum(simulator.static(group, plan) for group in {call.group for call in calls})
+        if calls[0].kind == "generation":  # a group of its own, without gradients
+            setting = simulator.setting(calls[0].group, plan, "generation")
+            kept = 0.0 if setting is None else weights(setting)
+        if kept + max(simulator.active(call.name, plan) for call in calls) <= room:
+            return plan.parallel
+    names = ", ".join(dict.fromkeys(call.group for call in calls))
+    raise PlacementError(f"no node of the cluster holds {names}: give plan_elastic the sizes of an instance.")
+
+
+def _speeds(
+    simulator: Simulator, generation: Call, others: Sequence[Call], generate: Parallel, train: Parallel
+) -> tuple[Speeds, float]:
+    """Of one instance each, and the seconds of the weight sync."""
+    replica = CallPlan(Mesh.of(train.size, generate.size), generate)
+    actor = CallPlan(Mesh.of(0, train.size), train)
+    setting = simulator.setting(generation.group, replica, "generation")
+    assert setting is not None, "a function that generates"
+    seconds, first = _minibatch(simulator, others, actor)
+    beside = 0.0 if generation.group in simulator.graph.trained else weights(setting)
+    room = simulator.room(generation.name, replica, beside) / (setting.workload.under_way * cache_bytes(setting))
+    slots = max(1, min(_ROWS, math.floor(room)))
+    return Speeds(
+        DecodingSpeed.fitted(
+            *((rows, decoding_step(setting, rows)) for rows in (1, _ROWS)), prefill=_prefill(setting), slots=slots
+        ),
+        train=first,
+        train_per_token=seconds,
+        resize=_resize(simulator, others, actor),
+    ), simulator.reallocation(generation.group, actor, replica)
+
+
+def _minibatch(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> tuple[float, float]:
+    """Seconds per token of the calls on a mini-batch, and those that do not depend on tokens."""
+    work = simulator.workload
+    more = Simulator(
+        simulator.cluster,
+        simulator.graph,
+        replace(work, rows=2 * work.rows),
+        simulator.coefficients,
+        simulator.profile,
+    )
+    few, many = (sum(one.cost(call.name, plan).seconds for call in calls) for one in (simulator, more))
+    tokens = work.rows * work.tokens
+    per_token = max(0.0, many - few) / tokens
+    return per_token, max(0.0, few - per_token * tokens)
+
+
+def _resize(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> float:
+    """An instance more gets the state of all groups that are trained: weights, main parameters and moments."""
+    seconds = 0.0
+    there = CallPlan(Mesh.of(plan.mesh.size, plan.mesh.size), plan.parallel)
+    for group in {call.group for call in calls if call.kind == "training"}:
+        setting = simulator.setting(group, plan)
+        if setting is not None:
+            moved = simulator.reallocation(group, plan, there)
+            seconds += moved * simulator.static(group, plan) / weights(setting)
+    return seconds
+
+
+def _prefill(setting: CallContext) -> float:
+    """Seconds per token of a prompt."""
+    prompts = max(1.0, _ROWS / setting.workload.responses_per_prompt)
+    return prefill_seconds(setting, prompts) / (prompts * setting.workload.prompt.mean)
+
+
+def _splits(devices: int, tp: int, mp: int) -> list[tuple[int, int]]:
+    """(rollout, actor) instances, evenly over what is possible."""
+    most = (devices - tp) // mp
+    actors = {max(1, round(most * part / _SPLITS)) for part in range(1, _SPLITS + 1)}
+    return [((devices - actor * mp) // tp, actor) for actor in sorted(actors)]
+
+
+def _distribution(response: Lengths) -> ResponseLengths:
+    """Lognormal with this maximum, one in a thousand, and this mean."""
+    low, high = 1.0, response.max
+    for _ in range(60):
+        ratio = math.sqrt(low * high)
+        mean = response.max / ratio * math.exp((math.log(ratio) / TAIL) ** 2 / 2)
+        low, high = (ratio, high) if mean > response.mean else (low, ratio)
+    return ResponseLengths(median=response.max / low, ratio=low)
