@@ -70,8 +70,7 @@ def stream(
     Errors: ConfigError for these settings, a group that cannot generate or has another stream, and a loop that does not
     give new weights to the rollouts when the bound asks for it.
     """
-    if not isinstance(loader, PromptSource):
-        raise ConfigError(f"stream takes a PromptLoader, got {type(loader).__name__}.")
+    require(isinstance(loader, PromptSource), f"stream takes a PromptLoader, got {type(loader).__name__}.")
     options = StreamOptions(rows=rows, n=n, max_staleness=max_staleness, on_stale=on_stale)  # type: ignore[arg-type]
     until = Until(seconds=call_seconds)
     require(copy_seconds > 0, f"stream(copy_seconds={copy_seconds}): give seconds above 0.")
@@ -118,6 +117,7 @@ class ResponseStream:
         _streams.update((id(group), self) for group in groups)
         self._waits = {"stream/wait": 0.0, "stream/rollout_wait": 0.0}
         self._restored: Mapping[str, Any] | None = None
+        self._left: dict[str, int] | None = None  # the weights' versions when the loop was left
         self._given: deque[dict[int, dict[int, Finished]]] = deque(maxlen=_BATCHES)
         self._reset()
 
@@ -139,8 +139,6 @@ class ResponseStream:
         """The version of each group's weights, as the session counts them."""
         groups = self._groups[0].session.groups.values() if self._groups else ()
         return {group.name: group.weights_version for group in groups}
-
-    # Continuing
 
     def state(self) -> dict[str, Any]:
         """State for `load_state`: plain data, for JSON. Responses under way are generated again from their prompts,
@@ -167,7 +165,7 @@ class ResponseStream:
             raise ConfigError("the saved state is not one of a stream: give what state() gave.")
         Admission(self.options, ("any",)).load_state(state["admission"])
         self.loader.load_state(state["loader"])
-        self._restored = dict(state)
+        self._restored, self._left = dict(state), None
 
     def _begin(self, source: Iterator[Batch]) -> None:
         """Take up a saved state. Groups of which every response is still known continue, others begin anew: replicas
@@ -194,6 +192,8 @@ class ResponseStream:
         places = self._admission.load_state(state["admission"], unreported=known)
         self._admission.moved += len(known)
         self._versions = dict.fromkeys(self._versions, self._admission.version)
+        self._seen, self._left = self._left or self._seen, None
+        self._see_weights()
         for number in dict.fromkeys([*state["admission"]["complete"], *numbers]):
             if number not in known:
                 self._place(self._admission.restarted(number))
@@ -207,8 +207,6 @@ class ResponseStream:
     def _sessions(self) -> Sequence[WorkerGroup]:
         """The groups whose rows the stream advances."""
         return self._groups if self._until is not None else ()
-
-    # Batches
 
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
@@ -229,9 +227,7 @@ class ResponseStream:
                 yield batch
                 self._after_batch()
                 self._admission.trained()
-                self._versions = self._versions_now(self._admission.trained_batches)
-                self._seen = self._weights()
-                self._admission.synced(min(self._versions.values(), default=None))
+                self._see_weights()
         for group in self._sessions:
             group.withdraw_rows()  # of groups that fill no batch
         session.iterations.drain()
@@ -243,6 +239,7 @@ class ResponseStream:
             yield
         except BaseException:
             self.load_state(self._state())
+            self._left = self._weights()
             raise
 
     def metrics(self) -> dict[str, float]:
@@ -259,6 +256,12 @@ class ResponseStream:
         self._measured = now
         for chain in chains:
             chain.busy = 0.0
+
+    def _see_weights(self) -> None:
+        """Admit by the weights that the groups have now."""
+        self._versions = self._versions_now(self._admission.trained_batches)
+        self._seen = self._weights()
+        self._admission.synced(min(self._versions.values(), default=None))
 
     def _versions_now(self, trained: int) -> dict[str, int]:
         """The versions of the groups' weights when `trained` batches have been trained."""
@@ -322,8 +325,6 @@ class ResponseStream:
             else:
                 chain.rows += [rows[index] for index in sorted(rows)]
             chain.unfinished += self.options.n if rows is None else len(rows)
-
-    # Calls
 
     def _queue_meanwhile(self) -> None:
         """Keep calls queued of groups that do nothing else. Errors come with the next batch: the loop's calls count."""

@@ -150,10 +150,12 @@ def test_rows_continue_from_copies_after_their_hosts_are_lost(actor, rollout, ju
     assert min(min(row) for row in versions[:2]) < 2 or not under_way  # begun before the state that was loaded
 
 
-def test_a_loop_that_was_left_is_entered_again(actor, rollout, judge, monkeypatch):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_loop_that_was_left_is_entered_again(actor, rollout, judge, monkeypatch, staleness):
     """Also while the driver looks at finished calls all the time."""
     monkeypatch.setattr("hybridflow.cluster.iterations._LOOK_BACK", 1)
-    stream = hf.stream(loader(5), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.001, max_tokens=20)
+    settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": staleness}
+    stream = hf.stream(loader(5), rollout, **settings, call_seconds=0.001, max_tokens=20)
     groups: list[int] = []
     for leave in (1, 2, 9):
         for number, batch in enumerate(stream, 1):
