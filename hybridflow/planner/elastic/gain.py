@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hybridflow.planner.elastic.forecast import DeviceSplit, First, Forecast, SeenLengths
 from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
@@ -108,8 +108,8 @@ def considered(state: State) -> list[DeviceSplit]:
     return sorted(found)
 
 
-def moves(state: State, to: DeviceSplit) -> list[Action]:
-    """The actions that lead to the split; rows move so that all instances have as many."""
+def moves(state: State, to: DeviceSplit, groups: Mapping[int, int] | None = None) -> list[Action]:
+    """The actions that lead to the split; `groups` move as given, or so that all instances have as many rows."""
     rollout, actor = state.rollout.instances, state.actor.instances
     actions: list[Action] = []
     if to.actor < actor:
@@ -117,7 +117,9 @@ def moves(state: State, to: DeviceSplit) -> list[Action]:
     if to.rollout > rollout:
         actions.append(Allocate("rollout", to.rollout - rollout))
     ids = range(state.rollout.most - to.rollout, state.rollout.most)
-    if state.event != "start" and to.rollout != rollout and (groups := balanced(state, ids)):
+    if groups is None:
+        groups = balanced(state, ids) if state.event != "start" and to.rollout != rollout else {}
+    if groups:
         actions.append(Migrate(groups))
     if to.rollout < rollout:
         actions.append(Release("rollout", rollout - to.rollout))

@@ -1,0 +1,193 @@
+"""How fast an iteration could be for one who knows the lengths: a search over schedules, not over forecasts. Pure.
+
+It forks the simulation where something may be decided, tries the legal splits of the devices there, with rows placed
+by their number or by their known lengths, and simulates each to the end as if no device moved again. Nothing of how
+`gain` chooses is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hybridflow.planner.elastic.forecast import DeviceSplit
+from hybridflow.planner.elastic.gain import moves
+from hybridflow.planner.elastic.policies import static
+from hybridflow.planner.elastic.simulation import ElasticSimulation
+from hybridflow.planner.elastic.state import Action, Event, Finalize, State
+from hybridflow.settings import Fraction, Size, settings
+
+SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12, 0.06, 0.03, 0.01)
+
+
+@dataclass
+class _Branch:
+    """A simulation that stands at a decision, and its seconds if no device moves again; `shares` are passed."""
+
+    simulation: ElasticSimulation
+    event: Event | None
+    shares: int = 0
+    seconds: float = math.inf
+
+    @property
+    def split(self) -> DeviceSplit:
+        state = self.simulation.state
+        return DeviceSplit(state.rollout.instances, state.actor.instances)
+
+    def earliest(self) -> float:
+        """Seconds before which it does not end: the largest actor trains the rest."""
+        state, speeds = self.simulation.state, self.simulation.state.speeds
+        tokens = sum(minibatch.tokens for minibatch in self.simulation.queue)
+        rest = (state.minibatches - state.done) * speeds.train + tokens * speeds.train_per_token / state.actor.most
+        return self.simulation.now + rest
+
+
+@settings
+class Search:
+    """`width` schedules are kept for each present split, at each of their decisions; None: all of them, which finds
+    the best of all schedules with these decisions, for tiny iterations. There is a decision at the start, after each
+    mini-batch, and when at most each of the `shares` of the rows run, and none; None: at each look. At most `splits`
+    numbers of rollout instances are tried."""
+
+    width: Size | None = 1
+    shares: tuple[Fraction, ...] | None = SHARES
+    splits: Size = 9
+
+    def seconds(self, start: State, lengths: Sequence[int]) -> float:
+        """Of the best schedule found."""
+        start = replace(start, speeds=replace(start.speeds, look=0.0))
+        root = _Branch(ElasticSimulation(start, lengths, static), "start")
+        root.seconds = _ended(root)
+        splits, best, beam = _splits(start, self.splits), root.seconds, [root]
+        while beam:
+            found: dict[DeviceSplit, list[_Branch]] = {}
+            for child in (child for branch in beam for child in self.children(branch, splits)):
+                best = min(best, child.seconds)
+                if child.event is not None:
+                    found.setdefault(child.split, []).append(child)
+            beam = [branch for present in found.values() for branch in self.kept(present, best)]
+        return best
+
+    def children(self, branch: _Branch, splits: Sequence[DeviceSplit]) -> Iterator[_Branch]:
+        view = branch.simulation.view(branch.event or "rows")
+        for actions in _choices(view, branch.simulation.lengths, splits):
+            child = replace(branch, simulation=branch.simulation.fork())
+            _act(child, actions)
+            self.advance(child)
+            if actions or child.event is None:
+                child.seconds = _ended(child)
+            yield child
+
+    def advance(self, branch: _Branch) -> None:
+        """To its next decision."""
+        simulation = branch.simulation
+        while (event := simulation.until_look()) is not None:
+            branch.event, running = event, simulation.state.rows - simulation.finished
+            if simulation.state.done == simulation.state.minibatches:
+                _act(branch, [Finalize()])
+            elif simulation.trained_at is None:
+                shares = simulation.state.rows if self.shares is None else len(self.shares) + 1
+                if self.shares is not None:
+                    shares = sum(running <= share * simulation.state.rows for share in (*self.shares, 0.0))
+                if event == "minibatch" or shares > branch.shares or self.shares is None:
+                    branch.shares = shares
+                    return
+        branch.event = None
+
+    def kept(self, branches: Sequence[_Branch], best: float) -> list[_Branch]:
+        hopeful = [branch for branch in branches if branch.earliest() < best]
+        return hopeful if self.width is None else sorted(hopeful, key=lambda branch: branch.seconds)[: self.width]
+
+
+def _act(branch: _Branch, actions: Sequence[Action]) -> None:
+    simulation = branch.simulation
+    assert branch.event is not None
+    simulation.policy = lambda state: actions
+    simulation.look(branch.event)
+    assert simulation.refused is None, simulation.refused
+
+
+def _ended(branch: _Branch) -> float:
+    """Seconds of the iteration if no device moves before all rows have ended."""
+    last = replace(branch, simulation=branch.simulation.fork())
+    simulation, start = last.simulation, last.event == "start"
+    if start:
+        _act(last, [])
+    while last.event is not None:
+        state, actor = simulation.state, simulation.state.actor
+        if state.done == state.minibatches:
+            _act(last, [Finalize()])
+        elif simulation.finished == state.rows and simulation.trained_at is None:
+            tokens = sum(minibatch.tokens for minibatch in simulation.queue)
+            to = _splits(state, 1)[0]
+            saved = tokens * state.speeds.train_per_token * (1 / max(1e-9, actor.instances) - 1 / to.actor)
+            if saved > 2 * state.speeds.resize and to.actor > actor.instances:
+                _act(last, moves(state, to, {}))
+        last.event = simulation.until_look()
+    return simulation.ended().seconds
+
+
+def _splits(state: State, most: int) -> list[DeviceSplit]:
+    """Without rollouts; and for up to `most` numbers of their instances the largest actor beside them."""
+    rollout, actor = state.rollout, state.actor
+    own = state.inference.instances * state.inference.devices
+    step = (len(rollout.sizes) - 1) / max(1, most - 1)
+    counts = {0, rollout.initial, *(rollout.sizes[round(step * i)] for i in range(most) if most > 1)}
+    found = []
+    for count in sorted(counts):
+        room = (rollout.most - count) * rollout.devices if count else state.devices - own
+        found.append(DeviceSplit(count, max((size for size in actor.sizes if size * actor.devices <= room), default=0)))
+    return found
+
+
+def _choices(state: State, lengths: Sequence[int], splits: Sequence[DeviceSplit]) -> Iterator[list[Action]]:
+    now, rows = DeviceSplit(state.rollout.instances, state.actor.instances), state.running_rows
+    if rows or now.actor:
+        yield []
+    for split in splits:
+        if not (split.rollout if rows else split.actor):
+            continue
+        if state.event == "start" or not rows:
+            if split != now:
+                yield moves(state, split, {})
+            continue
+        ids = range(state.rollout.most - split.rollout, state.rollout.most)
+        ways = [_placed(state, ids, known) for known in ([lengths, None] if split != now else [lengths])]
+        yield from (moves(state, split, groups) for groups in ways[: 1 if ways[0] == ways[-1] else 2])
+
+
+def _placed(state: State, ids: range, lengths: Sequence[int] | None) -> dict[int, int]:
+    """Groups that move, so that all instances end together, or have as many rows if no lengths are given. An instance
+    takes the base of a step for each token of its longest row, and for all tokens what each adds."""
+    speed, n = state.speeds.decoding, state.n
+    groups: list[tuple[float, float, float, int, int]] = []  # longest row, all rows, a move; number, instance
+    for instance, present in state.running.items():
+        for group in present:
+            if lengths is None:
+                groups.append((0.0, float(len(group.tokens)), 0.0, group.group, instance))
+                continue
+            longest = sorted(lengths[group.group * n : group.group * n + n], reverse=True)
+            pairs = zip(longest, sorted(group.tokens, reverse=True), strict=False)
+            left = [max(1, length - tokens) for length, tokens in pairs]
+            moved = group.migration_tokens * speed.prefill
+            groups.append((max(left) * speed.base, sum(left) * speed.per_row, moved, group.group, instance))
+    groups.sort(reverse=True)
+
+    def spread(until: float) -> tuple[float, dict[int, int]]:
+        """Groups stay where they end by then."""
+        longest, total, target = np.zeros(len(ids)), np.zeros(len(ids)), dict[int, int]()
+        for long, rows, moved, group, instance in groups:
+            ends = np.maximum(longest, long) + total + rows
+            at = instance - ids.start
+            if at < 0 or ends[at] > until:
+                at, moved = int(ends.argmin()), moved if at != int(ends.argmin()) else 0.0
+                if ids[at] != instance:
+                    target[group] = ids[at]
+                    total[at] += moved
+            longest[at], total[at] = max(longest[at], long), total[at] + rows
+        return float((longest + total).max()), target
+
+    return spread(spread(-math.inf)[0])[1]
