@@ -8,8 +8,10 @@ by their number or by their known lengths, and simulates each to the end as if n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -20,17 +22,19 @@ from hybridflow.planner.elastic.simulation import ElasticSimulation
 from hybridflow.planner.elastic.state import Action, Event, Finalize, State
 from hybridflow.settings import Fraction, Size, settings
 
-SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12, 0.06, 0.03, 0.01)
+SHARES = (0.97, 0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.09, 0.06, 0.04, 0.02, 0.01)
 
 
 @dataclass
 class _Branch:
-    """A simulation that stands at a decision, and its seconds if no device moves again; `shares` are passed."""
+    """A simulation that stands at a decision, and its seconds if no device moves again; shares `passed`;
+    `path`: the share of rows that ran at each move, and the split."""
 
     simulation: ElasticSimulation
     event: Event | None
-    shares: int = 0
+    passed: int = 0
     seconds: float = math.inf
+    path: tuple[tuple[float, DeviceSplit], ...] = ()
 
     @property
     def split(self) -> DeviceSplit:
@@ -47,59 +51,88 @@ class _Branch:
 
 @settings
 class Search:
-    """`width` schedules are kept for each present split, at each of their decisions; None: all of them, which finds
-    the best of all schedules with these decisions, for tiny iterations. There is a decision at the start, after each
-    mini-batch, and when at most each of the `shares` of the rows run, and none; None: at each look. At most `splits`
-    numbers of rollout instances are tried."""
+    """`width` schedules are kept at each of their decisions; None: all of them, which finds the best of all schedules
+    with these decisions, for tiny iterations. There is a decision at the start, after each mini-batch, and when at most
+    each of the `shares` of the rows run, and none; None: at each look. `splits` numbers of rollout instances are tried,
+    and in each further one of the `rounds` others near those of the best schedule, near its times."""
 
-    width: Size | None = 1
+    width: Size | None = 8
     shares: tuple[Fraction, ...] | None = SHARES
-    splits: Size = 9
+    splits: Size = 6
+    rounds: Size = 3
 
     def seconds(self, start: State, lengths: Sequence[int]) -> float:
         """Of the best schedule found."""
         start = replace(start, speeds=replace(start.speeds, look=0.0))
-        root = _Branch(ElasticSimulation(start, lengths, static), "start")
+        sizes, shares, found = start.rollout.sizes, self.shares, list[_Branch]()
+        step = max(1.0, (len(sizes) - 1) / max(1, self.splits - 1))
+        places = {round(step * i) for i in range(self.splits)} | {start.rollout.initial - 1}
+        factor = 1.3
+        for _ in range(self.rounds):
+            counts = {0, *(sizes[place] for place in places if 0 <= place < len(sizes))}
+            found.append(
+                self.best(_Branch(ElasticSimulation(start, lengths, static), "start"), shares, _splits(start, counts))
+            )
+            best = min(found, key=lambda branch: branch.seconds)
+            step, factor = step / 2, factor**0.5
+            used = {sizes.index(split.rollout) for _, split in best.path if split.rollout} | {start.rollout.initial - 1}
+            places = {place + round(move) for place in used for move in (-step, 0, step)}
+            if shares is not None:
+                shares = tuple(min(1.0, share * by) for share, _ in best.path for by in (1 / factor, 1, factor))
+        return min(branch.seconds for branch in found)
+
+    def best(self, root: _Branch, shares: Sequence[float] | None, splits: Sequence[DeviceSplit]) -> _Branch:
         root.seconds = _ended(root)
-        splits, best, beam = _splits(start, self.splits), root.seconds, [root]
+        best, beam = root, [root]
         while beam:
-            found: dict[DeviceSplit, list[_Branch]] = {}
-            for child in (child for branch in beam for child in self.children(branch, splits)):
-                best = min(best, child.seconds)
-                if child.event is not None:
-                    found.setdefault(child.split, []).append(child)
-            beam = [branch for present in found.values() for branch in self.kept(present, best)]
+            found = [child for branch in beam for child in self.children(branch, shares, splits)]
+            best = min([best, *found], key=lambda branch: branch.seconds)
+            beam = self.kept([child for child in found if child.event is not None], best.seconds)
         return best
 
-    def children(self, branch: _Branch, splits: Sequence[DeviceSplit]) -> Iterator[_Branch]:
+    def children(
+        self, branch: _Branch, shares: Sequence[float] | None, splits: Sequence[DeviceSplit]
+    ) -> Iterator[_Branch]:
         view = branch.simulation.view(branch.event or "rows")
         for actions in _choices(view, branch.simulation.lengths, splits):
             child = replace(branch, simulation=branch.simulation.fork())
             _act(child, actions)
-            self.advance(child)
+            if actions:
+                child.path = (*branch.path, (view.running_rows / view.rows, child.split))
+            _advance(child, shares)
             if actions or child.event is None:
                 child.seconds = _ended(child)
             yield child
 
-    def advance(self, branch: _Branch) -> None:
-        """To its next decision."""
-        simulation = branch.simulation
-        while (event := simulation.until_look()) is not None:
-            branch.event, running = event, simulation.state.rows - simulation.finished
-            if simulation.state.done == simulation.state.minibatches:
-                _act(branch, [Finalize()])
-            elif simulation.trained_at is None:
-                shares = simulation.state.rows if self.shares is None else len(self.shares) + 1
-                if self.shares is not None:
-                    shares = sum(running <= share * simulation.state.rows for share in (*self.shares, 0.0))
-                if event == "minibatch" or shares > branch.shares or self.shares is None:
-                    branch.shares = shares
-                    return
-        branch.event = None
-
     def kept(self, branches: Sequence[_Branch], best: float) -> list[_Branch]:
-        hopeful = [branch for branch in branches if branch.earliest() < best]
-        return hopeful if self.width is None else sorted(hopeful, key=lambda branch: branch.seconds)[: self.width]
+        """Those which may become better than the best: the one that lends all devices, as its seconds are those
+        without their return; of each split the fastest; then the second fastest, and so on."""
+        hopeful = sorted((branch for branch in branches if branch.earliest() < best), key=lambda branch: branch.seconds)
+        if self.width is None:
+            return hopeful
+        seen = Counter[DeviceSplit]()
+        ranked = list[tuple[int, _Branch]]()
+        for branch in hopeful:
+            lent = not branch.split.actor and not seen[branch.split]
+            ranked.append((-1 if lent else seen[branch.split], branch))
+            seen[branch.split] += 1
+        return [branch for _, branch in sorted(ranked, key=itemgetter(0))[: self.width]]
+
+
+def _advance(branch: _Branch, shares: Sequence[float] | None) -> None:
+    """To its next decision."""
+    simulation = branch.simulation
+    while (event := simulation.until_look()) is not None:
+        branch.event, rows = event, simulation.state.rows
+        if simulation.state.done == simulation.state.minibatches:
+            _act(branch, [Finalize()])
+        elif simulation.trained_at is None:
+            running = rows - simulation.finished
+            passed = sum(running <= share * rows for share in (*(shares or ()), 0.0))
+            if event == "minibatch" or passed > branch.passed or shares is None:
+                branch.passed = passed
+                return
+    branch.event = None
 
 
 def _act(branch: _Branch, actions: Sequence[Action]) -> None:
@@ -122,7 +155,7 @@ def _ended(branch: _Branch) -> float:
             _act(last, [Finalize()])
         elif simulation.finished == state.rows and simulation.trained_at is None:
             tokens = sum(minibatch.tokens for minibatch in simulation.queue)
-            to = _splits(state, 1)[0]
+            (to,) = _splits(state, [0])
             saved = tokens * state.speeds.train_per_token * (1 / max(1e-9, actor.instances) - 1 / to.actor)
             if saved > 2 * state.speeds.resize and to.actor > actor.instances:
                 _act(last, moves(state, to, {}))
@@ -130,12 +163,10 @@ def _ended(branch: _Branch) -> float:
     return simulation.ended().seconds
 
 
-def _splits(state: State, most: int) -> list[DeviceSplit]:
-    """Without rollouts; and for up to `most` numbers of their instances the largest actor beside them."""
+def _splits(state: State, counts: Iterable[int]) -> list[DeviceSplit]:
+    """For each number of rollout instances the largest actor beside them."""
     rollout, actor = state.rollout, state.actor
     own = state.inference.instances * state.inference.devices
-    step = (len(rollout.sizes) - 1) / max(1, most - 1)
-    counts = {0, rollout.initial, *(rollout.sizes[round(step * i)] for i in range(most) if most > 1)}
     found = []
     for count in sorted(counts):
         room = (rollout.most - count) * rollout.devices if count else state.devices - own
