@@ -19,7 +19,7 @@ from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import moves
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulation import ElasticSimulation
-from hybridflow.planner.elastic.state import Action, Event, Finalize, State
+from hybridflow.planner.elastic.state import Action, Component, Event, Finalize, State
 from hybridflow.settings import Fraction, Size, settings
 
 SHARES = (0.97, 0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.09, 0.06, 0.04, 0.02, 0.01)
@@ -56,33 +56,40 @@ class Search:
     each of the `shares` of the rows run, and none; None: at each look. `splits` numbers of rollout instances are tried,
     and in each further one of the `rounds` others near those of the best schedule, near its times."""
 
-    width: Size | None = 8
+    width: Size | None = 3
     shares: tuple[Fraction, ...] | None = SHARES
     splits: Size = 6
-    rounds: Size = 3
+    rounds: Size = 2
+    instances: Size = 8
 
     def seconds(self, start: State, lengths: Sequence[int]) -> float:
-        """Of the best schedule found."""
+        """Of the best schedule found: of few instances with as many rows each, if there are many; then of all."""
         start = replace(start, speeds=replace(start.speeds, look=0.0))
-        sizes, shares, found = start.rollout.sizes, self.shares, list[_Branch]()
-        step = max(1.0, (len(sizes) - 1) / max(1, self.splits - 1))
-        places = {round(step * i) for i in range(self.splits)} | {start.rollout.initial - 1}
-        factor = 1.3
+        few, fewer, by = thinned(start, lengths, self.instances)
+        sizes, shares, found = few.rollout.sizes, self.shares, list[_Branch]()
+        step, factor = max(1.0, (len(sizes) - 1) / max(1, self.splits - 1)), 1.3
+        places = {round(step * i) for i in range(self.splits)} | {few.rollout.initial - 1}
         for _ in range(self.rounds):
             counts = {0, *(sizes[place] for place in places if 0 <= place < len(sizes))}
-            found.append(
-                self.best(_Branch(ElasticSimulation(start, lengths, static), "start"), shares, _splits(start, counts))
-            )
-            best = min(found, key=lambda branch: branch.seconds)
+            found.append(self.best(few, fewer, shares, counts))
+            path = min(found, key=lambda branch: branch.seconds).path
             step, factor = step / 2, factor**0.5
-            used = {sizes.index(split.rollout) for _, split in best.path if split.rollout} | {start.rollout.initial - 1}
+            used = {few.rollout.initial - 1, *(sizes.index(split.rollout) for _, split in path if split.rollout)}
             places = {place + round(move) for place in used for move in (-step, 0, step)}
             if shares is not None:
-                shares = tuple(min(1.0, share * by) for share, _ in best.path for by in (1 / factor, 1, factor))
+                shares = tuple(share * nearby for share, _ in path for nearby in (1 / factor, 1, factor) if share < 1)
+        if by > 1:
+            path = min(found, key=lambda branch: branch.seconds).path
+            counts = {start.rollout.initial, *(split.rollout * by for _, split in path)}
+            found = [self.best(start, lengths, [share for share, _ in path], counts)]
         return min(branch.seconds for branch in found)
 
-    def best(self, root: _Branch, shares: Sequence[float] | None, splits: Sequence[DeviceSplit]) -> _Branch:
-        root.seconds = _ended(root)
+    def best(
+        self, start: State, lengths: Sequence[int], shares: Sequence[float] | None, counts: Iterable[int]
+    ) -> _Branch:
+        """With some numbers of rollout instances."""
+        root = _Branch(ElasticSimulation(start, lengths, static), "start")
+        root.seconds, splits = _ended(root), _splits(start, counts)
         best, beam = root, [root]
         while beam:
             found = [child for branch in beam for child in self.children(branch, shares, splits)]
@@ -117,6 +124,31 @@ class Search:
             ranked.append((-1 if lent else seen[branch.split], branch))
             seen[branch.split] += 1
         return [branch for _, branch in sorted(ranked, key=itemgetter(0))[: self.width]]
+
+
+def thinned(start: State, lengths: Sequence[int], most: int) -> tuple[State, list[int], int]:
+    """The state with every `by`-th group, in the order of their longest rows, and as many instances, and `by`: where
+    all numbers allow it, so that `most` to twice as many rollout instances remain."""
+    groups = sorted(group for present in start.running.values() for group in present)
+    n, by = start.n, 1
+    whole = (start.devices, start.rollout.most, start.rollout.initial, start.actor.initial, start.minibatch_groups)
+    while start.rollout.most >= 2 * by * most and not start.inference.instances:
+        if any(number % (2 * by) for number in whole):
+            break
+        by *= 2
+
+    def fewer(component: Component) -> Component:
+        sizes = tuple(size // by for size in component.sizes if size % by == 0)
+        return Component(component.devices, component.initial // by, component.instances // by, sizes)
+
+    kept = sorted(sorted(groups, key=lambda g: -max(lengths[g.group * n : g.group * n + n]))[::by])
+    rollout, actor, count = fewer(start.rollout), fewer(start.actor), len(kept)
+    running = {
+        i: tuple(kept[j]._replace(group=j) for j in range(at, count, len(rollout.ids)))
+        for at, i in enumerate(rollout.ids)
+    }
+    state = replace(start, devices=start.devices // by, rollout=rollout, actor=actor, rows=count * n, running=running)
+    return state, [length for g in kept for length in lengths[g.group * n : g.group * n + n]], by
 
 
 def _advance(branch: _Branch, shares: Sequence[float] | None) -> None:
