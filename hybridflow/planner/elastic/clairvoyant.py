@@ -22,7 +22,7 @@ from hybridflow.planner.elastic.simulation import ElasticSimulation
 from hybridflow.planner.elastic.state import Action, Component, Event, Finalize, State
 from hybridflow.settings import Fraction, Size, settings
 
-SHARES = (0.97, 0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.09, 0.06, 0.04, 0.02, 0.01)
+SHARES = (0.97, 0.75, 0.5, 0.35, 0.25, 0.18, 0.14, 0.11, 0.09, 0.07, 0.055, 0.04, 0.02, 0.01)
 
 
 @dataclass
