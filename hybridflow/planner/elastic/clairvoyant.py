@@ -18,7 +18,7 @@ import numpy as np
 from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import moves
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import ElasticSimulation
+from hybridflow.planner.elastic.simulation import LOOKS, ElasticSimulation
 from hybridflow.planner.elastic.state import Action, Component, Event, Finalize, State
 from hybridflow.settings import Fraction, Size, settings
 
@@ -56,7 +56,7 @@ class Search:
     each of the `shares` of the rows run, and none; None: at each look. `splits` numbers of rollout instances are tried,
     and in each further one of the `rounds` others near those of the best schedule, near its times."""
 
-    width: Size | None = 3
+    width: Size | None = 4
     shares: tuple[Fraction, ...] | None = SHARES
     splits: Size = 6
     rounds: Size = 2
@@ -77,11 +77,14 @@ class Search:
             used = {few.rollout.initial - 1, *(sizes.index(split.rollout) for _, split in path if split.rollout)}
             places = {place + round(move) for place in used for move in (-step, 0, step)}
             if shares is not None:
-                shares = tuple(share * nearby for share, _ in path for nearby in (1 / factor, 1, factor) if share < 1)
+                near = ((1 / factor, 0), (1, -1 / LOOKS), (1, 0), (1, 1 / LOOKS), (factor, 0))
+                shares = tuple(max(0.0, share * times + more) for share, _ in path for times, more in near if share < 1)
         if by > 1:
             path = min(found, key=lambda branch: branch.seconds).path
             counts = {start.rollout.initial, *(split.rollout * by for _, split in path)}
-            found = [self.best(start, lengths, [share for share, _ in path], counts)]
+            found = [
+                self.best(start, lengths, [share * times for share, _ in path for times in (0.9, 1.0, 1.1)], counts)
+            ]
         return min(branch.seconds for branch in found)
 
     def best(
@@ -112,17 +115,14 @@ class Search:
             yield child
 
     def kept(self, branches: Sequence[_Branch], best: float) -> list[_Branch]:
-        """Those which may become better than the best: the one that lends all devices, as its seconds are those
-        without their return; of each split the fastest; then the second fastest, and so on."""
+        """Those which may become better than the best: of each split the fastest, then the second fastest, and so on.
+        Before them the earliest that lends all devices, as its seconds without their return say little."""
         hopeful = sorted((branch for branch in branches if branch.earliest() < best), key=lambda branch: branch.seconds)
-        if self.width is None:
-            return hopeful
-        seen = Counter[DeviceSplit]()
-        ranked = list[tuple[int, _Branch]]()
+        lent = min((branch for branch in hopeful if not branch.split.actor), key=_Branch.earliest, default=None)
+        seen, ranked = Counter[DeviceSplit](), list[tuple[int, _Branch]]()
         for branch in hopeful:
-            lent = not branch.split.actor and not seen[branch.split]
-            ranked.append((-1 if lent else seen[branch.split], branch))
-            seen[branch.split] += 1
+            ranked.append((-1 if branch is lent else seen[branch.split], branch))
+            seen[branch.split] += branch is not lent
         return [branch for _, branch in sorted(ranked, key=itemgetter(0))[: self.width]]
 
 
