@@ -56,7 +56,7 @@ class Search:
     each of the `shares` of the rows run, and none; None: at each look. `splits` numbers of rollout instances are tried,
     and in each further one of the `rounds` others near those of the best schedule, near its times."""
 
-    width: Size | None = 4
+    width: Size | None = 5
     shares: tuple[Fraction, ...] | None = SHARES
     splits: Size = 6
     rounds: Size = 2
@@ -82,9 +82,7 @@ class Search:
         if by > 1:
             path = min(found, key=lambda branch: branch.seconds).path
             counts = {start.rollout.initial, *(split.rollout * by for _, split in path)}
-            found = [
-                self.best(start, lengths, [share * times for share, _ in path for times in (0.9, 1.0, 1.1)], counts)
-            ]
+            found = [replace(self, width=2).best(start, lengths, [share for share, _ in path], counts)]
         return min(branch.seconds for branch in found)
 
     def best(
@@ -92,7 +90,7 @@ class Search:
     ) -> _Branch:
         """With some numbers of rollout instances."""
         root = _Branch(ElasticSimulation(start, lengths, static), "start")
-        root.seconds, splits = _ended(root), _splits(start, counts)
+        root.seconds, splits = _ended(root), splits_of(start, counts)
         best, beam = root, [root]
         while beam:
             found = [child for branch in beam for child in self.children(branch, shares, splits)]
@@ -104,7 +102,7 @@ class Search:
         self, branch: _Branch, shares: Sequence[float] | None, splits: Sequence[DeviceSplit]
     ) -> Iterator[_Branch]:
         view = branch.simulation.view(branch.event or "rows")
-        for actions in _choices(view, branch.simulation.lengths, splits):
+        for actions in choices(view, branch.simulation.lengths, splits):
             child = replace(branch, simulation=branch.simulation.fork())
             _act(child, actions)
             if actions:
@@ -187,7 +185,7 @@ def _ended(branch: _Branch) -> float:
             _act(last, [Finalize()])
         elif simulation.finished == state.rows and simulation.trained_at is None:
             tokens = sum(minibatch.tokens for minibatch in simulation.queue)
-            (to,) = _splits(state, [0])
+            (to,) = splits_of(state, [0])
             saved = tokens * state.speeds.train_per_token * (1 / max(1e-9, actor.instances) - 1 / to.actor)
             if saved > 2 * state.speeds.resize and to.actor > actor.instances:
                 _act(last, moves(state, to, {}))
@@ -195,7 +193,7 @@ def _ended(branch: _Branch) -> float:
     return simulation.ended().seconds
 
 
-def _splits(state: State, counts: Iterable[int]) -> list[DeviceSplit]:
+def splits_of(state: State, counts: Iterable[int]) -> list[DeviceSplit]:
     """For each number of rollout instances the largest actor beside them."""
     rollout, actor = state.rollout, state.actor
     own = state.inference.instances * state.inference.devices
@@ -206,7 +204,7 @@ def _splits(state: State, counts: Iterable[int]) -> list[DeviceSplit]:
     return found
 
 
-def _choices(state: State, lengths: Sequence[int], splits: Sequence[DeviceSplit]) -> Iterator[list[Action]]:
+def choices(state: State, lengths: Sequence[int], splits: Sequence[DeviceSplit]) -> Iterator[list[Action]]:
     now, rows = DeviceSplit(state.rollout.instances, state.actor.instances), state.running_rows
     if rows or now.actor:
         yield []
