@@ -2,7 +2,7 @@
 
 It forks the simulation where something may be decided, tries the legal splits of the devices there, with rows placed
 by their number or by their known lengths, and simulates each to the end as if no device moved again. Nothing of how
-`gain` chooses is in it.
+`gain` chooses is in it. Own inference groups keep their devices; rows never wait so that others are faster.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Search:
     width: Size | None = 5
     shares: tuple[Fraction, ...] | None = SHARES
     splits: Size = 6
-    rounds: Size = 2
+    rounds: Size = 1
     instances: Size = 8
 
     def seconds(self, start: State, lengths: Sequence[int]) -> float:
@@ -68,13 +68,14 @@ class Search:
         few, fewer, by = thinned(start, lengths, self.instances)
         sizes, shares, found = few.rollout.sizes, self.shares, list[_Branch]()
         step, factor = max(1.0, (len(sizes) - 1) / max(1, self.splits - 1)), 1.3
-        places = {round(step * i) for i in range(self.splits)} | {few.rollout.initial - 1}
+        home = sizes.index(few.rollout.initial)
+        places = {round(step * i) for i in range(self.splits)} | {home}
         for _ in range(self.rounds):
             counts = {0, *(sizes[place] for place in places if 0 <= place < len(sizes))}
             found.append(self.best(few, fewer, shares, counts))
             path = min(found, key=lambda branch: branch.seconds).path
             step, factor = step / 2, factor**0.5
-            used = {few.rollout.initial - 1, *(sizes.index(split.rollout) for _, split in path if split.rollout)}
+            used = {home, *(sizes.index(split.rollout) for _, split in path if split.rollout)}
             places = {place + round(move) for place in used for move in (-step, 0, step)}
             if shares is not None:
                 near = ((1 / factor, 0), (1, -1 / LOOKS), (1, 0), (1, 1 / LOOKS), (factor, 0))
