@@ -18,7 +18,7 @@ import numpy as np
 from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import moves
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import LOOKS, ElasticSimulation
+from hybridflow.planner.elastic.simulation import ElasticSimulation
 from hybridflow.planner.elastic.state import Action, Component, Event, Finalize, State
 from hybridflow.settings import Fraction, Size, settings
 
@@ -53,38 +53,25 @@ class _Branch:
 class Search:
     """`width` schedules are kept at each of their decisions; None: all of them, which finds the best of all schedules
     with these decisions, for tiny iterations. There is a decision at the start, after each mini-batch, and when at most
-    each of the `shares` of the rows run, and none; None: at each look. `splits` numbers of rollout instances are tried,
-    and in each further one of the `rounds` others near those of the best schedule, near its times."""
+    each of the `shares` of the rows run, and none; None: at each look. `splits` numbers of rollout instances are tried.
+    With twice as many of them as `instances`, a sample of the groups is searched first, and of all only near that."""
 
     width: Size | None = 5
     shares: tuple[Fraction, ...] | None = SHARES
     splits: Size = 6
-    rounds: Size = 1
     instances: Size = 8
 
     def seconds(self, start: State, lengths: Sequence[int]) -> float:
         """Of the best schedule found: of few instances with as many rows each, if there are many; then of all."""
         start = replace(start, speeds=replace(start.speeds, look=0.0))
         few, fewer, by = thinned(start, lengths, self.instances)
-        sizes, shares, found = few.rollout.sizes, self.shares, list[_Branch]()
-        step, factor = max(1.0, (len(sizes) - 1) / max(1, self.splits - 1)), 1.3
-        home = sizes.index(few.rollout.initial)
-        places = {round(step * i) for i in range(self.splits)} | {home}
-        for _ in range(self.rounds):
-            counts = {0, *(sizes[place] for place in places if 0 <= place < len(sizes))}
-            found.append(self.best(few, fewer, shares, counts))
-            path = min(found, key=lambda branch: branch.seconds).path
-            step, factor = step / 2, factor**0.5
-            used = {home, *(sizes.index(split.rollout) for _, split in path if split.rollout)}
-            places = {place + round(move) for place in used for move in (-step, 0, step)}
-            if shares is not None:
-                near = ((1 / factor, 0), (1, -1 / LOOKS), (1, 0), (1, 1 / LOOKS), (factor, 0))
-                shares = tuple(max(0.0, share * times + more) for share, _ in path for times, more in near if share < 1)
+        sizes, step = few.rollout.sizes, (len(few.rollout.sizes) - 1) / max(1, self.splits - 1)
+        counts = {0, few.rollout.initial, *(sizes[round(step * i)] for i in range(self.splits))}
+        found = self.best(few, fewer, self.shares, counts)
         if by > 1:
-            path = min(found, key=lambda branch: branch.seconds).path
-            counts = {start.rollout.initial, *(split.rollout * by for _, split in path)}
-            found = [replace(self, width=2).best(start, lengths, [share for share, _ in path], counts)]
-        return min(branch.seconds for branch in found)
+            counts = {start.rollout.initial, *(split.rollout * by for _, split in found.path)}
+            found = replace(self, width=2).best(start, lengths, [share for share, _ in found.path], counts)
+        return found.seconds
 
     def best(
         self, start: State, lengths: Sequence[int], shares: Sequence[float] | None, counts: Iterable[int]

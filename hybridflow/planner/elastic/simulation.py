@@ -123,7 +123,7 @@ class ElasticSimulation:
         return Iteration(self.clock, self.switches, self.refused)
 
     def fork(self) -> ElasticSimulation:
-        """Another one that goes on from here."""
+        """A copy of this one, to proceed otherwise."""
         other = copy(self)
         other.replicas = {instance: copy(replica) for instance, replica in self.replicas.items()}
         for replica in other.replicas.values():

@@ -20,7 +20,7 @@ from hybridflow.planner.elastic.state import Action, Finalize, Speeds, State
 from hybridflow.planner.elastic.transitions import static_state
 
 DECODING = DecodingSpeed(base=0.01, per_row=1e-3, prefill=1e-4)
-ALL = Search(width=None, shares=None, rounds=1, splits=9)
+ALL = Search(width=None, shares=None, splits=9)
 
 
 def start(random: Random, **given: Any) -> State:

@@ -264,7 +264,7 @@ def test_gain_moves_where_it_pays_and_the_bounds_hold():
     assert ours.refused is None
     seen, drawn = drawn_lengths(given)
     start = start_of(given, seen)
-    search = Search(width=3, rounds=1, splits=4)
+    search = Search(width=3, splits=4)
     known = [search.seconds(start, lengths) for lengths in drawn]
     assert all(lower_bound(start, lengths) <= found for lengths, found in zip(drawn, known, strict=True))
     assert sum(ours.seconds) <= 1.2 * sum(known)
