@@ -9,15 +9,12 @@ from dataclasses import asdict
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.errors import ConfigError, HostLostError, HybridFlowError
-from hybridflow.planner.elastic.gain import gain
+from hybridflow.planner.elastic.gain import POLICIES
 from hybridflow.planner.elastic.measured import Measured
-from hybridflow.planner.elastic.policies import lend, rlinf, static
 from hybridflow.planner.elastic.state import Component, Policy, State
 from hybridflow.planner.elastic.transitions import Switch
 from hybridflow.resizing import GroupSizes
 from hybridflow.settings import require
-
-POLICIES: dict[str, Policy] = {"gain": gain(), "rlinf": rlinf(), "lend": lend, "static": static}
 
 
 class NotResizedError(HybridFlowError, RuntimeError):

@@ -1,20 +1,13 @@
-"""What a policy is compared with: the best static split, schedules by known lengths, and a lower bound. Pure."""
+"""What a policy is compared with: the best static split, and a lower bound; see also `clairvoyant`. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import fmean
 
-import numpy as np
-
-from hybridflow.planner.elastic.forecast import DeviceSplit, First, Forecast, RunningRows
-from hybridflow.planner.elastic.gain import Gain, considered, moves
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
-from hybridflow.planner.elastic.simulation import simulate_iteration
-from hybridflow.planner.elastic.state import Action, Policy, State
-from hybridflow.settings import settings
+from hybridflow.planner.elastic.state import State
 
 
 def best_static(run: ElasticRun, splits: Iterable[tuple[int, int]]) -> tuple[ElasticRun, float]:
@@ -25,66 +18,36 @@ def best_static(run: ElasticRun, splits: Iterable[tuple[int, int]]) -> tuple[Ela
     return runs[number], seconds
 
 
-@settings
-class Oracle(Gain):
-    """`gain` that knows the rows' lengths; its first move is `first`, if given."""
-
-    lengths: Sequence[int]
-    first: First | None = None
-
-    def __call__(self, state: State) -> list[Action]:
-        state = replace(state, lengths=sorted(self.lengths))
-        if self.first is not None and state.done == 0 and not state.training:
-            if state.event == "start":
-                at_once = self.first.alive is None
-                return moves(state, self.first.split if at_once else min(considered(state), key=lambda s: s.actor))
-            if self.first.alive is not None and not state.actor.instances:
-                return moves(state, self.first.split) if state.running_rows <= self.first.alive else []
-        return super().__call__(state)
-
-    def forecast(self, state: State, splits: Sequence[DeviceSplit]) -> Forecast:
-        remaining, n = list[float](), state.n
-        for group in (group for present in state.running.values() for group in present):
-            longest = sorted(self.lengths[group.group * n : group.group * n + n], reverse=True)
-            pairs = zip(longest, sorted(group.tokens, reverse=True), strict=False)
-            remaining += [max(1.0, length - tokens) for length, tokens in pairs]
-        return Forecast(state, splits, RunningRows.of(state), [np.array(remaining)], fmean(self.lengths))
-
-
-def clairvoyant(start: State, lengths: Sequence[int], tried: int = 6) -> float:
-    """Seconds of the best schedule found by search with known lengths: of `gain` with exact forecasts, freely and with
-    each of the `tried` first moves of the best forecasts. Found, not proven to be the best: see `lower_bound`."""
-    start = replace(start, speeds=replace(start.speeds, look=0.0), lengths=sorted(lengths))
-    free = Oracle(margin=0.0, lengths=lengths)
-    splits = considered(start)
-    firsts = free.firsts(start, splits)
-    forecast = free.forecast(start, splits).seconds(firsts, further=False)
-    best = sorted(range(len(firsts)), key=lambda i: float(forecast[i]))[:tried]
-    policies: list[Policy] = [free, *(Oracle(margin=0.0, lengths=lengths, first=firsts[i]) for i in best)]
-    return min(simulate_iteration(start, lengths, policy).seconds for policy in policies)
-
-
 def lower_bound(start: State, lengths: Sequence[int]) -> float:
-    """Seconds below which no schedule ends, also one that places rows otherwise. For each k, mini-batch k waits for k B
-    whole groups, each as long as its longest row alone on an instance, and all together as long as all devices take to
-    decode the k B groups of fewest tokens, with all rows spread over them. Mini-batch k and those after it are trained
-    later, one after another by the largest actor; and all devices share that work, and the tokens not yet decoded, with
-    all slots in use."""
+    """Seconds below which no schedule ends, also one that places groups otherwise. For each k, mini-batch k waits for
+    k B whole groups, each as long as it takes alone on an instance (a step takes the base, and more for each row in
+    it), and all together as long as all devices take to decode the k B groups of fewest tokens, with all rows spread
+    over them. Mini-batch k and those after it are trained later, one after another by the largest actor; and all
+    devices share that work, and the tokens not yet decoded, with all slots in use. The last mini-batch has the actor of
+    the start, or one that returns to it afterwards, as no actor changes while it trains."""
     speeds, decoding, n = start.speeds, start.speeds.decoding, start.n
     prompts = {group.group: group.prompt for present in start.running.values() for group in present}
     of = {group: lengths[group * n : group * n + n] for group in prompts}
-    longest = sorted(max(of[group]) * decoding.step(1) + prompts[group] * decoding.prefill for group in prompts)
+    alone = sorted(
+        max(of[group]) * decoding.base + sum(of[group]) * decoding.per_row + prompts[group] * decoding.prefill
+        for group in prompts
+    )
     decoded = sorted(map(sum, of.values()))
     trained = sorted(sum(of[group]) + n * prompt for group, prompt in prompts.items())
-    most, devices = start.devices / start.rollout.devices, start.devices
+    most, devices, actor = start.devices / start.rollout.devices, start.devices, start.actor
     beside = min(decoding.slots, max(1.0, start.rows / most))
     together = min(decoding.slots, start.rows)
     rate = most * beside / (decoding.base + beside * decoding.per_row)  # tokens per second of all devices
     each = decoding.step(together) / together * start.rollout.devices  # device seconds of a token
     found, size = 0.0, start.minibatch_groups
+    last = sum(trained[:size]) * speeds.train_per_token
+    home = min(speeds.resize, last / actor.initial - last / actor.most)
+    home_shared = min(
+        speeds.resize, (speeds.train + last / actor.initial) * (1 - actor.initial * actor.devices / devices)
+    )
     for k in range(1, start.minibatches + 1):
-        ready, left = max(longest[k * size - 1], sum(decoded[: k * size]) / rate), start.minibatches - k + 1
+        ready, left = max(alone[k * size - 1], sum(decoded[: k * size]) / rate), start.minibatches - k + 1
         train, tokens = speeds.train * left, sum(trained[: left * size]) * speeds.train_per_token
-        rest = max(0.0, sum(decoded) - rate * ready) * each + (train + tokens) * start.actor.devices
-        found = max(found, ready + rest / devices, ready + train + tokens / start.actor.most)
+        rest = max(0.0, sum(decoded) - rate * ready) * each + (train + tokens) * actor.devices
+        found = max(found, ready + rest / devices + home_shared, ready + train + tokens / actor.most + home)
     return found

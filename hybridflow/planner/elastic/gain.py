@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hybridflow.planner.elastic.forecast import DeviceSplit, First, Forecast, SeenLengths
+from hybridflow.planner.elastic.policies import lend, rlinf, static
 from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
 from hybridflow.settings import NonNegative, settings
 
@@ -22,11 +23,10 @@ TRIED = 16  # first moves, and ways to stay, for which further moves are conside
 
 @settings
 class Gain:
-    """`margin`: the share of the forecast seconds that a move must save, besides `least` seconds. `history`: whether
-    earlier iterations decide, too."""
+    """Our policy. `margin`: the share of the forecast seconds that a move must save. `history`: whether earlier
+    iterations decide, too. Without any lengths seen it keeps the static placement."""
 
     margin: NonNegative = 0.005
-    least: NonNegative = 0.0
     history: bool = True
 
     @property
@@ -68,15 +68,14 @@ class Gain:
         seconds = [float(value) for value in forecast.seconds(tried, further=True)]
         best = min(range(len(tried)), key=lambda i: seconds[i])
         stay = min(seconds[len(going[:TRIED]) :], default=math.inf)
-        if stay <= seconds[best] + self.least + self.margin * (state.seconds + seconds[best]):
+        if stay <= seconds[best] + self.margin * (state.seconds + seconds[best]):
             return []
         first = tried[best]
         return moves(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))
 
 
-def gain(*, margin: float = 0.005, least: float = 0.0, history: bool = True) -> Policy:
-    """Our policy. Without any lengths seen it keeps the static placement."""
-    return Gain(margin=margin, least=least, history=history)
+gain = Gain  # as `rlinf()`
+POLICIES: dict[str, Policy] = {"gain": gain(), "rlinf": rlinf(), "lend": lend, "static": static}
 
 
 def pays(state: State) -> bool:
@@ -108,8 +107,8 @@ def considered(state: State) -> list[DeviceSplit]:
     return sorted(found)
 
 
-def moves(state: State, to: DeviceSplit) -> list[Action]:
-    """The actions that lead to the split; rows move so that all instances have as many."""
+def moves(state: State, to: DeviceSplit, groups: Mapping[int, int] | None = None) -> list[Action]:
+    """The actions that lead to the split; `groups` move as given, or so that all instances have as many rows."""
     rollout, actor = state.rollout.instances, state.actor.instances
     actions: list[Action] = []
     if to.actor < actor:
@@ -117,7 +116,9 @@ def moves(state: State, to: DeviceSplit) -> list[Action]:
     if to.rollout > rollout:
         actions.append(Allocate("rollout", to.rollout - rollout))
     ids = range(state.rollout.most - to.rollout, state.rollout.most)
-    if state.event != "start" and to.rollout != rollout and (groups := balanced(state, ids)):
+    if groups is None:
+        groups = balanced(state, ids) if state.event != "start" and to.rollout != rollout else {}
+    if groups:
         actions.append(Migrate(groups))
     if to.rollout < rollout:
         actions.append(Release("rollout", rollout - to.rollout))

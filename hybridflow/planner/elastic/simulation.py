@@ -12,6 +12,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def simulate_iteration(
 ) -> Iteration:
     """From the state at its start, with the `lengths` of the rows of group 0, 1, ...; `watch` gets each state that the
     policy sees, and that after its actions."""
-    return _ElasticSimulation(start, lengths, policy, watch, cores or math.inf).run()
+    return ElasticSimulation(start, lengths, policy, watch, cores or math.inf).run()
 
 
 class _Minibatch(NamedTuple):
@@ -66,12 +67,14 @@ class _Row(DecodedRow):
 
 
 @dataclass
-class _ElasticSimulation:
+class ElasticSimulation:
+    """An iteration that stands at a look of the policy, first at its start."""
+
     state: State  # its placement and `done` are those of now
     lengths: Sequence[int]
     policy: Policy
-    watch: Callable[[State, State], Any] | None
-    cores: float
+    watch: Callable[[State, State], Any] | None = None
+    cores: float = math.inf
     now: float = 0.0  # of a machine with a core for each process
     clock: float = 0.0  # of the given machine
     replicas: dict[int, DecodingReplica] = field(default_factory=dict)
@@ -91,20 +94,43 @@ class _ElasticSimulation:
     refused: str | None = None
     switches: list[Switch] = field(default_factory=list)
 
-    def run(self) -> Iteration:
+    def __post_init__(self) -> None:
         state = self.state
         self.groups = {group.group: group for present in state.running.values() for group in present}
         self.unfinished = dict.fromkeys(self.groups, state.n)
         self.actor_shape = state.actor.instances
         self.replicas = {instance: DecodingReplica(state.speeds.decoding) for instance in state.rollout.ids}
-        self.look("start")
-        while self.state.done < state.minibatches:
+
+    def run(self) -> Iteration:
+        event: Event | None = "start"
+        while event is not None:
+            self.look(event)
+            event = self.until_look()
+        return self.ended()
+
+    def until_look(self) -> Event | None:
+        """The event of the next one; None after the last mini-batch."""
+        while self.state.done < self.state.minibatches:
             self.begin_training()
             boundary = self.advance()
             if boundary or self.due:
-                self.look("minibatch" if boundary else "rows")
+                self.looked, self.formed = self.finished, False
+                return "minibatch" if boundary else "rows"
+        return None
+
+    def ended(self) -> Iteration:
         self.pass_until(max(self.now, self.actor_at))
         return Iteration(self.clock, self.switches, self.refused)
+
+    def fork(self) -> ElasticSimulation:
+        """A copy of this one, to proceed otherwise."""
+        other = copy(self)
+        other.replicas = {instance: copy(replica) for instance, replica in self.replicas.items()}
+        for replica in other.replicas.values():
+            replica.running, replica.waiting = replica.running.copy(), replica.waiting.copy()
+        for name in ("events", "unfinished", "whole", "queue", "switches"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     def pass_until(self, time: float) -> None:
         """No process becomes busy or idle meanwhile."""
@@ -185,7 +211,6 @@ class _ElasticSimulation:
         after = applied(view, actions)
         if self.watch is not None:
             self.watch(view, after)
-        self.looked, self.formed = self.finished, False
         seconds, rows = self.execute(view, after, actions, delay)
         if event == "start":
             for instance, groups in after.running.items():

@@ -13,7 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic.bounds import clairvoyant, lower_bound
+from hybridflow.planner.elastic.bounds import lower_bound
+from hybridflow.planner.elastic.clairvoyant import Search
 from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import gain, moves
 from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
@@ -263,7 +264,8 @@ def test_gain_moves_where_it_pays_and_the_bounds_hold():
     assert ours.refused is None
     seen, drawn = drawn_lengths(given)
     start = start_of(given, seen)
-    known = [clairvoyant(start, lengths, 2) for lengths in drawn]
+    search = Search(width=3, splits=4)
+    known = [search.seconds(start, lengths) for lengths in drawn]
     assert all(lower_bound(start, lengths) <= found for lengths, found in zip(drawn, known, strict=True))
     assert sum(ours.seconds) <= 1.2 * sum(known)
 
