@@ -38,18 +38,18 @@ import torch
 import hybridflow as hf
 from benchmarks.stream_runs import PROMPT, SEED, TEXT, Job, LongTailedRollout, make_policy
 from benchmarks.timelines import Bar, picture
-from hybridflow import elastic_devices
 from hybridflow.planner import DecodingSpeed, ResponseLengths
+from hybridflow.planner.elastic import gain
 from hybridflow.planner.elastic.bounds import best_static
-from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.measured import Measured
+from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds
 from hybridflow.planner.elastic.transitions import Switch
 
 HOSTS = 4
 SIZES = (1, 2, 4)  # of the actor
-POLICIES: dict[str, Policy] = {**elastic_devices.POLICIES, "forecast": gain(history=False)}
+POLICIES: dict[str, Policy] = {"static": static, **gain.POLICIES, "forecast": gain.gain(history=False)}
 
 
 class ElasticRollout(LongTailedRollout):
