@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
@@ -14,6 +15,7 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.cluster.orphan_cleanup import processes
+from tests.warm_programs import WarmPrograms
 
 DEVICES = 16
 NODES = (8,)
@@ -40,6 +42,15 @@ def hosts(cluster) -> hf.ResourcePool:
 def pool(hosts) -> hf.ResourcePool:
     """The first four of them."""
     return hosts[0:4]
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPrograms]:
+    """Starts drivers whose own cluster has hosts of its own, both without imports."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a socket's path has at most 107 bytes
+        programs = WarmPrograms(f"{directory}/programs")
+        yield programs
+        programs.close()
 
 
 @pytest.fixture(scope="session")

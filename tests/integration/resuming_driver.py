@@ -75,7 +75,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     devices, layout = int(options.get("devices", 2)), STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
-    hf.init(devices=6, peer_timeout=4 * deadline, collective_timeout=deadline)
+    hf.init(devices=6, peer_timeout=float(options.get("peers", 4 * deadline)), collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     elastic = "elastic" in options
     pool = hf.ResourcePool([3 if elastic else devices])
