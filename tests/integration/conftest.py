@@ -1,4 +1,7 @@
-"""One Ray cluster and eight hosts for the whole test run: a host imports torch, Megatron and vLLM for 20 s."""
+"""One Ray cluster and eight hosts for the whole test run, copies of one process with torch, Megatron and vLLM imported.
+
+Hosts of drivers that tests start by `sys.executable` import them themselves, as those of users do.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,15 @@ NODES = (8,)
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
+def cluster(warm) -> Iterator[Any]:
     """The session of a local cluster with 16 logical devices."""
     from hybridflow.cluster.session import Session
 
     if Session._current is None:
-        hf.init(devices=DEVICES, peer_timeout=300.0, collective_timeout=60.0)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in warm.environment.items():
+                patch.setenv(name, value)
+            hf.init(devices=DEVICES, peer_timeout=300.0, collective_timeout=60.0)
     yield Session.current()
     hf.shutdown()
 
@@ -46,7 +52,7 @@ def pool(hosts) -> hf.ResourcePool:
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[WarmPrograms]:
-    """Starts drivers whose own cluster has hosts of its own, both without imports."""
+    """Starts drivers, and hosts of their clusters."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a socket's path has at most 107 bytes
         programs = WarmPrograms(f"{directory}/programs")
         yield programs
