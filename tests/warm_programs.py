@@ -114,7 +114,6 @@ def _run(words: list[str], directory: str, environment: Mapping[str, str]) -> No
     os.environ.update(environment)
     os.chdir(directory)
     np.random.seed()
-    atexit._clear()
     sys.argv = words
     sys.path[:0] = [os.path.dirname(words[0]), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
