@@ -29,6 +29,7 @@ from ray._private.authentication.authentication_token_setup import (
     AUTH_MODE_ENV_VAR,
     maybe_enable_token_auth_if_token_available,
 )
+from ray._private.node import Node
 from ray._private.worker import global_worker
 from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 
@@ -59,7 +60,7 @@ def connect(session: str, address: str | None, devices: int | None) -> str:
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     cores = devices or max(LOCAL_DEVICES, os.cpu_count() or 1)
     _private_token()
-    with marked(session), _loopback_only():
+    with marked(session), _loopback_only(), _one_machine():
         ray.init(
             "local",
             num_cpus=cores,
@@ -143,6 +144,21 @@ def _loopback_only() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = known
         os.environ.pop(name)
         os.environ.update({} if before is None else {name: before})
+
+
+@contextlib.contextmanager
+def _one_machine() -> Iterator[None]:
+    """A cluster started inside has no autoscaler and no head of a dashboard. Ray starts both for every cluster, which
+    takes 3 s of a core, and waits for one when it starts and for the other when it ends."""
+    names = ("start_monitor", "start_api_server")
+    before = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(Node, name, before[name])
 
 
 def _ray_directory() -> str:

@@ -1,9 +1,13 @@
-"""What rank processes compute with, imported once by the server that forks them: vLLM alone takes ten seconds."""
+"""What rank processes and warm programs compute with, imported once by the server that forks them: vLLM alone takes ten
+seconds. Not Ray, which reads the environment when it is imported."""
+
+import sys
 
 import torch
 
 from hybridflow.engines.vllm import isolation
 
+sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM would import it
 isolation.prepare("cpu")
 with isolation.fence(torch.device("cpu")):
     import peft  # noqa: F401
@@ -12,4 +16,9 @@ with isolation.fence(torch.device("cpu")):
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
+import hybridflow.engines.fsdp.engine  # noqa: E402
+import hybridflow.engines.megatron.engine  # noqa: E402
+import hybridflow.engines.vllm.engine  # noqa: E402, F401
 from tests.contracts import engine_tasks, state_tasks  # noqa: E402, F401
+
+del sys.modules["ray"]

@@ -1,9 +1,13 @@
-"""One Ray cluster and eight hosts for the whole test run: a host imports torch, Megatron and vLLM for 20 s."""
+"""One Ray cluster and eight hosts for the whole test run, copies of one process with torch, Megatron and vLLM imported.
+
+Hosts of drivers that tests start by `sys.executable` import them themselves, as those of users do.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
@@ -14,18 +18,22 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.cluster.orphan_cleanup import processes
+from tests.warm_programs import WarmPrograms
 
 DEVICES = 16
 NODES = (8,)
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
+def cluster(warm) -> Iterator[Any]:
     """The session of a local cluster with 16 logical devices."""
     from hybridflow.cluster.session import Session
 
     if Session._current is None:
-        hf.init(devices=DEVICES, peer_timeout=300.0, collective_timeout=60.0)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in warm.environment.items():
+                patch.setenv(name, value)
+            hf.init(devices=DEVICES, peer_timeout=300.0, collective_timeout=60.0)
     yield Session.current()
     hf.shutdown()
 
@@ -40,6 +48,15 @@ def hosts(cluster) -> hf.ResourcePool:
 def pool(hosts) -> hf.ResourcePool:
     """The first four of them."""
     return hosts[0:4]
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPrograms]:
+    """Starts drivers, and hosts of their clusters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a socket's path has at most 107 bytes
+        programs = WarmPrograms(f"{directory}/programs")
+        yield programs
+        programs.close()
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ class Fault(threading.Thread):
     def __init__(self, group: hf.WorkerGroup, faults: str) -> None:
         super().__init__(daemon=True)
         self.group, self.iterations = group, group.session.iterations
+        self.paused = threading.Event()
         self.faults = [fault.split(":") for fault in faults.split(",")]
 
     def run(self) -> None:
@@ -60,11 +61,13 @@ class Fault(threading.Thread):
         port = ray.get(host.address)[1]
         listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
         pid = next(one.pid for one in listening if one.laddr.port == port)
+        if call == "idle":
+            self.paused.wait()
         while True:
             doing = liveness.ask(host.address)
             now = doing if isinstance(doing, str) else doing.call or "idle"
             if now.endswith(call):
-                time.sleep({"idle": 3, "advance_rows": 0.2}.get(call, 0))
+                time.sleep({"idle": 0.5, "advance_rows": 0.2}.get(call, 0))
                 os.kill(pid, number)
                 print(f"fault: {number} to {pid} in {now} at {time.time()}", flush=True)
                 return
@@ -75,7 +78,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     devices, layout = int(options.get("devices", 2)), STRATEGIES[options.get("layout", "t2")]
     critic_layout = STRATEGIES[options.get("critic", options.get("layout", "t2"))]
     deadline = float(options.get("deadline", 60))
-    hf.init(devices=6, peer_timeout=4 * deadline, collective_timeout=deadline)
+    hf.init(devices=6, peer_timeout=float(options.get("peers", 4 * deadline)), collective_timeout=deadline)
     loader = hf.PromptLoader(prompts, batch_size=8, steps=steps, seed=3, tokenizer=None)
     elastic = "elastic" in options
     pool = hf.ResourcePool([3 if elastic else devices])
@@ -102,8 +105,9 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     )
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")
+    fault = Fault(rollout, options.get("fault", ""))
     if "fault" in options:
-        Fault(rollout, options["fault"]).start()
+        fault.start()
 
     bounds: Any = {"rows": 16, "n": 2, "max_staleness": 2, "call_seconds": 0.01, "copy_seconds": 0.001}
     source = loader
@@ -143,7 +147,10 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
                 record.flush()
             if checkpoints.done == int(options.get("pause", -1)):
                 del options["pause"]
-                time.sleep(8)  # all calls have ended; the fault comes now
+                _ = [part.get() for part in learned]  # all calls have ended; the fault comes now
+                fault.paused.set()
+                while not rollout.session.lost_hosts:
+                    time.sleep(0.05)
             if checkpoints.done == int(options.get("ask", -1)):
                 os.kill(os.getpid(), signal.SIGTERM)
             if checkpoints.done == int(options.get("die", -1)):

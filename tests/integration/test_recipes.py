@@ -1,4 +1,4 @@
-"""Recipes as they are started: two of them improve in a few iterations, the others run and log what they claim."""
+"""Recipes as programs: two of them improve in a few iterations, the others run and log what they claim."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes import arithmetic, run_all
+from tests.warm_programs import WarmPrograms
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 16
@@ -23,13 +23,13 @@ def task() -> arithmetic.ArithmeticFiles:
     return arithmetic.make(ROOT / ".cache")
 
 
-def figures(recipe: str, home: Path, *arguments: str) -> list[dict[str, float]]:
+def figures(warm: WarmPrograms, recipe: str, home: Path, *arguments: str) -> list[dict[str, float]]:
     """The lines of `metrics.jsonl` that a recipe leaves in a directory of its own."""
     (home / ".cache").symlink_to(ROOT / ".cache")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *arguments, "name=short"],
+        [*warm.command, str(ROOT / "recipes" / f"{recipe}.py"), *arguments, "name=short"],
         cwd=home,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | warm.environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -38,15 +38,15 @@ def figures(recipe: str, home: Path, *arguments: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (home / "runs/short/metrics.jsonl").read_text().splitlines()]
 
 
-def test_grpo_on_a_stream_improves(tmp_path):
-    lines = figures("async_grpo", tmp_path, f"steps={STEPS}")
+def test_grpo_on_a_stream_improves(warm, tmp_path):
+    lines = figures(warm, "async_grpo", tmp_path, f"steps={STEPS}")
     found = run_all.outcome("async_grpo", 1, lines, 0.0)
     assert found.end > found.start + 0.15, found
     assert max(line["stream/staleness_max"] for line in lines) <= 2
 
 
-def test_safe_rlhf_lowers_the_cost_while_the_reward_rises(tmp_path):
-    lines = figures("safe_rlhf", tmp_path, f"steps={STEPS}")
+def test_safe_rlhf_lowers_the_cost_while_the_reward_rises(warm, tmp_path):
+    lines = figures(warm, "safe_rlhf", tmp_path, f"steps={STEPS}")
     found = run_all.outcome("safe_rlhf", 1, lines, 0.0)
     assert found.cost is not None
     assert found.cost[0] > 0.6
@@ -58,7 +58,7 @@ def test_safe_rlhf_lowers_the_cost_while_the_reward_rises(tmp_path):
     assert {"critic/loss", "cost_critic/loss", "actor/pretrain_loss", "actor/loss"} <= set(lines[-1])
 
 
-def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(tmp_path, task):
+def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(warm, tmp_path, task):
     """Parquet prompts with other columns, a reward function in a file, and held-out prompts in JSONL."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -73,6 +73,7 @@ def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(tmp_p
     )
     lines = figures(
         *(
+            warm,
             "dapo",
             tmp_path,
             "steps=2",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,10 +219,10 @@ def test_a_host_that_dies_in_a_switch(cluster, actors, policy, settle):
         check_equal(state_of(stays), state_of(moves), TOLERANCE)
 
 
-def test_a_run_whose_host_dies_in_a_switch_continues(tmp_path, actors, pool, policy):
+def test_a_run_whose_host_dies_in_a_switch_continues(tmp_path, actors, pool, policy, warm):
     """From its checkpoint, in new hosts, where sizes are built again; the end is that of a run of constant size."""
-    program = [sys.executable, str(resizing_driver.__file__), str(tmp_path), str(policy), "arrived-1-of-2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = [*warm.command, str(resizing_driver.__file__), str(tmp_path), str(policy), "arrived-1-of-2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | warm.environment
     done = subprocess.run(program, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     [caught] = re.findall("caught: (.*)", done.stdout)
