@@ -160,7 +160,7 @@ def test_elastic_devices_continue_after_lost_hosts(runs):
     """One dies in a switch, one answers no more while it generates: no group is lost or comes twice."""
     options = {"every": 3, "rollout": 1, "elastic": 1, "record": 1, "retry": 1, "layout": "fsdp"}
     faults = "resize:4:SIGKILL,advance_rows:8:SIGSTOP"
-    run = runs.run("elastic-lost", **options, fault=faults, deadline=20, peers=30)
+    run = runs.run("elastic-lost", **options, fault=faults, deadline=20, peers=50)
     lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     last = {line["step"]: line for line in lines}  # those since the checkpoint were done again
     assert list(last) == [*range(1, 2 * STEPS + 1)]
@@ -168,8 +168,9 @@ def test_elastic_devices_continue_after_lost_hosts(runs):
     assert sorted(groups) == [group for group in range(8 * STEPS) for _ in range(2)]
     switches = [json.loads(line) for line in (run / "switches.jsonl").read_text().splitlines()]
     assert {switch["target"]["actor"] for switch in switches} >= {1, 3}
-    assert "restart 2 of 3" in (run / "log.txt").read_text()
-    assert "no answer" in "".join(path.read_text() for path in run.glob("stacks-*.txt"))
+    log = (run / "log.txt").read_text()
+    assert "restart 2 of 3" in log
+    assert "at no answer from its process" in log  # said after 30 s
 
 
 # In this process
