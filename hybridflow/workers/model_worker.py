@@ -324,8 +324,9 @@ class ModelWorker(Worker):
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(batch, outputs, loss)
         minibatches, skipped, engine = batch.chunks() * epochs, 0, self.engine
+        engine.announce(minibatches)
         for number, minibatch in enumerate(minibatches, 1):
-            metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
+            metrics = engine.forward_backward(minibatch, loss, outputs, temperature)
             step = self._step(last=number == len(minibatches))
             metrics |= {f"{self.prefix}/{name}": value for name, value in step.items() if name != "skipped"}
             if step["skipped"]:

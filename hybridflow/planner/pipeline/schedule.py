@@ -1,4 +1,4 @@
-"""Schedule: what each pipeline stage does, as a list of instructions; plain and interleaved 1F1B in this language. Pure.
+"""Schedule: the instructions of each pipeline stage; plain and interleaved 1F1B in this language. Pure.
 
     compute lists (forward, backward)  --scheduled-->  with sends, receives and the end of each mini-batch
 

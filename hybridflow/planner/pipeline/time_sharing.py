@@ -77,7 +77,7 @@ def _evaluations(stages: int, works: Sequence[Work]) -> int:
 
 
 def _orders(works: Sequence[Work]) -> Iterator[Order]:
-    """Orders to begin with: mini-batch after mini-batch in rounds, or micro-batches mixed evenly; either model first."""
+    """Orders to begin with: mini-batches in rounds, or micro-batches mixed evenly; either model first."""
     for models in (range(len(works)), reversed(range(len(works)))):
         first = list(models)
         rounds = max(len(work.micro_batches) for work in works)
