@@ -21,7 +21,7 @@ from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
-from hybridflow.config import Optimizer, TrainStrategy, is_strategy
+from hybridflow.config import Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
@@ -200,6 +200,10 @@ class ModelWorker(Worker):
             raise ConfigError(f"this {cls.role} is a function: it has no weights that could be moved.")
         train = settings["train"]
         return backend(train, "layout").weights_layout(train, cls.model_spec(settings), grid)
+
+    @classmethod
+    def shares_stages(cls, settings: Mapping[str, Any], grid: RankGrid) -> bool:
+        return grid.p > 1 and isinstance(settings.get("train"), Megatron) and settings.get("optim") is not None
 
     @classmethod
     def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:

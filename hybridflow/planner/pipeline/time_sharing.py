@@ -20,7 +20,7 @@ from hybridflow.settings import require
 
 Order = tuple[int, ...]
 """The model of each micro-batch, in the order of both forwards and backwards; each model's own stay in order."""
-EVALUATIONS, OPERATIONS = 200, 20_000
+EVALUATIONS, OPERATIONS = 200, 10_000
 """A search simulates at most so many orders, and in all of them at most so many forwards and backwards."""
 
 
@@ -62,18 +62,18 @@ def together(stages: int, works: tuple[Work, ...], limits: tuple[float, ...] | N
         found = in_order(stages, works, order, limits)
         return simulate(found).makespan, order, found
 
-    best = min((tried(order) for order in _orders(works)), key=lambda each: each[0])
-    chance = random.Random(0)
-    while tries and best[0] > bound and len(works) > 1:
-        tries -= 1
-        if (found := tried(_exchanged(best[1], chance)))[0] <= best[0]:
-            best = found
+    best, chance = tried(next(orders := _orders(works))), random.Random(0)
+    for _ in range(tries):
+        if best[0] <= bound or len(works) == 1:
+            break
+        found = tried(next(orders, None) or _exchanged(best[1], chance))
+        best = found if found[0] <= best[0] else best
     check(best[2], limits)
     return best[2]
 
 
 def _evaluations(stages: int, works: Sequence[Work]) -> int:
-    return min(EVALUATIONS, OPERATIONS // (2 * stages * sum(work.total for work in works)))
+    return min(EVALUATIONS, 3 + OPERATIONS // (2 * stages * sum(work.total for work in works)))
 
 
 def _orders(works: Sequence[Work]) -> Iterator[Order]:
@@ -137,16 +137,17 @@ class _InOrder:
             (m, k): stages * count for m, work in enumerate(works) for k, count in enumerate(work.micro_batches)
         }
         self._steps = {(m, -1): 0.0 for m in range(len(works))}
+        self._starts: list[tuple[float, int] | None] = [None] * stages  # of the next computation, and minus its kind
+        self._changed = set(range(stages))
 
     def next(self) -> tuple[int, int, float] | None:
         """The stage that begins first, whether it runs a backward (1) or a forward (0), and when; None at the end."""
-        found = None
-        for stage in range(self.stages):
-            for backward in (1, 0):
-                start = self._start(stage, backward)
-                if start is not None and (found is None or start < found[2]):
-                    found = stage, backward, start
-        return found
+        for stage in self._changed:
+            starts = [(start, -kind) for kind in (1, 0) if (start := self._start(stage, kind)) is not None]
+            self._starts[stage] = min(starts, default=None)
+        self._changed.clear()
+        found = min(((*each, stage) for stage, each in enumerate(self._starts) if each), default=None)
+        return None if found is None else (found[2], -found[1], found[0])
 
     def _start(self, stage: int, backward: int) -> float | None:
         turn = self._turn[stage][backward]
@@ -171,6 +172,7 @@ class _InOrder:
         self._live[stage] += -work.activations if backward else work.activations
         self.computed[stage].append(each)
         last = stage == self.stages - 1
+        self._changed |= {stage, max(0, stage - 1) if backward else min(stage + 1, self.stages - 1)}
         if not backward:
             self._arrival[stage if last else stage + 1][int(last)][turn] = end
             return
@@ -180,3 +182,4 @@ class _InOrder:
         self._left[key] -= 1
         if not self._left[key]:
             self._steps[key] = end + work.finish
+            self._changed = set(range(self.stages))
