@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow import config
@@ -87,3 +89,26 @@ def both(
 
 def micro_batches(ran: Sequence[Instruction]) -> int:
     return sum(each.kind == "forward" for each in ran)
+
+
+def one_model(world: World, name: str, strategy: Any, path: Path, size: int, repeats: int = 1) -> dict[str, Any]:
+    """Gradients by our instructions and by Megatron's own schedule, and the seconds of each pass, in turns."""
+    engine = build(world, name, strategy, size, path, "lm", config.SGD(lr=0.0), None, False)
+    rows, loss = share(make_batch(24, seed=1), engine.grid, world.rank), loss_of("lm")
+    loop, ways = engine._model.loop, ("ours", "megatron")
+    ours = loop.train
+
+    def megatron(micro_batches: Any, share_of: Any) -> None:
+        loop._run(micro_batches, lambda micro, out: (share_of(micro, out[0]), 0, {}), forward_only=False)
+
+    found: dict[str, Any] = {"seconds": {way: [] for way in ways}}
+    for _ in range(repeats):
+        for way in ways:
+            loop.train = ours if way == "ours" else megatron
+            dist.barrier(engine.context.groups.everyone())
+            start = time.perf_counter()
+            engine.forward_backward(rows, loss, loss.outputs)
+            found["seconds"][way].append(time.perf_counter() - start)
+            found[way] = {name: value.clone() for name, value in engine.gradients().items()}
+            engine.step()
+    return found

@@ -64,6 +64,12 @@ def test_shared_updates_equal_serial_ones(processes: RankProcesses, paths: dict[
     assert set(of_models[0]) != set(of_models[1])
 
 
+@pytest.mark.parametrize("strategy", [Megatron(pp=4, micro_tokens=24), Megatron(pp=2, tp=2, micro_tokens=24)], ids=str)
+def test_one_model_has_the_gradients_of_megatrons_schedule(processes: RankProcesses, paths: dict[str, Path], strategy):
+    for rank in processes.run(4, tasks.one_model, processes.name(), strategy, paths["lm"], 4):
+        assert equal(rank["ours"], rank["megatron"])
+
+
 @pytest.mark.parametrize("fails", ["lm", "value"])
 def test_a_loss_that_raises_leaves_both_models_unstepped(processes: RankProcesses, paths: dict[str, Path], fails: str):
     """The failed micro-batch comes before any step: the other model's first step is refused as well."""
