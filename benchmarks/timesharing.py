@@ -26,8 +26,8 @@ from hybridflow.engines.megatron.messages import StageMessages
 from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.planner.pipeline.schedule import Schedule, Work, one_f_one_b
-from hybridflow.planner.pipeline.simulation import simulate
-from hybridflow.planner.pipeline.time_sharing import together
+from hybridflow.planner.pipeline.schedule_simulation import simulate
+from hybridflow.planner.pipeline.shared_schedule import together
 from hybridflow.topology import RankGrid
 
 STAGES = 4

@@ -14,85 +14,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from hybridflow.engines.agreement import of_every_rank
+from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import WorkerError
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work
-from hybridflow.planner.pipeline.time_sharing import together
+from hybridflow.planner.pipeline.shared_schedule import together
 
 T = TypeVar("T")
-
-
-class Pass(Protocol):
-    """A mini-batch of a model on this stage (`megatron.stage_pass.StagePass`)."""
-
-    micro_batches: Sequence[Any]
-
-    def run(self, each: Instruction) -> None: ...
-
-    def end(self) -> None: ...
-
-
-Announced = tuple[tuple[int, ...], float]
-"""The micro-batches of each mini-batch of an update on this rank, and the mean cost of one."""
 _ALIKE = 1.05  # costs of micro-batches that are planned as equal
-
-
-class PipelineTurn:
-    """One update's side: it announces itself, then gives each mini-batch to be run and waits for its end."""
-
-    def __init__(self) -> None:
-        self.announced: Announced | None = None
-        self.ended = False
-        self._changed = threading.Condition()
-        self._pass: Pass | None = None
-        self._error: BaseException | None = None
-
-    # The update's thread
-
-    def announce(self, micro_batches: Sequence[int], cost: float) -> None:
-        """What the update will train, before its first mini-batch."""
-        self.announced = tuple(micro_batches), cost
-
-    def take(self, mine: Pass) -> None:
-        """Have a mini-batch run; returns after its last instruction. Errors: those of any model's computations."""
-        with self._changed:
-            self._pass = mine
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._pass is None or self._error is not None)
-            if self._error is not None:
-                raise self._error
-
-    def run(self, update: Callable[[], T], results: list[T]) -> None:
-        """The update in this thread; `update` does not raise."""
-        try:
-            results.append(update())
-        finally:
-            with self._changed:
-                self.ended = True
-                self._changed.notify_all()
-
-    # The thread that computes
-
-    def next_pass(self) -> Pass | None:
-        """The mini-batch that the update waits for; None when the update has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pass is not None or self.ended)
-            return self._pass
-
-    def done(self) -> None:
-        """Let the update continue after its mini-batch."""
-        with self._changed:
-            self._pass = None
-            self._changed.notify_all()
-
-    def abandon(self, error: BaseException) -> None:
-        """Make the update raise `error` where it waits, or when it next gives a mini-batch."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
 
 
 class SharedStages:

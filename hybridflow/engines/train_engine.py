@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,14 +30,12 @@ from hybridflow.engines.contract import Output, TrainState, Uninitialized
 from hybridflow.engines.initial_weights import initialise
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
+from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.engines.sharded_model import ShardedModel
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder
-
-if TYPE_CHECKING:
-    from hybridflow.engines.time_sharing import PipelineTurn
 
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
 

@@ -39,9 +39,9 @@ from hybridflow.engines.megatron.messages import StageMessages
 from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config
 from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
+from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
-from hybridflow.engines.time_sharing import PipelineTurn
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
 from hybridflow.models.spec import ModelSpec
@@ -183,7 +183,7 @@ class PipelineLoop:
     """Fulfils `sharded_model.MicroBatchLoop` for stage `at` of `stages`.
 
     `selection` receives the positions that the output layer computes for each micro-batch. While `turn` is set, several
-    models train on these stages, and it says when a pass of this one may run what (`engines.time_sharing`).
+    models train on these stages, and it says when a pass of this one may run what (`time_sharing`).
     """
 
     turn: PipelineTurn | None

@@ -64,7 +64,7 @@ class Work:
         return self.total * (self.forward + self.backward)
 
 
-class Channel(NamedTuple):
+class Link(NamedTuple):
     """Messages of one model between two stages in one direction; they keep their order."""
 
     model: int
@@ -81,13 +81,13 @@ class Schedule:
     stages: tuple[tuple[Instruction, ...], ...]
     chunks: int = 1
 
-    def channel(self, stage: int, instruction: Instruction) -> Channel:
+    def link(self, stage: int, instruction: Instruction) -> Link:
         """Where a send or receive of this stage goes to or comes from."""
         verb, kind = instruction.kind.split("_")
         after = (verb == "send") == (kind == "forward")  # the peer is the next stage, else the previous one
         peer = (stage + (1 if after else -1)) % len(self.stages)
         ends = (stage, peer) if verb == "send" else (peer, stage)
-        return Channel(instruction.model, "forward" if kind == "forward" else "backward", *ends)
+        return Link(instruction.model, "forward" if kind == "forward" else "backward", *ends)
 
     def source(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
         """The stage and computation whose message this receive gets."""

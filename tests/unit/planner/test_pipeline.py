@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, interleaved, one_f_one_b, scheduled
-from hybridflow.planner.pipeline.simulation import check, peak_activations, simulate
-from hybridflow.planner.pipeline.time_sharing import (
+from hybridflow.planner.pipeline.schedule_simulation import check, peak_activations, simulate
+from hybridflow.planner.pipeline.shared_schedule import (
     in_order,
     memory_limits,
     serial_makespan,

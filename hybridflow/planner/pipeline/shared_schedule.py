@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, scheduled
-from hybridflow.planner.pipeline.simulation import check, simulate
+from hybridflow.planner.pipeline.schedule_simulation import check, simulate
 from hybridflow.settings import require
 
 Order = tuple[int, ...]
 """The model of each micro-batch, in the order of both forwards and backwards; each model's own stay in order."""
 EVALUATIONS, OPERATIONS = 200, 10_000
-"""A search simulates at most so many orders, and in all of them at most so many forwards and backwards."""
+"""Limits of a search: simulated orders, and forwards and backwards of all of them."""
 
 
 def serial_makespan(stages: int, works: Sequence[Work]) -> float:

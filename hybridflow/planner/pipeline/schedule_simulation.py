@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.pipeline.schedule import COMPUTES, Channel, Instruction, Schedule, Work
+from hybridflow.planner.pipeline.schedule import COMPUTES, Instruction, Link, Schedule, Work
 
 WINDOW = 2
-"""Messages of a channel that may be on their way: the next send waits for the receive that is so far behind."""
+"""Messages of a link that may be on their way: the next send waits for the receive that is so far behind."""
 
 
-class Span(NamedTuple):
+class StageSpan(NamedTuple):
     """A forward or backward, and when it runs."""
 
     instruction: Instruction
@@ -23,10 +23,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PipelineTimeline:
     """The run of a schedule: the spans of each stage, and the ends of optimizer steps by (model, mini-batch)."""
 
-    stages: tuple[tuple[Span, ...], ...]
+    stages: tuple[tuple[StageSpan, ...], ...]
     steps: dict[tuple[int, int], float]
 
     @property
@@ -55,7 +55,7 @@ def seconds_of(work: Work, instruction: Instruction, chunks: int = 1) -> float:
     return (work.forward if instruction.kind == "forward" else work.backward) / chunks
 
 
-def simulate(schedule: Schedule, window: int = WINDOW) -> Timeline:
+def simulate(schedule: Schedule, window: int = WINDOW) -> PipelineTimeline:
     """Runs the instructions of every stage in their order, each as early as its messages allow. Messages take no time.
 
     Errors: ConfigError when the stages wait for each other (deadlock), naming where each of them stands.
@@ -70,7 +70,7 @@ def simulate(schedule: Schedule, window: int = WINDOW) -> Timeline:
     if waiting := {s: each[run.at[s]] for s, each in enumerate(schedule.stages) if run.at[s] < len(each)}:
         where = "; ".join(f"stage {stage} at {tuple(each)}" for stage, each in waiting.items())
         raise ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
-    return Timeline(tuple(tuple(spans) for spans in run.spans), run.steps)
+    return PipelineTimeline(tuple(tuple(spans) for spans in run.spans), run.steps)
 
 
 class _Run:
@@ -80,12 +80,12 @@ class _Run:
         stages = len(schedule.stages)
         self.schedule, self.window = schedule, window
         self.at, self.clock = [0] * stages, [0.0] * stages
-        self.spans: list[list[Span]] = [[] for _ in range(stages)]
+        self.spans: list[list[StageSpan]] = [[] for _ in range(stages)]
         self.steps: dict[tuple[int, int], float] = {}
         self._finished: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._ends: dict[tuple[int, Instruction], float] = {}
-        self._sent: Counter[Channel] = Counter()
-        self._awaited: dict[Channel, list[float]] = defaultdict(list)
+        self._sent: Counter[Link] = Counter()
+        self._awaited: dict[Link, list[float]] = defaultdict(list)
 
     def advance(self, stage: int) -> bool:
         """Run the next instruction of a stage, unless it has to wait for another stage."""
@@ -109,7 +109,7 @@ class _Run:
         start = max(self.clock[stage], inputs)
         end = start + seconds_of(self.schedule.works[each.model], each, self.schedule.chunks)
         self.clock[stage] = self._ends[stage, each] = end
-        self.spans[stage].append(Span(each, start, end))
+        self.spans[stage].append(StageSpan(each, start, end))
         return True
 
     def _inputs(self, stage: int, each: Instruction) -> float | None:
@@ -136,17 +136,17 @@ class _Run:
         return True
 
     def _message(self, stage: int, each: Instruction) -> bool:
-        channel = self.schedule.channel(stage, each)
-        awaited = self._awaited[channel]
+        link = self.schedule.link(stage, each)
+        awaited = self._awaited[link]
         if each.kind.startswith("receive"):
             awaited.append(self.clock[stage])
             return True
-        before = self._sent[channel] - self.window
+        before = self._sent[link] - self.window
         if before >= len(awaited):
             return False
         if before >= 0:
             self.clock[stage] = max(self.clock[stage], awaited[before])
-        self._sent[channel] += 1
+        self._sent[link] += 1
         return True
 
 
@@ -163,7 +163,7 @@ def peak_activations(schedule: Schedule) -> list[float]:
     return peaks
 
 
-def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int = WINDOW) -> Timeline:
+def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int = WINDOW) -> PipelineTimeline:
     """The timeline of a schedule that can run: each computation once on every stage, with the messages that it needs in
     one order on both sides, no deadlock, and live activations within the `limits` of each stage.
 
@@ -188,8 +188,8 @@ def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int
 
 
 def _check_messages(schedule: Schedule) -> None:
-    sent: dict[Channel, list[Instruction]] = defaultdict(list)
-    received: dict[Channel, list[Instruction]] = defaultdict(list)
+    sent: dict[Link, list[Instruction]] = defaultdict(list)
+    received: dict[Link, list[Instruction]] = defaultdict(list)
     for stage, instructions in enumerate(schedule.stages):
         done, announced = set[Instruction](), set[Instruction]()
         for each in instructions:
@@ -201,13 +201,13 @@ def _check_messages(schedule: Schedule) -> None:
             elif verb == "send":
                 if each.of(kind) not in done:  # type: ignore[arg-type]
                     raise ConfigError(f"stage {stage} sends {tuple(each)} before it is computed.")
-                sent[schedule.channel(stage, each)].append(each.of(kind))  # type: ignore[arg-type]
+                sent[schedule.link(stage, each)].append(each.of(kind))  # type: ignore[arg-type]
             elif verb == "receive":
                 announced.add(each)
-                received[schedule.channel(stage, each)].append(schedule.source(stage, each)[1])
-    for channel in sent.keys() | received.keys():
-        if sent[channel] != received[channel]:
-            raise ConfigError(f"messages of {tuple(channel)} are sent and received in different orders, or not at all.")
+                received[schedule.link(stage, each)].append(schedule.source(stage, each)[1])
+    for link in sent.keys() | received.keys():
+        if sent[link] != received[link]:
+            raise ConfigError(f"messages of {tuple(link)} are sent and received in different orders, or not at all.")
 
 
 def _has_input(schedule: Schedule, stage: int, each: Instruction) -> bool:
