@@ -100,6 +100,7 @@ class HeldCalls:
     def __init__(self) -> None:
         self.automatic = False
         self._calls: list[HeldCall] = []
+        self._together: set[int] = set()  # the latest two that were sent together
         self._partners: frozenset[str] = frozenset()
         self._lock = threading.RLock()
 
@@ -130,6 +131,7 @@ class HeldCalls:
         with self._lock:
             calls, self._calls = self._calls, []
             if len(calls) == 2 and (together or self.automatic):
+                self._together = {id(call.issued) for call in calls}
                 _send_together(calls)
             else:
                 for call in calls:
@@ -137,10 +139,10 @@ class HeldCalls:
 
     def together(self, issued: Sequence[IssuedCall | None]) -> bool:
         """Send exactly these calls together; False when they are not the ones that are held."""
-        if {id(call.issued) for call in self._calls} != set(map(id, issued)) or len(self._calls) != 2:
-            return False
-        self.send(together=True)
-        return True
+        wanted = set(map(id, issued))
+        if len(self._calls) == 2 and wanted == {id(call.issued) for call in self._calls}:
+            self.send(together=True)
+        return wanted == self._together
 
 
 def _send_together(calls: Sequence[HeldCall]) -> None:

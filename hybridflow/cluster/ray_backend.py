@@ -32,7 +32,7 @@ from hybridflow.cluster.host_monitor import HostMonitor
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
-from hybridflow.cluster.row_refs import IssuedCall, RankOutput
+from hybridflow.cluster.row_refs import IssuedCall, RankOutput, RankRows
 from hybridflow.cluster.weight_channels import WeightChannels
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
@@ -229,6 +229,10 @@ class RayBackend:
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
         if partners:
+            first = next(call for call in calls if call is not None)
+            given = {name: value for name, value in first.settings.items() if not isinstance(value, RankRows)}
+            with _arguments_sent(f"{ranks.name}.{method}", given):
+                cloudpickle.dumps(given)  # it is sent later, where an error would have no place
             requests = [call and replace(call, step=self.iterations.step) for call in calls]
             out = held.hold(HeldCall(ranks, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)
@@ -291,7 +295,7 @@ def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Name the setting that cannot be pickled; Ray's message shows all settings."""
     try:
         yield
-    except TypeError:
+    except (TypeError, pickle.PicklingError):
         for name, value in settings.items():
             try:
                 cloudpickle.dumps(value)

@@ -34,6 +34,7 @@ class PipelineTurn:
         self._changed = threading.Condition()
         self._pass: Pass | None = None
         self._error: BaseException | None = None
+        self._taken, self._all_done = 0, threading.Event()
 
     # The update's thread
 
@@ -44,11 +45,18 @@ class PipelineTurn:
     def take(self, mine: Pass) -> None:
         """Have a mini-batch run; returns after its last instruction. Errors: those of any model's computations."""
         with self._changed:
+            self._taken += 1
             self._pass = mine
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._pass is None or self._error is not None)
             if self._error is not None:
                 raise self._error
+
+    def settle(self) -> None:
+        """After the last mini-batch, wait for those of all models: a loss that raises there stops this step, too."""
+        assert self.announced is not None
+        if self._taken == len(self.announced[0]):
+            self._all_done.wait()
 
     def run(self, update: Callable[[], T], results: list[T]) -> None:
         """The update in this thread; `update` does not raise."""
@@ -72,6 +80,10 @@ class PipelineTurn:
         with self._changed:
             self._pass = None
             self._changed.notify_all()
+
+    def all_done(self) -> None:
+        """No model has anything left to compute."""
+        self._all_done.set()
 
     def abandon(self, error: BaseException) -> None:
         """Make the update raise `error` where it waits, or when it next gives a mini-batch."""

@@ -178,13 +178,16 @@ class TrainEngine:
             return optimizer.scale_loss(given[0] + nothing)
 
         self._model.loop.train(micro_batches, share)
+        self._gradients = "own"
+        if (turn := getattr(self._model.loop, "turn", None)) is not None:
+            self._reduce()  # while another model computes
+            turn.settle()
         try:
             self._check.agree()
         except Exception:
             optimizer.zero_grad()
             self._gradients = "zero"
             raise
-        self._gradients = "own"
         return self._replicas.summed(metrics) if last_stage else {}
 
     @property

@@ -52,10 +52,16 @@ class Raises:
 
 
 def both(
-    world: World, name: str, strategies: Mapping[str, Any], paths: Mapping[str, Path], size: int, fails: str = ""
+    world: World,
+    name: str,
+    strategies: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    size: int,
+    fails: str = "",
+    most: int = 3,
 ) -> dict[str, Any]:
-    """Serial and shared updates of both models, and what this rank ran of which schedule. In the model `fails` the loss
-    of the first mini-batch raises."""
+    """Serial and shared updates of both models, and what this rank ran of which schedule. Each model trains `most`
+    mini-batches at most; in the model `fails` the loss of the last one raises."""
     out: dict[str, Any] = {}
     for way in ("serial", "shared"):
         engines: dict[str, TrainEngine] = {}
@@ -65,10 +71,10 @@ def both(
                 world, f"{name}-{way}-{head}", strategies[head], size, path, head, config.Adam(lr=1e-3), None, False
             )
             engines[head] = engine
-            rows = [share(make_batch(n, seed=n), engine.grid, world.rank) for n in MINIBATCHES[head]]
+            rows = [share(make_batch(n, seed=n), engine.grid, world.rank) for n in MINIBATCHES[head][:most]]
             losses = [loss_of(head)] * len(rows)
             if head == fails:
-                losses[0] = Raises(losses[0].outputs)  # type: ignore[call-overload]
+                losses[-1] = Raises(losses[-1].outputs)  # type: ignore[call-overload]
             calls.append(partial(update, engine, rows, losses))
         before = {head: {n: v.clone() for n, v in engine.storage().items()} for head, engine in engines.items()}
         if way == "serial":
