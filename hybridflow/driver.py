@@ -136,8 +136,8 @@ def together(*updates: Future) -> tuple[Future, ...]:
 
     Both groups train with `hf.Megatron`, equal sizes and two stages or more on the same devices; results are those of
     one update after the other. Other updates run one after the other, and a warning says why; so do two between which
-    the driver did something else. When the loss of a micro-batch raises, no model makes a step any more; steps of earlier
-    mini-batches stay. Returns the updates at once.
+    the driver did something else. When the loss of a micro-batch raises, no model makes a step any more; steps that
+    were made before stay. Returns the updates at once.
     """
     session = Session.current()
     good = len(updates) == 2 and all(isinstance(update, Future) and update.outputs for update in updates)

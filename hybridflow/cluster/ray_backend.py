@@ -224,7 +224,7 @@ class RayBackend:
         self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
     ) -> list[RankOutput | None]:
         method, held = next((call.method for call in calls if call is not None), ""), self.iterations.held
-        if not held.accepts(ranks):
+        if not (partners and held.accepts(ranks)):
             held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()

@@ -2,9 +2,10 @@
 section 4).
 
 Each update runs unchanged in a thread of its own, up to its next mini-batch, and hands that to the thread that called
-`SharedStages.run`. This one alone computes, in the order of one schedule, and lets an update continue when its mini-batch
-is done: its gradients are reduced, and its optimizer steps, beside the other model's rest. Only an update's last step
-waits for the last mini-batches of all models, so that updates of one mini-batch are made in both models or in none.
+`SharedStages.run`. This one alone computes, in the order of one schedule, and lets an update continue when its
+mini-batch is done: its gradients are reduced, and its optimizer steps, beside the other model's rest. Only an update's
+last step waits for the last mini-batches of all models, so that updates of one mini-batch are made in both models or in
+none.
 
     thread of update m   announce ─ pass ─ wait ......................... ─ step ─ pass ─ wait ...
     calling thread                        F F B (m)  F B (other)  B (m) ┘  F B (other) ...
@@ -40,9 +41,8 @@ class SharedStages:
     def run(self, updates: Sequence[Callable[[], T]]) -> list[T]:
         """The results of the updates, which must return their errors. Collective over the ranks, of all models alike.
 
-        When a loss raises in one of them, no model makes a step any more, and every update's last step waits until it is
-        known that none has raised. An error of another computation is raised in
-        all updates of its rank; its peers wait for their timeout.
+        When a loss raises in one of them, no model makes a step any more, and every update's last step waits for all
+        losses. An error of another computation is raised in all updates of its rank; its peers wait for their timeout.
         """
         results: list[list[T]] = [[] for _ in updates]
         with ExitStack() as stack:
