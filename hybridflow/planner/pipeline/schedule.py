@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from hybridflow.settings import require
@@ -141,6 +141,7 @@ def _with_messages(
             yield Instruction("finish", each.model, each.step)
 
 
+@lru_cache(maxsize=16)
 def one_f_one_b(stages: int, work: Work) -> Schedule:
     """1F1B (Narayanan et al., "PipeDream-Flush", 2021): stage s holds at most P - s micro-batches, and each mini-batch
     drains the pipeline."""

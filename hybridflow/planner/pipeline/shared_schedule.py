@@ -45,7 +45,7 @@ def memory_limits(stages: int, works: Sequence[Work]) -> tuple[float, ...]:
     return tuple((stages - stage) * largest for stage in range(stages))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def together(stages: int, works: tuple[Work, ...], limits: tuple[float, ...] | None = None) -> Schedule:
     """The schedule of all works on these stages with the shortest makespan that a small search finds.
 
