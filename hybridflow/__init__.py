@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import reallocate as reallocate
     from hybridflow.driver import shutdown as shutdown
     from hybridflow.driver import sync_weights as sync_weights
+    from hybridflow.driver import together as together
     from hybridflow.elastic import Elastic as Elastic
     from hybridflow.engines.checkpoint.export import export as export
     from hybridflow.loader import PromptLoader as PromptLoader
@@ -79,7 +80,7 @@ _WHERE = {
     "cluster.group": ("WorkerGroup",),
     "cluster.pool": ("ResourcePool",),
     "config": ("FSDP", "SGD", "VLLM", "Adam", "LoRA", "Megatron", "Sampling", "Until", "ZeRO"),
-    "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights"),
+    "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
     "elastic": ("Elastic",),
     "engines.checkpoint.export": ("export",),
     "loader": ("PromptLoader", "TextLoader", "dynamic_sampling"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from hybridflow.cluster.backend import Deadlines, RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.group import WorkerGroup, weights_layout
+from hybridflow.cluster.held_calls import why_apart
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
@@ -21,9 +23,11 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
+from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker, ranks_on
 
+logger = logging.getLogger(__name__)
 _GONE_SECONDS = 60.0
 _USE = ("heads", "kv_heads", "head_dim", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
 _LABELS = ("transformers_version", "architectures", "dtype", "_name_or_path", "use_cache", "_token_id")  # how names end
@@ -35,16 +39,19 @@ def init(
     *,
     peer_timeout: float = 1800.0,
     collective_timeout: float = 600.0,
+    time_sharing: bool = False,
 ) -> None:
     """Connect to the Ray cluster at `address` (or `RAY_ADDRESS`), or start a local one with `devices` logical devices.
 
     The first `ResourcePool` calls it if the driver does not. Timeouts in seconds: for results of other groups and for
-    building a group, including its checkpoint; and for a collective. Until `shutdown`, SIGTERM ends the driver as
+    building a group, including its checkpoint; and for a collective. With `time_sharing`, updates that the driver
+    issues one right after the other run as in `together`, where they can. Until `shutdown`, SIGTERM ends the driver as
     Ctrl-C does, with status 143, unless the user installed a handler. Errors: ConfigError when a session is open.
     """
     if (session := Session.existing()) is not None and session.traces:
         return
-    Session.open(address=address, devices=devices, deadlines=Deadlines(peer_timeout, collective_timeout))
+    session = Session.open(address=address, devices=devices, deadlines=Deadlines(peer_timeout, collective_timeout))
+    session.iterations.held.automatic = time_sharing
 
 
 def shutdown() -> None:
@@ -120,6 +127,26 @@ def sync_weights(source: WorkerGroup, destination: WorkerGroup) -> Future:
     moving = source.session.backend.channels.send(source.ranks, destination.ranks, WEIGHTS, layouts)
     destination.weights_changed(source)
     return moving
+
+
+def together(*updates: Future) -> tuple[Future, ...]:
+    """Run two updates on the same pipeline stages together, each in the bubbles of the other (PUZZLE, section 4).
+
+        actor_metrics, critic_metrics = hf.together(actor.update_actor(...), critic.update_critic(...))
+
+    Both groups train with `hf.Megatron`, equal sizes and two stages or more on the same devices; results are those of
+    one update after the other. Other updates run one after the other, and a warning says why; so do two between which
+    the driver did something else. When the loss of a micro-batch raises, no model makes a step any more; steps that
+    were made before stay. Returns the updates at once.
+    """
+    session = Session.current()
+    good = len(updates) == 2 and all(isinstance(update, Future) and update.outputs for update in updates)
+    require(good, "together(...) takes two updates, such as actor.update_actor(...) and critic.update_critic(...).")
+    if session.traces or session.iterations.held.together([update.outputs[0].call for update in updates]):
+        return updates
+    ranks = [session.groups[update.outputs[0].origin.role].ranks for update in updates]
+    logger.warning("Two updates run one after the other: %s.", why_apart(*ranks))
+    return updates
 
 
 class _Keep:

@@ -108,8 +108,11 @@ class SessionBackend(Protocol):
         Errors: WorkerError when a rank cannot be built, ConfigError for a setting that cannot be sent."""
         ...
 
-    def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
-        """Issue a call on each rank that has one, in rank order; returns references to the results at once."""
+    def issue(
+        self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
+    ) -> list[RankOutput | None]:
+        """Issue a call on each rank that has one, in rank order; returns references to the results at once. A call of
+        the ranks with one of the keys `partners` may run together with it (`held_calls`)."""
         ...
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
 from hybridflow.cluster.future import Failure, Future
 from hybridflow.cluster.group_call import GroupCall, bound_settings
+from hybridflow.cluster.held_calls import partners
 from hybridflow.cluster.row_refs import ColumnRef, SplitSpec
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
@@ -241,7 +242,8 @@ class WorkerGroup:
         """A call of the group's own ranks."""
         call = self._bind(operation, args, kwargs)
         inputs, seq = call.inputs(self.grid), self.session.iterations.sequence()
-        issued = self.session.backend.issue(self.ranks, call.asked(inputs, seq, self.ranks.key))
+        asked = call.asked(inputs, seq, self.ranks.key)
+        issued = self.session.backend.issue(self.ranks, asked, partners(self, operation))
         self.calls_issued[operation.name] += 1
         result = call.operation.protocol.collect(self.grid, call.results(inputs, issued))
         if operation.carries:

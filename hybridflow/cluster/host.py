@@ -14,7 +14,7 @@ import socket
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
+from hybridflow.engines.time_sharing import SharedStages
 from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -135,16 +136,30 @@ class Host:
     @ray.method(num_returns=2)
     def call(self, call: RankCall) -> tuple[Any, Status]:
         """Run one method. Returns a Manifest, value or Failure, and the status, which outlives the data."""
+        with self._liveness.during(f"{self._members[call.group].role}.{call.method}"):
+            return self._called(call)
+
+    @ray.method(num_returns=4)
+    def call_together(self, calls: Sequence[RankCall]) -> list[Any]:
+        """Run updates of models that share their pipeline stages; result and status of each, one after the other."""
+        members = [self._members[call.group] for call in calls]
+        names = " and ".join(f"{member.role}.{call.method}" for member, call in zip(members, calls, strict=True))
+        with self._liveness.during(names):
+            if any(member.failure or member.incomplete for member in members):  # one of them cannot run
+                return [value for call in calls for value in self._called(call)]
+            stages = SharedStages([member.worker.engine for member in members])
+            return [value for found in stages.run([partial(self._called, call) for call in calls]) for value in found]
+
+    def _called(self, call: RankCall) -> tuple[Any, Status]:
         member = self._members[call.group]
         start = ready = time.time()
         member.context.step, member.context.call = call.step, call.seq
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
-        with self._liveness.during(f"{member.role}.{call.method}"):
-            result = self._inputs(member, call)
-            if not isinstance(result, Failure):
-                ready = time.time()
-                result = self._run(member, call, result)
+        result = self._inputs(member, call)
+        if not isinstance(result, Failure):
+            ready = time.time()
+            result = self._run(member, call, result)
         seconds, skipped = self._record(member, call, start, ready), tuple(member.context.skipped)
         member.context.skipped.clear()
         return result, Status(result if isinstance(result, Failure) else None, seconds, skipped)

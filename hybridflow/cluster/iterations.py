@@ -19,6 +19,7 @@ from hybridflow.cluster.future import (
     skipped_steps,
     without_work,
 )
+from hybridflow.cluster.held_calls import HeldCalls
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 
@@ -53,7 +54,7 @@ class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
 
     `current` is the index of the driver's iteration, `done_before` the steps of its loop that an earlier run made.
-    `defer` returns whether the loop handles an error of a call.
+    `defer` returns whether the loop handles an error of a call. `held` are calls that are not sent yet.
     """
 
     timeout: float
@@ -61,6 +62,7 @@ class Iterations:
     current: int = 0
     done_before: int = 0
     defer: Callable[[BaseException], bool] = lambda error: False
+    held: HeldCalls = field(default_factory=HeldCalls)
     _loop_start: int = 0
     _all: dict[int, _Iteration] = field(default_factory=lambda: {0: _Iteration()})
     _look_at: int = _LOOK_BACK

@@ -26,12 +26,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup, node_numbers
 from hybridflow.cluster.connection import Termination, connect
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
+from hybridflow.cluster.held_calls import HeldCall
 from hybridflow.cluster.host import Host
 from hybridflow.cluster.host_monitor import HostMonitor
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
-from hybridflow.cluster.row_refs import IssuedCall, RankOutput
+from hybridflow.cluster.row_refs import IssuedCall, RankOutput, RankRows
 from hybridflow.cluster.weight_channels import WeightChannels
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
@@ -137,6 +138,7 @@ class RayBackend:
 
     def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
         self.monitor.forget(hosts)
+        self.iterations.held.send()
         if not ray.is_initialized():
             return
         with contextlib.suppress(ray.exceptions.RayError):
@@ -184,6 +186,7 @@ class RayBackend:
         return self.monitor.find_lost(hosts)
 
     def build(self, ranks: RankGroup, uninitialized: bool = False) -> None:
+        self.iterations.held.send()
         self.iterations.check_hosts(ranks.name, "__init__", ranks.hosts)
         self.monitor.built(ranks)
         nodes, settings = node_numbers([host.machine for host in ranks.hosts]), dict(ranks.settings)
@@ -196,12 +199,14 @@ class RayBackend:
         return self.tell(ranks, method, *arguments)()
 
     def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        self.iterations.held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts)
         refs = [host.handle.apply.remote(ranks.key, method, *arguments) for host in ranks.hosts]
         return partial(self._results, ranks, method, refs)
 
     def calls(self, ranks: RankGroup) -> list[dict[str, int]]:
         """How often each rank has run each method, once all calls so far have ended. Errors: as `ask`."""
+        self.iterations.held.send()
         return self._results(ranks, "calls", [host.handle.calls.remote(ranks.key) for host in ranks.hosts])
 
     def _results(self, ranks: RankGroup, method: str, refs: Sequence[Any]) -> list[Any]:
@@ -215,10 +220,23 @@ class RayBackend:
                 f"hf.init(peer_timeout=...)."
             ) from None
 
-    def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
-        method = next((call.method for call in calls if call is not None), "")
+    def issue(
+        self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
+    ) -> list[RankOutput | None]:
+        method, held = next((call.method for call in calls if call is not None), ""), self.iterations.held
+        if not (partners and held.accepts(ranks)):
+            held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
+        if partners:
+            first = next(call for call in calls if call is not None)
+            given = {name: value for name, value in first.settings.items() if not isinstance(value, RankRows)}
+            with _arguments_sent(f"{ranks.name}.{method}", given):
+                cloudpickle.dumps(given)  # it is sent later, where an error would have no place
+            requests = [call and replace(call, step=self.iterations.step) for call in calls]
+            out = held.hold(HeldCall(ranks, requests, issued), partners, self.iterations.origin)
+            self.iterations.issued(issued.statuses)
+            return out
         for rank, (host, call) in enumerate(zip(ranks.hosts, calls, strict=True)):
             if call is None:
                 out.append(None)
@@ -232,6 +250,7 @@ class RayBackend:
         return out
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:
+        self.iterations.held.send()
         self.channels.close(ranks.key)
         self.monitor.dropped(ranks)
         dropping = [host.handle.drop.remote(ranks.key) for host in ranks.hosts]
@@ -276,7 +295,7 @@ def _arguments_sent(where: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Name the setting that cannot be pickled; Ray's message shows all settings."""
     try:
         yield
-    except TypeError:
+    except (TypeError, pickle.PicklingError):
         for name, value in settings.items():
             try:
                 cloudpickle.dumps(value)

@@ -344,6 +344,7 @@ class WeightChannels:
         `layouts` returns both sides' layouts at a payload's first transfer; an error in it is raised before anything is
         issued. With `required`, the destination runs no calls after a failure.
         """
+        self._iterations.held.send()
         for ranks in (source, destination):
             self._iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         key, setup = (source.key, destination.key), None
@@ -351,8 +352,7 @@ class WeightChannels:
             self._channels.pop(key).close()
         channel = self._channels.get(key)
         if channel is None or payload not in channel.known:
-            sides = layouts()  # first: an error leaves nothing behind
-            opened = ()
+            sides, opened = layouts(), ()  # first: an error leaves nothing behind
             if channel is None:
                 channel = self._channels[key] = self._make(source, destination)
                 opened = channel.open(self._origins(channel, method))

@@ -134,12 +134,14 @@ class StepCheck:
     Checking the gradients is not enough: `maximum`, `clamp` and `where` can drop a nan or an infinity between the
     inputs of a loss and its gradients, which are then finite and wrong.
 
+    While `others` are set, an error of their losses stops this one's steps, too.
+
     Call `begin` for each mini-batch, `share` for each micro-batch, then `agree`. `agree` uses the all-reduce in which
     ranks report errors, so the check needs no further communication until a rank finds something.
     """
 
     def __init__(self, context: RankContext) -> None:
-        self._context = context
+        self._context, self.others = context, list[StepCheck]()
         self._columns, self._refusal, self._taken = "", "", ""
         self._errors: list[Exception] = []
         self._finite: dict[str, list[Tensor]] = {}
@@ -176,6 +178,9 @@ class StepCheck:
             nonlocal mine
             if self._errors:
                 raise self._errors[0]
+            for other in self.others:
+                if other._errors:
+                    raise _worker_error(other._context, other._errors[0])
             mine = self._columns or self._computed()
             return 1.0 if mine else None
 

@@ -9,8 +9,8 @@ Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, C co
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,15 +27,16 @@ from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.agreement import Replicas, StepCheck
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.contract import Output, TrainState, Uninitialized
+from hybridflow.engines.initial_weights import initialise
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.micro_batches import MicroBatch, Positions, in_order
+from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.shard_optimizer import ShardOptimizer
 from hybridflow.engines.sharded_model import ShardedModel
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder
 
-STANDARD_DEVIATION = 0.02  # of initial weights
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
 
 
@@ -177,14 +178,38 @@ class TrainEngine:
             return optimizer.scale_loss(given[0] + nothing)
 
         self._model.loop.train(micro_batches, share)
+        self._gradients = "own"
+        if (turn := getattr(self._model.loop, "turn", None)) is not None:
+            self._reduce()  # while another model computes
+            turn.settle()
         try:
             self._check.agree()
         except Exception:
             optimizer.zero_grad()
             self._gradients = "zero"
             raise
-        self._gradients = "own"
         return self._replicas.summed(metrics) if last_stage else {}
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages whose order `in_turns` can give; 1: it cannot."""
+        return getattr(self._model.loop, "stages", 1)
+
+    @contextmanager
+    def in_turns(self, turn: PipelineTurn, others: Sequence[TrainEngine]) -> Iterator[None]:
+        """Inside, mini-batches are run by `turn`, and a loss that raises in one of these engines stops all steps."""
+        self._model.loop.turn, self._check.others = turn, [other._check for other in others]
+        try:
+            yield
+        finally:
+            self._model.loop.turn, self._check.others = None, []
+
+    def announce(self, minibatches: Sequence[Batch]) -> None:
+        """Called before the first of these mini-batches: a pipeline that is shared plans them."""
+        if (turn := getattr(self._model.loop, "turn", None)) is not None:
+            micro_batches = list(map(self._tokens.micro_batches, minibatches))
+            tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
+            turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
 
     def step(self) -> dict[str, float]:
         """Clip, update, zero the gradients: `grad_norm` (global, unclipped, over all ranks), `lr`, `skipped`.
@@ -227,7 +252,7 @@ class TrainEngine:
 
     def gradients(self) -> Mapping[str, Tensor]:
         """This rank's gradients by the names of `storage()` (with LoRA of `adapters.storage`), float32, added up over
-        data parallel ranks; valid until `step`. Collective. No `forward_backward` may follow before the step."""
+        data parallel ranks; valid until `step`, which must come next. Collective."""
         self._training()
         self._require("gradients")
         self._reduce()
@@ -373,25 +398,3 @@ class TrainEngine:
         if self._model:
             self._model.shards.close()
         self._optimizer = self._model = self._shards = self.adapters = None
-
-
-def initialise(layout: Layout, rank: int, storage: Mapping[str, Tensor], zeros: Collection[str] = frozenset()) -> None:
-    """Normal weights with deviation 0.02, norms 1, biases, value heads and `zeros` 0; equal however the model is split.
-
-    Every tensor is drawn whole on the CPU from a seed of its name, one at a time, and this rank keeps its boxes.
-    """
-    by_tensor: dict[str, list] = {}
-    for region in layout.regions(rank):
-        by_tensor.setdefault(region.box.tensor, []).append(region)
-    for name, regions in by_tensor.items():
-        shape = layout.tensors[name]
-        if name == "score.weight" or (len(shape) == 1 and (name.endswith("bias") or name in zeros)):
-            whole = torch.zeros(shape)
-        elif len(shape) == 1:
-            whole = torch.ones(shape)
-        else:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            whole = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
-        for region in regions:
-            box = tuple(slice(a, b) for a, b in zip(region.box.start, region.box.stop, strict=True))
-            storage[region.storage][region.index()].copy_(whole[box])

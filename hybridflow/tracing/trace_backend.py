@@ -145,7 +145,9 @@ class TraceBackend:
     def close(self, key: str = "") -> None:
         """Nothing is open."""
 
-    def issue(self, ranks: RankGroup, calls: Sequence[RankCall | None]) -> list[RankOutput | None]:
+    def issue(
+        self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
+    ) -> list[RankOutput | None]:
         issued = IssuedCall([], self.incidents, self.deadlines.peers)
         return [None if call is None else self._answer(ranks, call, issued) for call in calls]
 

@@ -21,7 +21,7 @@ from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.session import Session
-from hybridflow.config import Optimizer, TrainStrategy, is_strategy
+from hybridflow.config import Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
@@ -202,6 +202,10 @@ class ModelWorker(Worker):
         return backend(train, "layout").weights_layout(train, cls.model_spec(settings), grid)
 
     @classmethod
+    def shares_stages(cls, settings: Mapping[str, Any], grid: RankGrid) -> bool:
+        return grid.p > 1 and isinstance(settings.get("train"), Megatron) and settings.get("optim") is not None
+
+    @classmethod
     def replica(cls, kind: OperationKind, settings: Mapping[str, Any]) -> tuple[type, dict[str, Any]] | None:
         """Ranks of this class that do not train; offloaded between calls if the class supports it."""
         if kind in ("training", "generation") or settings.get("model") is None or lora_of(settings) is not None:
@@ -324,8 +328,9 @@ class ModelWorker(Worker):
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(batch, outputs, loss)
         minibatches, skipped, engine = batch.chunks() * epochs, 0, self.engine
+        engine.announce(minibatches)
         for number, minibatch in enumerate(minibatches, 1):
-            metrics = self.engine.forward_backward(minibatch, loss, outputs, temperature)
+            metrics = engine.forward_backward(minibatch, loss, outputs, temperature)
             step = self._step(last=number == len(minibatches))
             metrics |= {f"{self.prefix}/{name}": value for name, value in step.items() if name != "skipped"}
             if step["skipped"]:

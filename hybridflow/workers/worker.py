@@ -76,6 +76,11 @@ class Worker(MovedState, SavedState):
     def check_neighbours(cls, settings: Mapping[str, Any], neighbours: Sequence[RankGroup]) -> None:
         """Check against the groups already in the same hosts. Errors: PlacementError."""
 
+    @classmethod
+    def shares_stages(cls, settings: Mapping[str, Any], grid: RankGrid) -> bool:
+        """Whether updates can share pipeline stages with another group's (`engines.time_sharing`)."""
+        return False
+
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Keeps the model's state for a call in device memory. May be collective over the group."""

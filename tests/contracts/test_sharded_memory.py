@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from hybridflow.config import FSDP, SGD, Adam, Megatron, ZeRO
 from hybridflow.engines.fsdp.layout import check_tensor_parallel, fsdp_layout
-from hybridflow.engines.train_engine import initialise
+from hybridflow.engines.initial_weights import initialise
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
 from tests.contracts import engine_tasks, state_tasks

@@ -35,13 +35,17 @@ from hybridflow.engines.megatron.layout import (
     vocabulary_rows,
     weights_layout,
 )
+from hybridflow.engines.megatron.messages import StageMessages
 from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config
+from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
+from hybridflow.engines.pipeline_turn import PipelineTurn
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
 from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.pipeline.schedule import Work, one_f_one_b
 
 
 def build_model(
@@ -70,7 +74,7 @@ def build_model(
     parts = step_groups(spec.tensors(), of_stages)
     return ShardedModel(
         shards=shards,
-        loop=PipelineLoop(model, selection, groups, at.p, grid.p, device),
+        loop=PipelineLoop(context, model, selection, groups),
         tokens=TokenOutputs(context.role, spec, micro_batches, vocabulary_rows(spec.vocab, grid.t, at.t), groups.tp),
         layout=weights_layout(strategy, spec, grid),
         optimizer_layout=state_layout(strategy, spec, grid) if optimizer else None,
@@ -178,38 +182,48 @@ class _PaddedMemory(Residency):
 class PipelineLoop:
     """Fulfils `sharded_model.MicroBatchLoop` for stage `at` of `stages`.
 
-    `selection` receives the positions that the output layer computes for each micro-batch.
+    `selection` receives the positions that the output layer computes for each micro-batch. While `turn` is set, several
+    models train on these stages, and it says when a pass of this one may run what (`time_sharing`).
     """
 
+    turn: PipelineTurn | None
+
     def __init__(
-        self,
-        model: GPTModel,
-        selection: SelectedPositions,
-        groups: ProcessGroupCollection,
-        at: int,
-        stages: int,
-        device: torch.device,
+        self, context: RankContext, model: GPTModel, selection: SelectedPositions, groups: ProcessGroupCollection
     ) -> None:
-        self.model, self.selection, self.groups, self.stages, self.device = model, selection, groups, stages, device
-        self.last_stage = at == stages - 1
+        self.model, self.selection, self.groups, self.device = model, selection, groups, context.device
+        self.at, self.stages, self.turn = context.coords.p, context.grid.p, None
+        self.last_stage = self.at == self.stages - 1
+        self._messages = StageMessages(context)
 
     def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
         """Without gradients, by the same schedule with `forward_only`."""
         return self._run(micro_batches, lambda micro, out, **_: read(micro, out[0]), forward_only=True)
 
     def train(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]) -> None:
-        # Megatron expects (loss, number of tokens to average over, metrics)
-        self._run(micro_batches, lambda micro, out: (loss(micro, out[0]), 0, {}), forward_only=False)
+        self.model.train()
+        if self.stages == 1:
+            # Megatron expects (loss, number of tokens to average over, metrics)
+            self._run(micro_batches, lambda micro, out: (loss(micro, out[0]), 0, {}), forward_only=False)
+            return
+        own = loss if self.last_stage else None
+        mine = StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own)
+        if self.turn is not None:
+            self.turn.take(mine)
+        else:
+            mine.run_all(one_f_one_b(self.stages, Work(micro_batches=(len(micro_batches),))).stages[self.at])
+
+    def _forward(self, micro: MicroBatch) -> Tensor:
+        self.selection.index = micro.position_major
+        packed = PackedRow(sequences=micro.sequences) if micro.sequences is not None else None
+        return self.model(input_ids=micro.ids, position_ids=None, attention_mask=None, packed_seq_params=packed)  # type: ignore[arg-type]
 
     def _run(self, micro_batches: Sequence[MicroBatch], read: Callable, forward_only: bool) -> list[Any]:
         """`read(micro-batch, model output [1, N, C])` of each on the last stage; on others nothing of use."""
 
         def forward_step(batches: Iterator[MicroBatch], model: GPTModel):
             micro = next(batches).to(self.device)
-            self.selection.index = micro.position_major
-            packed = PackedRow(sequences=micro.sequences) if micro.sequences is not None else None
-            out = model(input_ids=micro.ids, position_ids=None, attention_mask=None, packed_seq_params=packed)  # type: ignore[arg-type]
-            return out, partial(read, micro)
+            return self._forward(micro), partial(read, micro)
 
         self.model.train(not forward_only)
         extra: dict[str, Any] = {}

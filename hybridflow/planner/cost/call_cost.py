@@ -23,6 +23,7 @@ from hybridflow.planner.cost.pipeline_cost import (
     output_forward,
     stage_pass,
 )
+from hybridflow.planner.pipeline.schedule import Work
 
 # The causes of time, and how an explanation names them.
 LIMITS: Mapping[str, str] = MappingProxyType(
@@ -181,6 +182,24 @@ def training(setting: CallContext, rows: float, minibatches: int, epochs: int) -
     parts = {name: seconds * steps * epochs for name, seconds in parts.items()}
     parts["fixed"] += k.call_seconds * (1 + steps * epochs)
     return CallCost.of(**parts)
+
+
+def update_work(setting: CallContext, rows: float, minibatches: int, epochs: int) -> Work:
+    """What `training` gives its pipeline stages to do; activations are in proportion to a micro-batch's tokens, hidden
+    size and layers."""
+    steps = min(minibatches, max(1, int(rows)))
+    stream = Stream.of(setting, max(1.0, -(-rows / steps // setting.site.d)), training=True)
+    forward = stage_pass(setting, stream.rows, training=False)[0].total
+    both = stage_pass(setting, stream.rows, training=True)[0].total
+    parts = training(setting, rows, minibatches, epochs).parts
+    ends = parts.get("optimizer", 0.0) + parts.get("data_parallel", 0.0)
+    return Work(
+        micro_batches=(stream.fills * stream.micro,) * steps * epochs,
+        forward=forward,
+        backward=both - forward,
+        activations=stream.rows * setting.size.hidden * setting.size.layers,
+        finish=ends / (steps * epochs),
+    )
 
 
 def update(setting: CallContext) -> float:

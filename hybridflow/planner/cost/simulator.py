@@ -8,7 +8,7 @@ from hybridflow.config import DType
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.planner.cost import device_memory as memory
 from hybridflow.planner.cost.backends import MEGATRON, Backend
-from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training
+from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
 from hybridflow.planner.cost.device_memory import DeviceMemory
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Site
 from hybridflow.planner.cost.layer_profile import LayerProfile
@@ -18,6 +18,9 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph, Kind
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.pipeline.schedule_simulation import simulate
+from hybridflow.planner.pipeline.shared_schedule import serial_makespan, together
+from hybridflow.settings import require
 
 
 class Simulator:
@@ -60,6 +63,23 @@ class Simulator:
         else:
             found = generation(setting, rows, self.room(call, plan) if room is None else room)
         return found.times(self.slowdown(plan.mesh, found.busy))
+
+    def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
+        """Seconds of two training calls that share the pipeline stages of `plan` (`hf.together`): those of one after
+        the other, less what filling each other's bubbles saves. With one stage, nothing is saved."""
+        calls = [self.graph.call(name) for name in (first, second)]
+        for call in calls:
+            require(call.kind == "training", f"{call.name} does not train: only updates share pipeline stages.")
+        serial, p = sum(self.cost(call.name, plan).seconds for call in calls), plan.parallel.p
+        settings = [self.setting(call.group, plan, call.kind) for call in calls]
+        if p == 1 or calls[0].group == calls[1].group or not all(s and s.backend.pipeline for s in settings):
+            return serial
+        works = []
+        for call, setting in zip(calls, settings, strict=True):
+            assert setting is not None
+            works.append(update_work(setting, self.workload.rows * call.rows, *self.updates(call)))
+        saved = serial_makespan(p, works) - simulate(together(p, tuple(works))).makespan
+        return serial - max(0.0, saved) * self.slowdown(plan.mesh)
 
     def slowdown(self, mesh: Mesh, busy: float = 1.0) -> float:
         """How much longer its devices take than one that has its node for itself, as they all work at once for the

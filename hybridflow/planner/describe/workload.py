@@ -53,7 +53,8 @@ class Workload:
     not say otherwise. `recompute` trains with activation recomputation. `micro_tokens` is the token budget of a
     micro-batch; `micro_batches` per data parallel rank are those of another system's runs instead, for `calibrate`.
     With `sequence_parallel` the ranks of a tensor parallel group share what lies between the cut matrices, too, and
-    hand it to the next stage once.
+    hand it to the next stage once. With `time_sharing` two updates that follow each other run together where they have
+    one layout with several stages (`hf.together`).
 
     Errors: ConfigError for sizes that are not positive, and for more responses per prompt than rows.
     """
@@ -69,6 +70,7 @@ class Workload:
     micro_tokens: Size = 4096
     micro_batches: Size | None = None
     sequence_parallel: bool = True
+    time_sharing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("prompt", "response"):

@@ -103,6 +103,17 @@ class Problem:
         return {group: home(self.graph, group) for group in self.graph.groups}
 
     @cached_property
+    def updates(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of training calls of two groups that could run together; none without `Workload.time_sharing`."""
+        training = [call for call in self.calls if call.kind == "training"] * self.costs.workload.time_sharing
+        found, pairs = list(training), list[tuple[str, str]]()
+        while len(found) > 1:
+            first = found.pop(0)
+            if first.group != found[0].group:
+                pairs.append((first.name, found.pop(0).name))
+        return tuple(pairs)
+
+    @cached_property
     def capacity(self) -> tuple[float, ...]:
         """Usable bytes of each device."""
         share = self.costs.coefficients.usable_memory
@@ -219,7 +230,17 @@ class Problem:
                 found[call.name] = self.generation(call, here, max(static[d] for d in here.mesh.devices))
             elif (option := self.option(call, here.mesh, here.parallel)) is not None:
                 found[call.name] = option.seconds
+        for first, second in self.updates:
+            if plan[first] == plan[second]:
+                found[second] = self.together(first, second, plan[first]) - found[first]
         return found
+
+    def together(self, first: str, second: str, plan: CallPlan) -> float:
+        """Seconds of two updates in one layout."""
+        key = ("together", first, second, plan.parallel, self.shape(plan.mesh))
+        if key not in self._known:
+            self._known[key] = self.costs.cost_together(first, second, plan)
+        return self._known[key]
 
     def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
         """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""

@@ -8,12 +8,14 @@ weight plan, so it is done only for pairs that could still be the best. The resu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.errors import PlacementError
+from hybridflow.planner.describe.constraints import Pin
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.search.problem import Problem
@@ -56,8 +58,25 @@ def similarity_map(problem: Problem) -> ExecutionPlan | None:
     """All groups on all devices: the generating group in its best pair of layouts, others in the fastest layouts beside
     it. None when constraints or memory forbid it.
 
+    With `Workload.time_sharing` two updates in one layout may be worth slower calls and transitions: every layout that
+    both could have is tried, too, and the fastest iteration taken.
+
     Errors: PlacementError unless exactly one group generates, and trains as well.
     """
+    found = [_map(problem)]
+    mesh = Mesh.of(0, problem.cluster.size)
+    for names in problem.updates:
+        groups = [problem.graph.call(name).group for name in names]
+        first, second = (problem.strategies(group, mesh) for group in groups)
+        for sizes in [sizes for sizes in first if sizes.p > 1 and sizes in second]:
+            pins = [Pin(group, parallel=sizes) for group in groups]
+            with suppress(PlacementError):  # constraints forbid it
+                found.append(_map(replace(problem, constraints=(*problem.constraints, *pins))))
+    fitting = [each for each in found if each is not None]
+    return min(fitting, key=lambda each: problem.timeline(each).per_iteration, default=None)
+
+
+def _map(problem: Problem) -> ExecutionPlan | None:
     graph, mesh = problem.graph, Mesh.of(0, problem.cluster.size)
     both = [group for group in graph.groups if group in graph.generating and group in graph.trained]
     if len(both) != 1 or len(graph.generating) != 1:

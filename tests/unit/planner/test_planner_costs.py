@@ -233,6 +233,25 @@ def test_micro_batches_fill_the_pipeline():
     assert refilled.parts["compute"] == pytest.approx(deep.parts["compute"], rel=1e-6)
 
 
+def test_updates_that_share_their_stages_save_their_bubbles():
+    """Of two alike models with as many micro-batches, all but one of the serial bubbles, one for each step."""
+    alike = Simulator(A100S, ppo(MODEL, MODEL, MODEL, MODEL), replace(WORK, rows=64))
+    here, updates = at(4, 2, 1), (TRAIN, "critic.update_critic")
+    serial = [alike.cost(name, here) for name in updates]
+    together = alike.cost_together(*updates, here)
+    bubbles = [cost.parts["pipeline"] for cost in serial]
+    assert 0.7 * sum(bubbles) < sum(cost.seconds for cost in serial) - together
+    flat = at(1, 4, 2)
+    assert alike.cost_together(*updates, flat) == sum(alike.cost(name, flat).seconds for name in updates)
+    for p in (2, 4, 8):  # unlike models
+        plan = at(p, 1, 2)
+        assert simulator().cost_together(*updates, plan) <= sum(
+            simulator().cost(name, plan).seconds for name in updates
+        )
+    with pytest.raises(ConfigError, match="does not train"):
+        alike.cost_together(TRAIN, INFER, here)
+
+
 def test_minibatches_and_epochs_are_those_of_the_call_or_of_the_workload():
     once = ppo(MODEL, VALUE, MODEL, VALUE)
     own = ppo(MODEL, VALUE, MODEL, VALUE, minibatches=4, epochs=2)

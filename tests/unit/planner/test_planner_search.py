@@ -257,3 +257,16 @@ def test_one_search_can_be_asked_for(search):
     work = Workload(rows=64, prompt=64, response=64)
     every, one = (plan(grpo_of(SMALL), "a100:1x1", work, search=name, budget_s=2) for name in ("auto", search))
     assert one.seconds == pytest.approx(every.seconds, rel=1e-6)
+
+
+def test_updates_that_run_together_are_worth_layouts_of_their_own():
+    """Devices without fast links train in pipelines: two updates in one layout fill each other's bubbles."""
+    graph = ppo_of(LLAMA_7B, replace(LLAMA_7B, head="value"))
+    work = Workload(rows=64, prompt=512, response=512, minibatches=4)
+    alone = plan(graph, "a100:8x1", work, search="similarity")
+    shared = plan(graph, "a100:8x1", replace(work, time_sharing=True), search="similarity")
+    first, second = (shared.calls[name] for name in ("critic.update_critic", "actor.update_actor"))
+    assert first.sizes == second.sizes
+    assert first.sizes[0] > 1
+    assert shared.seconds < alone.seconds
+    assert second.seconds < 0.5 * first.seconds  # of the second, what the first's bubbles have no room for

@@ -1,0 +1,154 @@
+"""HeldCalls: updates that the driver has issued and not sent yet, because the next may share its pipeline stages.
+
+    actor.update_actor(...)      held: a critic with the same stages exists
+    critic.update_critic(...)    held, too
+    hf.together(...)             both are sent as one call of each host
+    anything else                they are sent one after the other, before it
+
+Only an update whose stages another group trains on is held, and only until the driver does anything else with the
+session: issues another call, moves weights, or reads a result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybridflow.cluster.backend import RankCall, RankGroup
+from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
+from hybridflow.protocols import Operation, kind_of
+
+
+def partners(group: Any, operation: Operation) -> frozenset[str]:
+    """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with."""
+    if kind_of(operation) != "training" or group.session.traces or not _pipelined(group.ranks):
+        return frozenset()
+    return frozenset(
+        other.ranks.key
+        for other in group.session.groups.values()
+        if other is not group and alike(group.ranks, other.ranks)
+    )
+
+
+def alike(one: RankGroup, other: RankGroup) -> bool:
+    """Whether two groups train on the same pipeline stages, each with the same ranks."""
+    same = (one.pool_name, one.members) == (other.pool_name, other.members)
+    sizes = [(ranks.grid.p, ranks.grid.t, ranks.grid.d) for ranks in (one, other)]
+    return same and sizes[0] == sizes[1] and _pipelined(one) and _pipelined(other)
+
+
+def _pipelined(ranks: RankGroup) -> bool:
+    shares = getattr(ranks.worker_class, "shares_stages", None)
+    return shares is not None and shares(ranks.settings, ranks.grid)
+
+
+def why_apart(one: RankGroup, other: RankGroup) -> str:
+    """Why two updates run one after the other."""
+    if one.key == other.key:
+        return f"they are updates of one model, {one.name}"
+    if (one.pool_name, one.members) != (other.pool_name, other.members):
+        return f"{one.name} and {other.name} are on different devices"
+    for ranks in (one, other):
+        if not _pipelined(ranks):
+            return f"{ranks.name} at {ranks} has no pipeline: give train=hf.Megatron(pp=2) or more stages"
+    if not alike(one, other):
+        return f"{one.name} is at {one} and {other.name} at {other}: give both the same sizes"
+    return "another call, or a result that was read, came between them"
+
+
+class HeldOutput(RankOutput):
+    """A result of a held call: reading `ref` sends the call."""
+
+    __slots__ = ("_held", "_refs")
+
+    _held: HeldCalls
+    _refs: Mapping[int, Any]
+
+    def __init__(
+        self, held: HeldCalls, refs: Mapping[int, Any], origin: CallOrigin, call: IssuedCall, address: Any
+    ) -> None:
+        own = {"rows": None, "origin": origin, "call": call, "address": address, "_held": held, "_refs": refs}
+        for name, value in own.items():
+            object.__setattr__(self, name, value)  # the base is frozen, and `ref` is no field here
+
+    @property
+    def ref(self) -> Any:  # type: ignore[override]
+        if self.origin.rank not in self._refs:
+            self._held.send()
+        return self._refs[self.origin.rank]
+
+
+class HeldCall:
+    """A call of all `ranks`: their requests, and by rank the references to results and statuses once it is sent."""
+
+    def __init__(self, ranks: RankGroup, requests: Sequence[RankCall | None], issued: IssuedCall) -> None:
+        self.ranks, self.requests, self.issued = ranks, requests, issued
+        self.results: dict[int, Any] = {}
+        self.statuses: dict[int, Any] = {}
+
+    def send(self) -> None:
+        for rank, (host, request) in enumerate(zip(self.ranks.hosts, self.requests, strict=True)):
+            if request is not None:
+                self.results[rank], self.statuses[rank] = host.handle.call.remote(request)
+
+
+class HeldCalls:
+    """At most two calls, of different groups that are `partners`. `automatic`: two are sent together without
+    `hf.together`."""
+
+    def __init__(self) -> None:
+        self.automatic = False
+        self._calls: list[HeldCall] = []
+        self._together: set[int] = set()  # the latest two that were sent together
+        self._partners: frozenset[str] = frozenset()
+        self._lock = threading.RLock()
+
+    def accepts(self, ranks: RankGroup) -> bool:
+        """Whether a call of these ranks could be sent with the one that is held."""
+        return len(self._calls) == 1 and ranks.key in self._partners
+
+    def hold(
+        self, call: HeldCall, partners: frozenset[str], origin: Callable[..., CallOrigin]
+    ) -> list[RankOutput | None]:
+        """Keep a call until `send`, and return its results; it must be accepted, or no other may be held."""
+        out: list[RankOutput | None] = []
+        for rank, (host, request) in enumerate(zip(call.ranks.hosts, call.requests, strict=True)):
+            if request is None:
+                out.append(None)
+                continue
+            at = origin(call.ranks.name, rank, request.method, host)
+            out.append(HeldOutput(self, call.results, at, call.issued, host.address))
+            call.issued.statuses.append(HeldOutput(self, call.statuses, at, call.issued, host.address))
+        self._calls.append(call)
+        self._partners = partners
+        if self.automatic and len(self._calls) == 2:
+            self.send()
+        return out
+
+    def send(self, together: bool = False) -> None:
+        """Send the calls that are held, in their order, or two of them `together`."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+            if len(calls) == 2 and (together or self.automatic):
+                self._together = {id(call.issued) for call in calls}
+                _send_together(calls)
+            else:
+                for call in calls:
+                    call.send()
+
+    def together(self, issued: Sequence[IssuedCall | None]) -> bool:
+        """Send exactly these calls together; False when they are not the ones that are held."""
+        wanted = set(map(id, issued))
+        if len(self._calls) == 2 and wanted == {id(call.issued) for call in self._calls}:
+            self.send(together=True)
+        return wanted == self._together
+
+
+def _send_together(calls: Sequence[HeldCall]) -> None:
+    for rank, host in enumerate(calls[0].ranks.hosts):
+        asked = [call for call in calls if call.requests[rank] is not None]
+        requests = [call.requests[rank] for call in asked]
+        refs = host.handle.call_together.options(num_returns=2 * len(asked)).remote(requests)
+        for i, call in enumerate(asked):
+            call.results[rank], call.statuses[rank] = refs[2 * i : 2 * i + 2]

@@ -1,0 +1,99 @@
+"""StagePass: one mini-batch on one pipeline stage of a model, run instruction by instruction.
+
+receive_forward -> forward -> send_forward      activations [S, b, H], S over tensor parallel ranks where the
+receive_backward -> backward -> send_backward   sequence is parallel; H hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.engines.megatron.messages import Direction, StageMessages, wait
+from hybridflow.engines.micro_batches import MicroBatch
+from hybridflow.planner.pipeline.schedule import Instruction
+
+
+class StagePass:
+    """`forward(micro-batch)` of the model on this stage gives its output; `loss`, on the last stage only, makes it the
+    scalar whose gradients are added up."""
+
+    def __init__(
+        self,
+        model: Any,
+        messages: StageMessages,
+        micro_batches: Sequence[MicroBatch],
+        device: torch.device,
+        forward: Callable[[MicroBatch], Tensor],
+        loss: Callable[[MicroBatch, Tensor], Tensor] | None,
+    ) -> None:
+        self.micro_batches, self._model, self._messages = micro_batches, model, messages
+        self._device, self._forward, self._loss = device, forward, loss
+        self._arriving: dict[tuple[Direction, int], tuple[dist.Work, Tensor]] = {}
+        self._inputs: dict[int, Tensor | None] = {}
+        self._outputs: dict[int, Tensor] = {}
+
+    def run(self, each: Instruction) -> None:
+        """Run an instruction of this mini-batch other than "finish"."""
+        verb, _, direction = each.kind.partition("_")
+        if verb == "forward":
+            self._run_forward(each.micro)
+        elif verb == "backward":
+            self._run_backward(each.micro)
+        elif verb == "receive":
+            buffer = self._buffer(each.micro)
+            self._arriving[direction, each.micro] = self._messages.receive(direction, buffer), buffer  # type: ignore[index]
+        elif direction == "forward":
+            self._messages.send("forward", self._outputs[each.micro])
+        else:
+            gradient = self._inputs.pop(each.micro)
+            assert gradient is not None
+            self._messages.send("backward", gradient)
+
+    def run_all(self, instructions: Sequence[Instruction]) -> None:
+        """The whole mini-batch, when no other model trains on these stages."""
+        for each in instructions:
+            if each.kind != "finish":
+                self.run(each)
+        self.end()
+
+    def end(self) -> None:
+        """After the last instruction."""
+        self._messages.flush()
+        assert not self._outputs, "a schedule runs every backward"
+
+    def _run_forward(self, micro: int) -> None:
+        arrived = self._arrived("forward", micro)
+        if arrived is not None:
+            arrived.requires_grad_()
+            self._model.set_input_tensor([arrived])
+        moved = self.micro_batches[micro].to(self._device)
+        with torch.enable_grad():
+            out = self._forward(moved)
+            self._outputs[micro] = out if self._loss is None else self._loss(moved, out[0])
+        self._inputs[micro] = arrived
+
+    def _run_backward(self, micro: int) -> None:
+        gradient, out = self._arrived("backward", micro), self._outputs.pop(micro)
+        out.backward(gradient)
+        arrived = self._inputs.pop(micro)
+        if arrived is not None:
+            self._inputs[micro] = arrived.grad  # until it is sent
+
+    def _arrived(self, direction: Direction, micro: int) -> Tensor | None:
+        """The message that was announced; None where a stage has no such neighbour."""
+        work, buffer = self._arriving.pop((direction, micro), (None, None))
+        if work is not None:
+            wait(work)
+        return buffer
+
+    def _buffer(self, micro: int) -> Tensor:
+        settings = self._model.config
+        rows, length = self.micro_batches[micro].ids.shape
+        if settings.sequence_parallel:
+            length //= settings.tensor_model_parallel_size
+        return torch.empty(length, rows, settings.hidden_size, dtype=settings.pipeline_dtype, device=self._device)

@@ -1,0 +1,106 @@
+"""Time sharing: updates of several models on the same pipeline stages, each in the bubbles of the other (PUZZLE,
+section 4).
+
+Each update runs unchanged in a thread of its own, up to its next mini-batch, and hands that to the thread that called
+`SharedStages.run`. This one alone computes, in the order of one schedule, and lets an update continue when its
+mini-batch is done: its gradients are reduced, and its optimizer steps, beside the other model's rest. Only an update's
+last step waits for the last mini-batches of all models, so that updates of one mini-batch are made in both models or in
+none.
+
+    thread of update m   announce ─ pass ─ wait ......................... ─ step ─ pass ─ wait ...
+    calling thread                        F F B (m)  F B (other)  B (m) ┘  F B (other) ...
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+from hybridflow.engines.agreement import of_every_rank
+from hybridflow.engines.pipeline_turn import PipelineTurn
+from hybridflow.engines.train_engine import TrainEngine
+from hybridflow.errors import WorkerError
+from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work
+from hybridflow.planner.pipeline.shared_schedule import together
+
+T = TypeVar("T")
+_ALIKE = 1.05  # costs of micro-batches that are planned as equal
+
+
+class SharedStages:
+    """The updates of several models on this rank. `schedule` is the one that was planned, and `ran` records what this
+    rank computed, sent and received, in order."""
+
+    def __init__(self, engines: Sequence[TrainEngine]) -> None:
+        self.engines, self.turns = engines, [PipelineTurn() for _ in engines]
+        self.schedule: Schedule | None = None
+        self.ran: list[Instruction] = []
+
+    def run(self, updates: Sequence[Callable[[], T]]) -> list[T]:
+        """The results of the updates, which must return their errors. Collective over the ranks, of all models alike.
+
+        When a loss raises in one of them, no model makes a step any more, and every update's last step waits for all
+        losses. An error of another computation is raised in all updates of its rank; its peers wait for their timeout.
+        """
+        results: list[list[T]] = [[] for _ in updates]
+        with ExitStack() as stack:
+            for number, (engine, turn) in enumerate(zip(self.engines, self.turns, strict=True)):
+                others = [other for other in self.engines if other is not engine]
+                stack.enter_context(engine.in_turns(turn, others))
+                thread = threading.Thread(target=turn.run, args=(updates[number], results[number]), daemon=True)
+                stack.callback(thread.join)
+                thread.start()
+                turn.next_pass()  # their first collectives do not mix
+            try:
+                self._run(*self._planned())
+            except BaseException as error:
+                for turn in self.turns:
+                    turn.abandon(error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                for turn in self.turns:
+                    turn.all_done()
+        return [found[0] for found in results]
+
+    def _planned(self) -> tuple[Sequence[PipelineTurn], Sequence[Instruction]]:
+        """The turns of the updates that run on all ranks, and what this rank runs of them. Collective.
+
+        A replica with fewer micro-batches than others leaves the missing ones out, so that all make steps in one order.
+        """
+        context = self.engines[0].context
+        mine = [None if turn.ended else turn.announced for turn in self.turns]
+        live, works, costs = [], [], []
+        for turn, announced in zip(self.turns, zip(*of_every_rank(context, mine), strict=True), strict=True):
+            known = [each for each in announced if each is not None]
+            if len(known) < len(announced):
+                turn.abandon(WorkerError("this update has failed on other ranks, before its first mini-batch."))
+                continue
+            live.append(turn)
+            works.append(tuple(map(max, zip(*(counts for counts, _ in known), strict=True))))
+            costs.append(max(cost for _, cost in known))
+        if not live:
+            return [], []
+        times = [cost / min(costs) for cost in costs]
+        times = [1.0 if time < _ALIKE else round(time, 1) for time in times]
+        planned = [
+            Work(micro_batches=counts, forward=time, backward=2 * time)
+            for counts, time in zip(works, times, strict=True)
+        ]
+        self.schedule = together(context.grid.p, tuple(planned))
+        return live, self.schedule.stages[context.coords.p]
+
+    def _run(self, turns: Sequence[PipelineTurn], instructions: Sequence[Instruction]) -> None:
+        for each in instructions:
+            turn = turns[each.model]
+            mine = turn.next_pass()
+            if mine is None or (each.kind != "finish" and each.micro >= len(mine.micro_batches)):
+                continue
+            self.ran.append(each)
+            if each.kind == "finish":
+                mine.end()
+                turn.done()
+            else:
+                mine.run(each)

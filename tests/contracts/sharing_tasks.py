@@ -1,0 +1,120 @@
+"""What the processes of the time sharing tests do: updates of an actor and a critic, in turns or serial."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow import config
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.engines.time_sharing import SharedStages
+from hybridflow.engines.train_engine import TrainEngine
+from hybridflow.planner.pipeline.schedule import Instruction
+from tests.contracts.engine_tasks import build, share
+from tests.contracts.example_models import loss_of, make_batch
+from tests.contracts.rank_processes import World
+
+MINIBATCHES = {"lm": (12, 9), "value": (5, 8, 6)}
+"""Rows of each mini-batch, of all replicas."""
+
+
+def update(engine: TrainEngine, minibatches: Sequence[Batch], losses: Sequence[Any]) -> list[Any]:
+    """Metrics, gradients and norm of each mini-batch and then the parameters, or the error that ended the update."""
+    found: list[Any] = []
+    engine.announce(minibatches)
+    try:
+        for minibatch, loss in zip(minibatches, losses, strict=True):
+            metrics = engine.forward_backward(minibatch, loss, loss.outputs)
+            gradients = {name: value.clone() for name, value in engine.gradients().items()}
+            found.append((metrics, gradients, engine.step()))
+    except Exception as error:
+        found.append(error)
+    return [*found, {name: value.clone() for name, value in engine.storage().items()}]
+
+
+class Raises:
+    """A loss that raises in a micro-batch of a mini-batch."""
+
+    outputs, reads = ("log_probs",), None
+
+    def __init__(self, outputs: tuple[str, ...]) -> None:
+        self.outputs = outputs
+
+    def __call__(self, found: Mapping[str, Ragged], rows: Batch, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        raise LookupError("the reward of this row is gone")
+
+
+def both(
+    world: World,
+    name: str,
+    strategies: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    size: int,
+    fails: str = "",
+    most: int = 3,
+) -> dict[str, Any]:
+    """Serial and shared updates of both models, and what this rank ran of which schedule. Each model trains `most`
+    mini-batches at most; in the model `fails` the loss of the last one raises."""
+    out: dict[str, Any] = {}
+    for way in ("serial", "shared"):
+        engines: dict[str, TrainEngine] = {}
+        calls: list[Callable[[], list[Any]]] = []
+        for head, path in paths.items():
+            engine = build(
+                world, f"{name}-{way}-{head}", strategies[head], size, path, head, config.Adam(lr=1e-3), None, False
+            )
+            engines[head] = engine
+            rows = [share(make_batch(n, seed=n), engine.grid, world.rank) for n in MINIBATCHES[head][:most]]
+            losses = [loss_of(head)] * len(rows)
+            if head == fails:
+                losses[-1] = Raises(losses[-1].outputs)  # type: ignore[call-overload]
+            calls.append(partial(update, engine, rows, losses))
+        before = {head: {n: v.clone() for n, v in engine.storage().items()} for head, engine in engines.items()}
+        if way == "serial":
+            found = [call() for call in calls]
+        else:
+            shared = SharedStages(list(engines.values()))
+            found = shared.run(calls)
+            assert shared.schedule is not None
+            at = engine.context.coords.p
+            out |= {"ran": shared.ran, "planned": list(shared.schedule.stages[at]), "works": shared.schedule.works}
+        out[way] = dict(zip(engines, found, strict=True))
+        out["before"] = before
+        for engine in engines.values():
+            engine.context.groups.close()
+            engine.close()
+    return out
+
+
+def micro_batches(ran: Sequence[Instruction]) -> int:
+    return sum(each.kind == "forward" for each in ran)
+
+
+def one_model(world: World, name: str, strategy: Any, path: Path, size: int, repeats: int = 1) -> dict[str, Any]:
+    """Gradients by our instructions and by Megatron's own schedule, and the seconds of each pass, in turns."""
+    engine = build(world, name, strategy, size, path, "lm", config.SGD(lr=0.0), None, False)
+    rows, loss = share(make_batch(24, seed=1), engine.grid, world.rank), loss_of("lm")
+    loop, ways = engine._model.loop, ("ours", "megatron")
+    ours = loop.train
+
+    def megatron(micro_batches: Any, share_of: Any) -> None:
+        loop._run(micro_batches, lambda micro, out: (share_of(micro, out[0]), 0, {}), forward_only=False)
+
+    found: dict[str, Any] = {"seconds": {way: [] for way in ways}}
+    for _ in range(repeats):
+        for way in ways:
+            loop.train = ours if way == "ours" else megatron
+            dist.barrier(engine.context.groups.everyone())
+            start = time.perf_counter()
+            engine.forward_backward(rows, loss, loss.outputs)
+            found["seconds"][way].append(time.perf_counter() - start)
+            found[way] = {name: value.clone() for name, value in engine.gradients().items()}
+            engine.step()
+    return found

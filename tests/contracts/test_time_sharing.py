@@ -1,0 +1,94 @@
+"""Updates of an actor and a critic in turns give, bit by bit, what they give one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.config import Megatron
+from hybridflow.errors import WorkerError
+from tests.contracts import sharing_tasks as tasks
+from tests.contracts.example_models import VOCABULARY
+from tests.contracts.rank_processes import RankProcesses
+from tests.tiny_models import make_classifier, make_policy
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+STRATEGIES = {
+    "4-1-1": {"lm": Megatron(pp=4, micro_tokens=24), "value": Megatron(pp=4, micro_tokens=48)},
+    "2-1-2": {"lm": Megatron(pp=2, dp=2, micro_tokens=24), "value": Megatron(pp=2, dp=2, micro_tokens=16)},
+    "2-2-1": {"lm": Megatron(pp=2, tp=2, micro_tokens=48), "value": Megatron(pp=2, tp=2, micro_tokens=24)},
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    policy = make_policy(directory / "policy", tokenizer=False, num_hidden_layers=4, **SIZES)
+    large = SIZES | {"hidden_size": 64, "num_attention_heads": 4}
+    return {"lm": policy, "value": make_classifier(directory / "critic", num_hidden_layers=8, **large)}
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(equal, a, b)) if isinstance(a, list | tuple) else a == b
+
+
+@pytest.mark.parametrize("layout", STRATEGIES)
+def test_shared_updates_equal_serial_ones(processes: RankProcesses, paths: dict[str, Path], layout: str):
+    found = processes.run(4, tasks.both, processes.name(), STRATEGIES[layout], paths, 4)
+    for rank in found:
+        for head in paths:
+            assert not equal(rank["before"][head], rank["shared"][head][-1]), "the updates must change the weights"
+            assert equal(rank["serial"][head], rank["shared"][head])
+        own = [each for each in rank["planned"] if each in set(rank["ran"])]
+        assert rank["ran"] == own  # in the planned order, without micro-batches that only other replicas have
+        if layout != "2-1-2":
+            assert rank["ran"] == rank["planned"]
+    counts = [tasks.micro_batches(rank["ran"]) for rank in found]
+    assert len(set(counts)) == (2 if layout == "2-1-2" else 1), "replicas have unlike micro-batches"
+    of_models = [work.micro_batches for work in found[0]["works"]]
+    assert len(of_models[0]) != len(of_models[1])
+    assert layout != "4-1-1" or set(of_models[0]) != set(of_models[1])
+
+
+@pytest.mark.parametrize("strategy", [Megatron(pp=4, micro_tokens=24), Megatron(pp=2, tp=2, micro_tokens=24)], ids=str)
+def test_one_model_has_the_gradients_of_megatrons_schedule(processes: RankProcesses, paths: dict[str, Path], strategy):
+    for rank in processes.run(4, tasks.one_model, processes.name(), strategy, paths["lm"], 4):
+        assert equal(rank["ours"], rank["megatron"])
+
+
+@pytest.mark.parametrize("fails", ["lm", "value"])
+def test_a_loss_that_raises_leaves_both_models_unstepped(processes: RankProcesses, paths: dict[str, Path], fails: str):
+    for rank in processes.run(4, tasks.both, processes.name(), STRATEGIES["4-1-1"], paths, 4, fails, 1):
+        for head, (error, parameters) in rank["shared"].items():
+            assert told(error, fails)
+            assert equal(rank["before"][head], parameters)
+
+
+def test_steps_before_a_loss_that_raises_stay(processes: RankProcesses, paths: dict[str, Path]):
+    """Each of several mini-batches is a step, of serial updates too; the other model's last step is not made."""
+    for rank in processes.run(4, tasks.both, processes.name(), STRATEGIES["4-1-1"], paths, 4, "value"):
+        assert equal(rank["serial"]["value"][:-2], rank["shared"]["value"][:-2])
+        assert equal(rank["serial"]["value"][-1], rank["shared"]["value"][-1])
+        *made, error, _ = rank["shared"]["lm"]
+        assert len(made) == 1 == len(rank["serial"]["lm"]) - 2
+        assert told(error, "value")
+
+
+def told(error: Exception, fails: str) -> bool:
+    """Whether an error names the model whose loss has raised, and why."""
+    role = "actor" if fails == "lm" else "critic"
+    return isinstance(error, WorkerError) and role in str(error) and "the reward of this row is gone" in str(error)

@@ -1,0 +1,124 @@
+"""`hf.together` on real hosts: an actor and a critic on two pipeline stages, against the same updates in series."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybridflow as hf
+from tests import tiny_models
+
+TRAIN = hf.Megatron(pp=2, micro_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    large = {"num_hidden_layers": 4, "hidden_size": 96}
+    policy = tiny_models.make_policy(directory / "policy", tokenizer=False)
+    return {"actor": policy, "critic": tiny_models.make_classifier(directory / "critic", **large)}
+
+
+@pytest.fixture(scope="module")
+def pair(pool, models) -> Iterator[Callable[..., tuple[hf.WorkerGroup, hf.WorkerGroup]]]:
+    """A new actor and critic on the first two hosts."""
+    placed: list[hf.WorkerGroup] = []
+
+    def make(critic_train: Any = TRAIN) -> tuple[hf.WorkerGroup, hf.WorkerGroup]:
+        while placed:
+            placed.pop().close()
+        optim = hf.Adam(lr=1e-3)
+        placed.append(hf.ActorWorker.on(pool[0:2], model=models["actor"], train=TRAIN, optim=optim))
+        placed.append(hf.CriticWorker.on(pool[0:2], model=models["critic"], train=critic_train, optim=optim))
+        return placed[0], placed[1]
+
+    yield make
+    while placed:
+        placed.pop().close()
+
+
+@pytest.fixture(scope="module")
+def rows() -> hf.BatchRef:
+    return hf.BatchRef.from_batch(tiny_models.make_rows(12))
+
+
+def outputs(actor: hf.WorkerGroup, critic: hf.WorkerGroup, rows: hf.BatchRef) -> list[torch.Tensor]:
+    """What both models compute now."""
+    found = (actor.compute_log_prob(rows) | critic.compute_values(rows)).get()
+    return [found["old_log_probs"].values, found["values"].values]
+
+
+def spans(group: hf.WorkerGroup, method: str) -> tuple[float, float]:
+    """Start and end of the last call of a method on the first host."""
+    import ray
+
+    events = ray.get(group.ranks.hosts[0].handle.events.remote())
+    last = [event for event in events if (event.role, event.method) == (group.name, method)][-1]
+    return last.start, last.end
+
+
+def test_together_equals_serial_updates(pair, rows, caplog):
+    actor, critic = pair()
+    serial = [actor.update_actor(rows, minibatches=2).get(), critic.update_critic(rows, minibatches=3).get()]
+    expected = outputs(actor, critic, rows)
+    actor, critic = pair()
+    before = outputs(actor, critic, rows)
+    with caplog.at_level(logging.WARNING):
+        found = hf.together(actor.update_actor(rows, minibatches=2), critic.update_critic(rows, minibatches=3))
+        assert [future.get() for future in found] == serial
+    assert not caplog.records
+    after = outputs(actor, critic, rows)
+    assert all(map(torch.equal, after, expected))
+    assert not any(map(torch.equal, after, before))
+    one, other = spans(actor, "update_actor"), spans(critic, "update_critic")
+    assert max(one[0], other[0]) < min(one[1], other[1]), "they ran at the same time"
+    # further calls find the groups as ever: serial, together again, one alone
+    critic.update_critic(rows)
+    hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    assert "actor/grad_norm" in actor.update_actor(rows).get()
+
+
+def test_a_held_update_is_sent_by_any_other_use_of_the_session(pair, rows):
+    actor, critic = pair()
+    held = actor.session.iterations.held
+    update = actor.update_actor(rows)
+    assert held.accepts(critic.ranks)
+    assert "actor/loss" in str(update.get())  # reading it sends it
+    assert not held.accepts(critic.ranks)
+    actor.update_actor(rows)
+    values = critic.compute_values(rows)
+    assert not held.accepts(critic.ranks)
+    assert "values" in values.get()
+
+
+def test_other_updates_run_one_after_the_other_and_say_so(pair, rows, caplog):
+    actor, critic = pair(hf.Megatron())
+    found = hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    assert all("skipped" in str(future.get()) for future in found)
+    assert "one after the other: critic at (p,t,d)=(1,1,2) has no pipeline" in caplog.text
+    actor, critic = pair()
+    first = actor.update_actor(rows)
+    hf.together(first, critic.update_critic(rows) if first.get() else first)
+    assert "came between them" in caplog.text
+    with pytest.raises(hf.errors.ConfigError, match="takes two updates"):
+        hf.together(first)
+
+
+def broken(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+    raise LookupError("the reward of this row is gone")
+
+
+def test_a_failed_micro_batch_stops_both(pair, rows, settle):
+    actor, critic = pair()
+    before = outputs(actor, critic, rows)
+    found = hf.together(actor.update_actor(rows, loss=broken), critic.update_critic(rows))
+    for future in found:
+        with pytest.raises(hf.errors.WorkerError, match="the reward of this row is gone"):
+            future.get()
+    settle()
+    assert all(map(torch.equal, outputs(actor, critic, rows), before))

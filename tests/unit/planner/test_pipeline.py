@@ -1,0 +1,204 @@
+"""Pipeline schedules: what the papers draw, what no schedule can beat, and what every schedule must keep."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.errors import ConfigError
+from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, interleaved, one_f_one_b, scheduled
+from hybridflow.planner.pipeline.schedule_simulation import check, peak_activations, simulate
+from hybridflow.planner.pipeline.shared_schedule import (
+    in_order,
+    memory_limits,
+    serial_makespan,
+    shortest,
+    together,
+)
+
+
+def alike(micro_batches: int, forward: float = 1.0, backward: float = 2.0, models: int = 2) -> tuple[Work, ...]:
+    return (Work(micro_batches=(micro_batches,), forward=forward, backward=backward),) * models
+
+
+def test_figure_5():
+    """PUZZLE, figure 5: four stages, four micro-batches of two models, forwards as long as backwards."""
+    works = alike(4, backward=1.0)
+    found = simulate(together(4, works))
+    assert serial_makespan(4, works) == 2 * simulate(one_f_one_b(4, works[0])).makespan == 28
+    assert found.makespan == 22
+    first = next(span for span in found.stages[0] if span.instruction.model == 1)
+    assert first.start + 1 == 9  # slots count from 1
+    assert found.draw().splitlines()[:2] == [
+        "stage 0  a1 a2 a3 a4 .  .  .  A1 b1 A2 b2 A3 b3 A4 b4 B1 .  B2 .  B3 .  B4",
+        "stage 1  .  a1 a2 a3 .  .  A1 a4 A2 b1 A3 b2 A4 b3 B1 b4 B2 .  B3 .  B4 .",
+    ]
+
+
+def test_published_gain():
+    """(16, 1, 1): 62/47 = 1.3191 over serial."""
+    works = alike(16)
+    assert serial_makespan(16, works) / simulate(together(16, works)).makespan == pytest.approx(62 / 47)
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_equation_1(stages: int):
+    """Exactly, within the activations of two serial schedules where N >= P, and no schedule can be shorter."""
+    for count, (forward, backward) in itertools.product(range(1, 17), [(1.0, 1.0), (1.0, 2.0), (3.0, 2.0)]):
+        works = alike(count, forward, backward)
+        schedule = together(stages, works)
+        found = check(schedule, memory_limits(stages, works)).makespan
+        assert found == pytest.approx((2 * count + stages - 1) * (forward + backward))
+        assert found == pytest.approx(shortest(stages, works))
+        if count >= stages:
+            alone = peak_activations(one_f_one_b(stages, works[0]))
+            assert all(both <= one for both, one in zip(peak_activations(schedule), alone, strict=True))
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_one_model(stages: int):
+    """1F1B and interleaved 1F1B take what their papers say; the former is the time-shared schedule of one model."""
+    for count in range(1, 17):
+        work = Work(micro_batches=(count, count), forward=1.0, backward=2.0)
+        schedule = one_f_one_b(stages, work)
+        found = check(schedule, memory_limits(stages, (work,)))
+        assert found.makespan == pytest.approx(serial_makespan(stages, (work,)))
+        assert simulate(together(stages, (work,))).makespan == pytest.approx(found.makespan)
+        if count % stages == 0:
+            for chunks in (2, 3):
+                time = check(interleaved(stages, work, chunks)).makespan
+                assert time == pytest.approx(2 * 3 * (count + (stages - 1) / chunks))
+
+
+def orders(micro_batches: Sequence[tuple[int, int]]) -> Iterator[tuple[Instruction, ...]]:
+    """Every order of a stage's computations in which forwards come before their backwards."""
+    for names in set(itertools.permutations([*micro_batches, *micro_batches])):
+        seen: set[tuple[int, int]] = set()
+        yield tuple(
+            Instruction("backward" if name in seen or seen.add(name) else "forward", name[0], 0, name[1])
+            for name in names
+        )
+
+
+def least(stages: int, works: tuple[Work, ...], limits: Sequence[float]) -> float:
+    """The shortest makespan of all schedules, found by trying them."""
+    micro_batches = [(m, i) for m, work in enumerate(works) for i in range(work.total)]
+    fitting: list[list[tuple[Instruction, ...]]] = [[] for _ in range(stages)]
+    for order in orders(micro_batches):
+        live = list(
+            itertools.accumulate(
+                (1 if each.kind == "forward" else -1) * works[each.model].activations for each in order
+            )
+        )
+        for stage in range(stages):
+            if max(live) <= limits[stage]:
+                fitting[stage].append(order)
+    best = float("inf")
+    for computed in itertools.product(*fitting):
+        try:
+            best = min(best, simulate(scheduled(works, computed), window=100).makespan)
+        except ConfigError:  # these stages wait for each other
+            continue
+    return best
+
+
+@pytest.mark.parametrize(
+    ("stages", "works"),
+    [
+        (2, alike(1)),
+        (3, alike(1)),
+        (2, (*alike(2, models=1), *alike(1, models=1))),
+        (2, (*alike(2, 1.0, 1.0, models=1), *alike(1, 1.0, 1.0, models=1))),
+        (2, (*alike(2, 1.0, 2.0, models=1), *alike(1, 3.0, 4.0, models=1))),
+        (2, (*alike(1, 1.0, 2.0, models=1), *alike(2, 2.0, 1.0, models=1))),
+    ],
+)
+def test_no_schedule_is_shorter(stages: int, works: tuple[Work, ...]):
+    """Among all orders, of small cases also with unlike times."""
+    limits = memory_limits(stages, works)
+    assert simulate(together(stages, works)).makespan == pytest.approx(least(stages, works, limits))
+
+
+def test_unlike_models_come_close():
+    """In one order of micro-batches on all stages: 20 slots, where the best of all orders takes 19."""
+    works = (*alike(1, 1.0, 2.0, models=1), *alike(1, 5.0, 1.0, models=1))
+    assert simulate(together(3, works)).makespan <= 1.06 * least(3, works, memory_limits(3, works))
+
+
+some_work = st.builds(
+    Work,
+    micro_batches=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple),
+    forward=st.floats(0.25, 4.0),
+    backward=st.floats(0.25, 8.0),
+    activations=st.floats(0.5, 4.0),
+    finish=st.sampled_from([0.0, 0.5, 3.0]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 6), st.lists(some_work, min_size=1, max_size=3).map(tuple), st.floats(1.0, 3.0), st.data())
+def test_random_schedules_run(stages: int, works: tuple[Work, ...], room: float, data: st.DataObject):
+    """Every instruction once, dependencies and memory limits kept, no deadlock, for any order of the models."""
+    limits = tuple(room * limit for limit in memory_limits(stages, works))
+    order = tuple(data.draw(st.permutations([m for m, work in enumerate(works) for _ in range(work.total)])))
+    schedule = in_order(stages, works, order, limits)
+    found = check(schedule, limits)
+    assert found.makespan >= shortest(stages, works) * (1 - 1e-9)
+    ends = {(stage, span.instruction): span for stage, spans in enumerate(found.stages) for span in spans}
+    for (stage, each), span in ends.items():
+        before = stage - 1 if each.kind == "forward" else stage + 1
+        if 0 <= before < stages:
+            assert ends[before, each].end <= span.start
+        if each.kind == "backward":
+            assert ends[stage, each.of("forward")].end <= span.start
+        elif each.step:
+            assert found.steps[each.model, each.step - 1] <= span.start
+    for spans in found.stages:
+        assert all(one.end <= other.start for one, other in itertools.pairwise(spans))
+    for instructions in schedule.stages:
+        ended = Counter(each for each in instructions if each.kind == "finish")
+        assert ended == Counter(
+            Instruction("finish", m, k) for m, w in enumerate(works) for k in range(len(w.micro_batches))
+        )
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 6), some_work, some_work)
+def test_search_finds_no_worse_than_serial(stages: int, one: Work, other: Work):
+    found = check(together(stages, (one, other)), memory_limits(stages, (one, other)))
+    assert found.makespan <= serial_makespan(stages, (one, other)) * (1 + 1e-9)
+
+
+def replaced(schedule: Schedule, stage: int, instructions: Sequence[Instruction]) -> Schedule:
+    stages = [tuple(instructions) if at == stage else each for at, each in enumerate(schedule.stages)]
+    return Schedule(schedule.works, tuple(stages), schedule.chunks)
+
+
+def test_what_cannot_run_is_refused():
+    schedule = one_f_one_b(2, Work(micro_batches=(3,)))
+    first = list(schedule.stages[0])
+    with pytest.raises(ConfigError, match="each computation once"):
+        check(replaced(schedule, 0, [each for each in first if each != Instruction("backward", micro=1)]))
+    a, b = (first.index(Instruction("send_forward", micro=i)) for i in (0, 1))
+    swapped = [*first[:a], *first[a + 1 : b + 1], first[a], *first[b + 1 :]]
+    with pytest.raises(ConfigError, match="different orders"):
+        check(replaced(schedule, 0, swapped))
+    with pytest.raises(ConfigError, match="without"):
+        check(replaced(schedule, 0, [each for each in first if each.kind != "receive_backward"]))
+    own = [Instruction("forward"), Instruction("backward"), Instruction("forward", 1), Instruction("backward", 1)]
+    waiting = scheduled(alike(1), [own, [own[2], own[0], own[3], own[1]]])
+    with pytest.raises(ConfigError, match="wait for each other"):
+        check(waiting)
+    with pytest.raises(ConfigError, match="room for 1"):
+        check(schedule, [1.0, 1.0])
+    with pytest.raises(ConfigError, match="room for a micro-batch"):
+        together(2, alike(2), (1.0, 0.5))
+    with pytest.raises(ConfigError, match="multiple of 2"):
+        interleaved(2, Work(micro_batches=(3,)), 2)
+    with pytest.raises(ConfigError, match="micro_batches"):
+        Work(micro_batches=())
