@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,30 +11,8 @@ from hybridflow.cluster.batch_ref import BatchRef, LaterBatch
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.store import Reader
-from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols import SKIP, Operation
 from hybridflow.topology import RankGrid
-
-
-def bound_settings(
-    signature: inspect.Signature, where: str, args: Sequence[Any], kwargs: Mapping[str, Any], defaults: bool = True
-) -> dict[str, Any]:
-    """The arguments of a method by name, including `**options`. Errors: ConfigError with the nearest name."""
-    known = [name for name in signature.parameters if name != "self"]
-    try:
-        bound = signature.bind(None, *args, **kwargs)
-    except TypeError as error:
-        unknown = next((name for name in kwargs if name not in known), None)
-        hint = f"no setting {unknown!r}.{nearest(unknown, known)}" if unknown else f"{error}."
-        raise ConfigError(f"{where}: {hint}") from None
-    if defaults:
-        bound.apply_defaults()
-    out = dict(list(bound.arguments.items())[1:])
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            out |= out.pop(name, {})
-    return out
-
 
 RankInput = dict[str, Any] | None
 """The settings of one rank in a call; None for a rank that is not called."""

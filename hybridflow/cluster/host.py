@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
+from hybridflow.cluster.bound_settings import own_settings
 from hybridflow.cluster.future import Failure, Status, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import DeviceUse, explain
@@ -127,7 +128,7 @@ class Host:
             worker = member.worker = object.__new__(ranks.worker_class)
             worker.context = context
             with self._liveness.during(f"{role}.__init__"):
-                worker.__init__(**ranks.settings)
+                worker.__init__(**own_settings(ranks.worker_class, ranks.settings))
         except Exception as error:
             member.failure = self._failure(member, "__init__", None, error)
         self._events.append(Event(seq, role, "__init__", rank, start, start, time.time()))

@@ -5,7 +5,6 @@ A placement gives a group sizes for its settings, and replicas for calls with ot
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridflow.cluster.backend import RankGroup
+from hybridflow.cluster.bound_settings import constructor_settings
 from hybridflow.cluster.group import CallSchedule, WorkerGroup
-from hybridflow.cluster.group_call import bound_settings
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import VLLM, TrainStrategy
 from hybridflow.engine3d.layout import Layout
@@ -27,7 +26,6 @@ from hybridflow.placement import CallPlacement, GroupPlacement, ranges
 from hybridflow.planner.cost.backends import Backend
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.protocols import Operation, OperationKind, kind_of, operations
-from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.moved_state import MovedState
 from hybridflow.workers.saved_state import SavedState
@@ -156,7 +154,7 @@ def place(
         raise PlacementError(f"{worker_class.__name__} is placed on a ResourcePool, got {type(pool).__name__}.")
     pool.check_open()
     session = pool.session
-    settings = _bound(worker_class, settings)
+    settings = constructor_settings(worker_class, settings)
     role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
     if role in session.groups:
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
@@ -218,22 +216,6 @@ def ranks_on(
     shared = [part for part in others if part.pool_name == pool.name and set(pool.members) & set(part.members)]
     ours.check_neighbours(settings, shared)
     return pool.ranks(name, worker_class, settings, grid, own_grid)
-
-
-def _bound(worker_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All constructor settings with their defaults; a constructor takes those that its `**settings` pass on, too."""
-    if worker_class.__init__ is object.__init__:
-        require(not settings, f"{worker_class.__name__} takes no settings, got {sorted(settings)}.")
-        return {}
-    known: dict[str, inspect.Parameter] = {}
-    for each in worker_class.__mro__[:-1]:
-        if "__init__" in vars(each):
-            known.pop(next((name for name, one in known.items() if one.kind is one.VAR_KEYWORD), ""), None)
-            known = {**inspect.signature(each.__init__).parameters, **known}
-            if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-                break
-    ordered = sorted(known.values(), key=lambda one: (one.kind, one.default is not one.empty))
-    return bound_settings(inspect.Signature(ordered), worker_class.__name__, (), settings)
 
 
 ReplicaPlacement = tuple[type, tuple[int, ...], Mapping[str, Any]]

@@ -253,12 +253,10 @@ def test_settings_that_do_not_exist(pool, bare):
         hf.ActorWorker.on(pool, model=bare, generate=hf.VLLM(max_tokens=1))  # pyright: ignore[reportCallIssue]
     with refused(pool, errors.ConfigError, "ActorWorker: no setting 'trian'", "Did you mean 'train'?"):
         hf.ActorWorker.on(pool, model=bare, trian=hf.Megatron())
-    with refused(pool, errors.ConfigError, "PassingOn: no setting 'trian'", "Did you mean 'train'?"):
-        PassingOn.on(pool, model=bare, pace=1.0, trian=hf.Megatron())
     with refused(pool, errors.ConfigError, "ActorWorker(generate=3): give hf.VLLM"):
         PassingOn.on(pool, model=bare, pace=1.0, generate=3)
-    with refused(pool, errors.ConfigError, "PassingOn: missing a required argument: 'model'"):
-        PassingOn.on(pool, pace=1.0)
+    with refused(pool, errors.ConfigError, "PassingOn: missing a required argument: 'pace'"):
+        PassingOn.on(pool, model=bare)
     with refused(pool, errors.ConfigError, "ActorWorker(train='megatron')", "such as hf.Megatron(tp=2)"):
         hf.ActorWorker.on(pool, model=bare, train="megatron")
     with refused(pool, errors.ConfigError, "CriticWorker(optim=0.1)", "hf.Adam(lr=...)"):
