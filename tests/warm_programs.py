@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 _LENGTH = 8
@@ -64,28 +65,36 @@ def _serve(address: str, ready: Any) -> None:
                     return
                 elif event is listener:
                     client, _ = listener.accept()
-                    pid = _start(client, [listener, *clients])
-                    clients[client] = pid
-                    programs[os.pidfd_open(pid)] = pid, client
+                    if (pid := _start(client, [listener, *clients])) is not None:
+                        clients[client] = pid
+                        programs[os.pidfd_open(pid)] = pid, client
                 elif isinstance(event, socket.socket):  # who asked for this program has ended
-                    os.kill(clients.pop(event), signal.SIGKILL)
+                    if (pid := clients.pop(event, None)) is not None:
+                        os.kill(pid, signal.SIGKILL)
                 elif isinstance(event, int):
                     pid, client = programs.pop(event)
                     os.close(event)
                     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     if clients.pop(client, None):
-                        client.sendall(str(status).encode())
+                        with suppress(OSError):  # it may have ended, too
+                            client.sendall(str(status).encode())
                     client.close()
     finally:
         for pid, _ in programs.values():
             os.kill(pid, signal.SIGKILL)
 
 
-def _start(client: socket.socket, others: Sequence[socket.socket]) -> int:
-    """Fork a process that runs what this client asks for. Returns its number."""
-    length, streams, _, _ = socket.recv_fds(client, _LENGTH, 3)
-    with client.makefile("rb") as file:
-        words, directory, environment = json.loads(file.read(int.from_bytes(length)))
+def _start(client: socket.socket, others: Sequence[socket.socket]) -> int | None:
+    """Fork a process that runs what this client asks for. Returns its number; None when the client has ended."""
+    client.settimeout(60.0)
+    try:
+        length, streams, _, _ = socket.recv_fds(client, _LENGTH, 3)
+        with client.makefile("rb") as file:
+            words, directory, environment = json.loads(file.read(int.from_bytes(length)))
+    except (OSError, ValueError):
+        client.close()
+        return None
+    client.settimeout(None)
     pid = os.fork()
     for number, stream in enumerate(streams):
         if not pid:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridflow.cluster.session import Session
 from hybridflow.config import Megatron
@@ -26,6 +26,7 @@ from hybridflow.planner.search.planning import Search, plan
 from hybridflow.tracing.trace import ModelSource, Trace, trace_driver
 from hybridflow.workers.worker import PRICED, can_replicate, chosen
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _PROMPT, _RESPONSE = 512, 512  # tokens, where the driver says nothing
 Given = Workload | Mapping[str, Any] | int | None
@@ -66,11 +67,16 @@ def plan_driver(
         how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": budget_s, "seed": seed}
         return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, search=search, **how), work)
 
+    return _fitting(found, workload, work, planned)
+
+
+def _fitting(found: Trace, given: Given, work: Workload, planned: Callable[[Workload], T]) -> T:
+    """`planned(work)`, with recomputation where that alone makes the models fit and the driver does not set it."""
     try:
         return planned(work)
     except PlacementError as error:
-        given = isinstance(workload, Workload) or (isinstance(workload, Mapping) and "recompute" in workload)
-        if work.recompute or given or not found.graph.trained:
+        said = isinstance(given, Workload) or (isinstance(given, Mapping) and "recompute" in given)
+        if work.recompute or said or not found.graph.trained:
             raise
         logger.info("%s Activations are computed again instead.", error)
     return planned(replace(work, recompute=True))
@@ -129,7 +135,10 @@ def workload_of(found: Trace, given: Given, cluster: ClusterSpec) -> Workload:
     return Workload(**figures)
 
 
-_OPTIONS = tuple(p.name for p in inspect.signature(plan_driver).parameters.values() if p.kind is p.KEYWORD_ONLY)
+_OPTIONS, _ELASTIC = (
+    tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    for function in (plan_driver, plan_elastic)
+)
 
 
 class AutoDriver:
@@ -150,16 +159,22 @@ class AutoDriver:
         changes = {name: named.pop(name) for name in list(named) if name in _OPTIONS}
         return plan_driver(functools.partial(self.driver, *arguments, **named), **(self.options | changes))
 
-    def plan_elastic(self, *arguments: Any, **options: Any) -> ElasticPlan:
-        """How to split the devices between rollouts and the actor, and whether an elastic iteration pays (see
-        `hf.Elastic`), for the loop of a call with these arguments; options are those of `hf.planner.plan_elastic`."""
-        given = self.options
-        found, spec = (
-            trace_driver(self.driver, *arguments, models=given.get("models")),
-            ClusterSpec.of(given["cluster"]),
+    def plan_elastic(self, *arguments: Any, **named: Any) -> ElasticPlan:
+        """How to split the devices between rollouts and the actor, and whether devices that move pay (`hf.Elastic`):
+        for the loop of a call with these arguments. Keyword arguments of `hf.planner.plan_elastic` are its options;
+        `cluster`, `workload` and `models` override the decorator's."""
+        options = {name: named.pop(name) for name in list(named) if name in _ELASTIC}
+        given = self.options | {name: named.pop(name) for name in list(named) if name in _OPTIONS}
+        options = {name: given[name] for name in ("coefficients", "profile") if name in given} | options
+        spec, workload = ClusterSpec.of(given["cluster"]), given["workload"]
+        driver = functools.partial(self.driver, *arguments, **named)
+        found = trace_driver(driver, models=given.get("models"))
+        return _fitting(
+            found,
+            workload,
+            workload_of(found, workload, spec),
+            lambda work: plan_elastic(found.graph, spec, work, **options),
         )
-        priced = {name: given[name] for name in ("coefficients", "profile") if name in given}
-        return plan_elastic(found.graph, spec, workload_of(found, given["workload"], spec), **(priced | options))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         driver = functools.partial(self.driver, *arguments, **named)

@@ -263,6 +263,30 @@ def test_auto_on_methods_and_with_named_arguments():
         hf.auto(budget=3)
 
 
+def test_auto_plans_elastic_iterations():
+    @hf.auto(cluster="a100:1x2", workload={"response": (300, 4000)})
+    def driver(*, rows: int) -> None:
+        pool = hf.ResourcePool([8])
+        actor = hf.ActorWorker.on(pool, model="llama3-7b", optim=hf.Adam(lr=1e-6), generate=hf.VLLM())
+        reward = hf.RewardWorker.on(pool, function=lambda completions: [1.0] * len(completions))
+        for batch in hf.PromptLoader([{"prompt": "one"}] * 64, batch_size=rows):
+            batch = actor.generate_sequences(batch, n=4)
+            batch |= actor.compute_log_prob(batch)
+            batch |= reward.compute_reward(batch)
+            batch |= hf.compute_advantage(batch, "grpo")
+            actor.update_actor(batch)
+
+    found = driver.plan_elastic(rows=16, cluster="a100:1x8", minibatches=2, policy="static")
+    assert (found.run.prompts, found.run.n, found.run.minibatches) == (16, 4, 2)
+    assert found.elastic == found.static
+    faster = driver.plan_elastic(rows=16, cluster="h100:1x8", minibatches=2, policy="static")
+    assert faster.static < found.static
+    long = driver.plan_elastic(rows=16, cluster="a100:1x8", policy="static", workload={"response": (8000, 30000)})
+    assert long.train.t == 4  # with activations that are computed again
+    with pytest.raises(PlacementError, match="more than the 2 devices"):
+        driver.plan_elastic(rows=16)
+
+
 def test_groups_that_generate_are_apart():
     """A host holds one vLLM engine."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
-from hybridflow.errors import PlacementError
+from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.placement import GIB
 from hybridflow.planner.cost.call_cost import cache_bytes, decoding_step, prefill_seconds
 from hybridflow.planner.cost.device_memory import weights
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
@@ -18,7 +20,7 @@ from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, powers
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.planner.elastic.bounds import best_static
-from hybridflow.planner.elastic.gain import gain
+from hybridflow.planner.elastic.gain import POLICIES
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds
 from hybridflow.planner.stream_simulation import TAIL, DecodingSpeed, ResponseLengths
@@ -62,21 +64,27 @@ def plan_elastic(
     generate: Parallel | None = None,
     train: Parallel | None = None,
     lengths: ResponseLengths | Sequence[int] | None = None,
-    policy: Policy | None = None,
+    policy: str | Policy = "gain",
     iterations: int = 4,
     coefficients: Coefficients = DEFAULT,
     profile: LayerProfile | None = None,
 ) -> ElasticPlan:
-    """The fastest static split of the cluster between the rollouts and the actor of a loop, and what `policy` (default:
-    `gain`) saves from there.
+    """The fastest static split of the cluster between the rollouts and the actor of a loop, and what `policy` (a name
+    or a function, as for `hf.Elastic`) saves from there.
 
-    All calls but generation run on the actor's devices, one after another for each of `minibatches`. `generate` and
-    `train` are the sizes of an instance (default: the fewest devices that hold it, tensor parallel). `lengths` default
-    to a lognormal distribution with the workload's mean and maximum; seconds are means of `iterations` simulated ones.
+    All calls but generation run on the actor's devices, one after another for each of `minibatches`; inference groups
+    on devices of their own are not considered. `generate` (without pipeline stages) and `train` are the sizes of an
+    instance, d = 1 (default: the fewest devices of a node that hold it, tensor parallel). `lengths` default to a
+    lognormal distribution with the workload's mean and maximum; seconds are means of `iterations` simulated ones.
 
-    Errors: PlacementError for a loop that does not generate in one call and train one of the models that generate, or
-    that the cluster is too small for.
+    Errors: PlacementError for a loop that does not generate in one call and train, or that the cluster is too small
+    for; ConfigError for other settings, and for a policy that raises or answers what is not possible.
     """
+    named = POLICIES.get(policy) if isinstance(policy, str) else policy
+    if not callable(named):
+        raise ConfigError(f"plan_elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.")
+    for name, value in (("minibatches", minibatches), ("iterations", iterations)):
+        require(type(value) is int and value > 0, f"plan_elastic({name}={value!r}): give a whole number above 0.")
     generation = [call for call in graph.calls if call.kind == "generation"]
     trained = [call for call in graph.calls if call.kind == "training"]
     if len(generation) != 1 or not trained:
@@ -92,8 +100,7 @@ def plan_elastic(
     once = replace(graph, calls=tuple(replace(call, minibatches=1) for call in graph.calls))
     one = Simulator(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
     others = [call for call in graph.calls if call.kind != "generation"]
-    generate = generate or _least(one, generation)
-    train = train or _least(one, others)
+    generate, train = _sizes(one, "generate", generation, generate), _sizes(one, "train", others, train)
     devices = cluster.size
     if devices < generate.size + train.size:
         raise PlacementError(
@@ -103,30 +110,45 @@ def plan_elastic(
     speeds, sync = _speeds(one, generation[0], others, generate, train)
     run = ElasticRun(
         devices=devices, rollout=1, actor=1, prompts=rows // n, n=n, minibatches=minibatches, speeds=speeds,
-        lengths=lengths or _distribution(workload.response), tp=generate.size, mp=train.size,
+        lengths=_distribution(workload.response) if lengths is None else lengths, tp=generate.size, mp=train.size,
         prompt_tokens=round(workload.prompt.mean), sync_seconds=sync, iterations=iterations,
     )  # fmt: skip
     run, static = best_static(run, _splits(devices, generate.size, train.size))
-    return ElasticPlan(run, generate, train, static, simulate_elastic(run, policy or gain()).mean)
+    found = simulate_elastic(run, named)
+    require(found.refused is None, f"plan_elastic(policy={policy!r}): it was refused. {found.refused}")
+    return ElasticPlan(run, generate, train, static, found.mean)
 
 
-def _least(simulator: Simulator, calls: Sequence[Call]) -> Parallel:
-    """The fewest devices, tensor parallel, on which all calls fit beside what their groups keep."""
+def _sizes(simulator: Simulator, name: str, calls: Sequence[Call], given: Parallel | None) -> Parallel:
+    """The given sizes, or the fewest devices of a node, tensor parallel: those on which all calls fit beside what their
+    groups keep."""
     node = min(node.count for node in simulator.cluster.nodes)
     room = min(node.device.memory for node in simulator.cluster.nodes) * simulator.coefficients.usable_memory
-    for size in powers(node):
-        plan = CallPlan(Mesh.of(0, size), Parallel(t=size))
-        models = [simulator.graph.models[call.group] for call in calls]
-        if any(model is not None and not model.divides(size) for model in models):
+    models = {call.group: simulator.graph.models[call.group] for call in calls}
+    groups = ", ".join(group for group, model in models.items() if model is not None)
+    stages = given is not None and name == "generate" and given.p > 1
+    good = given is None or (given.d == 1 and not stages)
+    require(good, f"plan_elastic({name}={given}): give the sizes of one instance, d=1{', p=1' * (name == 'generate')}.")
+    needed = math.inf
+    for size in powers(node) if given is None else [given.size]:
+        sizes = given or Parallel(t=size)
+        if any(model is not None and not model.divides(sizes.t) for model in models.values()):
             continue
-        kept = sum(simulator.static(group, plan) for group in {call.group for call in calls})
-        if calls[0].kind == "generation":  # a group of its own, without gradients
-            setting = simulator.setting(calls[0].group, plan, "generation")
-            kept = 0.0 if setting is None else weights(setting)
-        if kept + max(simulator.active(call.name, plan) for call in calls) <= room:
-            return plan.parallel
-    names = ", ".join(dict.fromkeys(call.group for call in calls))
-    raise PlacementError(f"no node of the cluster holds {names}: give plan_elastic the sizes of an instance.")
+        needed = _bytes(simulator, calls, CallPlan(Mesh.of(0, size), sizes))
+        if needed <= room:
+            return sizes
+    raise PlacementError(
+        f"{groups} with {'up to ' * (given is None)}{given.size if given else node} devices per instance need "
+        f"{needed / GIB:.0f} GiB on each, {room / GIB:.0f} GiB are usable. Give more devices, or recompute=True."
+    )
+
+
+def _bytes(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> float:
+    kept = sum(simulator.static(group, plan) for group in {call.group for call in calls})
+    if calls[0].kind == "generation":  # a group of its own, without gradients
+        setting = simulator.setting(calls[0].group, plan, "generation")
+        kept = 0.0 if setting is None else weights(setting)
+    return kept + max(simulator.active(call.name, plan) for call in calls)
 
 
 def _speeds(
@@ -193,10 +215,15 @@ def _splits(devices: int, tp: int, mp: int) -> list[tuple[int, int]]:
 
 
 def _distribution(response: Lengths) -> ResponseLengths:
-    """Lognormal with this maximum, one in a thousand, and this mean."""
+    """Lognormal with this maximum, which one in a thousand reaches, and this mean or the least that there is."""
     low, high = 1.0, response.max
     for _ in range(60):
         ratio = math.sqrt(low * high)
-        mean = response.max / ratio * math.exp((math.log(ratio) / TAIL) ** 2 / 2)
-        low, high = (ratio, high) if mean > response.mean else (low, ratio)
+        low, high = (ratio, high) if response.max / ratio * _mean(ratio) > response.mean else (low, ratio)
     return ResponseLengths(median=response.max / low, ratio=low)
+
+
+def _mean(ratio: float) -> float:
+    """Of a lognormal variable of median 1 that is cut at `ratio`, which one in a thousand exceeds."""
+    sigma, normal = math.log(ratio) / TAIL, NormalDist()
+    return math.exp(sigma * sigma / 2) * normal.cdf(TAIL - sigma) + ratio * (1 - normal.cdf(TAIL))

@@ -44,9 +44,10 @@ class ElasticRun:
     seed: Count = 0
 
     def __post_init__(self) -> None:
+        given = self.lengths if not isinstance(self.lengths, ResponseLengths) else [1]
         require(
-            isinstance(self.lengths, ResponseLengths) or len(self.lengths) > 0,
-            "ElasticRun(lengths=[]): give numbers of tokens, or ResponseLengths.",
+            len(given) > 0 and all(type(tokens) is int and tokens > 0 for tokens in given),
+            f"ElasticRun(lengths={str(self.lengths)[:80]}): give numbers of tokens above 0, or ResponseLengths.",
         )
 
 
