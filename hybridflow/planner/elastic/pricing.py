@@ -85,13 +85,7 @@ def plan_elastic(
         raise ConfigError(f"plan_elastic(policy={policy!r}): known are {', '.join(POLICIES)}, or a function.")
     for name, value in (("minibatches", minibatches), ("iterations", iterations)):
         require(type(value) is int and value > 0, f"plan_elastic({name}={value!r}): give a whole number above 0.")
-    generation = [call for call in graph.calls if call.kind == "generation"]
-    trained = [call for call in graph.calls if call.kind == "training"]
-    if len(generation) != 1 or not trained:
-        raise PlacementError(
-            f"an elastic loop generates in one call and trains; this one has {len(generation)} calls that generate "
-            f"and {len(trained)} that train."
-        )
+    generation, others = _calls(graph)
     rows, n = workload.rows, workload.responses_per_prompt
     require(
         rows // n % minibatches == 0,
@@ -99,15 +93,14 @@ def plan_elastic(
     )
     once = replace(graph, calls=tuple(replace(call, minibatches=1) for call in graph.calls))
     one = Simulator(cluster, once, replace(workload, rows=rows // minibatches, minibatches=1), coefficients, profile)
-    others = [call for call in graph.calls if call.kind != "generation"]
-    generate, train = _sizes(one, "generate", generation, generate), _sizes(one, "train", others, train)
+    generate, train = _sizes(one, "generate", [generation], generate), _sizes(one, "train", others, train)
     devices = cluster.size
     if devices < generate.size + train.size:
         raise PlacementError(
             f"an actor on {train.size} devices and a rollout on {generate.size} need more than the {devices} devices "
             f"of the cluster."
         )
-    speeds, sync = _speeds(one, generation[0], others, generate, train)
+    speeds, sync = _speeds(one, generation, others, generate, train)
     run = ElasticRun(
         devices=devices, rollout=1, actor=1, prompts=rows // n, n=n, minibatches=minibatches, speeds=speeds,
         lengths=_distribution(workload.response) if lengths is None else lengths, tp=generate.size, mp=train.size,
@@ -117,6 +110,18 @@ def plan_elastic(
     found = simulate_elastic(run, named)
     require(found.refused is None, f"plan_elastic(policy={policy!r}): it was refused. {found.refused}")
     return ElasticPlan(run, generate, train, static, found.mean)
+
+
+def _calls(graph: Graph) -> tuple[Call, list[Call]]:
+    """The call that generates, and all others."""
+    generation = [call for call in graph.calls if call.kind == "generation"]
+    trained = [call for call in graph.calls if call.kind == "training"]
+    if len(generation) != 1 or not trained:
+        raise PlacementError(
+            f"an elastic loop generates in one call and trains; this one has {len(generation)} calls that generate "
+            f"and {len(trained)} that train."
+        )
+    return generation[0], [call for call in graph.calls if call.kind != "generation"]
 
 
 def _sizes(simulator: Simulator, name: str, calls: Sequence[Call], given: Parallel | None) -> Parallel:
