@@ -66,9 +66,12 @@ class Gain:
             (staying if stays else going).append(first)
         tried = [*going[:TRIED], *staying[:TRIED]]
         seconds = [float(value) for value in forecast.seconds(tried, further=True)]
-        best = min(range(len(tried)), key=lambda i: seconds[i])
+        best = min(range(len(going[:TRIED])), key=lambda i: seconds[i])
         stay = min(seconds[len(going[:TRIED]) :], default=math.inf)
-        if stay <= seconds[best] + self.margin * (state.seconds + seconds[best]):
+        # With a mini-batch for lent devices, waiting has to save the margin
+        late = not now.actor and state.ready >= state.minibatch_groups
+        margin = self.margin * (state.seconds + seconds[best]) * (-1 if late else 1)
+        if stay <= seconds[best] + margin:
             return []
         first = tried[best]
         return moves(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))
