@@ -23,7 +23,8 @@ TRIED = 16  # first moves, and ways to stay, for which further moves are conside
 
 @settings
 class Gain:
-    """Our policy. `margin`: the share of the forecast seconds that a move must save. `history`: whether earlier
+    """Our policy. `margin`: the share of the forecast seconds that a move must save, and that waiting must save where
+    lent devices have a mini-batch to train. `history`: whether earlier
     iterations decide, too. Without any lengths seen it keeps the static placement."""
 
     margin: NonNegative = 0.005
@@ -68,7 +69,6 @@ class Gain:
         seconds = [float(value) for value in forecast.seconds(tried, further=True)]
         best = min(range(len(going[:TRIED])), key=lambda i: seconds[i])
         stay = min(seconds[len(going[:TRIED]) :], default=math.inf)
-        # With a mini-batch for lent devices, waiting has to save the margin
         late = not now.actor and state.ready >= state.minibatch_groups
         margin = self.margin * (state.seconds + seconds[best]) * (-1 if late else 1)
         if stay <= seconds[best] + margin:
