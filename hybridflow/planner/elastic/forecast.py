@@ -21,10 +21,10 @@ from hybridflow.planner.elastic.state import State
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
-_GOLDEN = (5**0.5 - 1) / 2
 _POINTS = 768  # of the curve of rows alive
 _BOUNDARIES = 4  # the next ones, at which the further move may be
-_SCENARIOS = 4
+_SCENARIOS = 8
+_DRAWN = 8192  # rows of all scenarios
 
 
 class DeviceSplit(NamedTuple):
@@ -49,14 +49,17 @@ class SeenLengths:
         self.values = np.asarray(lengths, dtype=np.float64)
         self.means = np.cumsum(self.values) / np.arange(1, len(lengths) + 1)
 
-    def remaining(self, tokens: Floats, scenario: float) -> Floats:
-        """Drawn for rows that have `tokens`: quantiles of the longer lengths, spread evenly over the rows. A row
-        longer than all lengths seen is taken to be half through its last third."""
+    def remaining(self, tokens: Floats, scenario: int) -> Floats:
+        """Drawn for rows that have `tokens`, each by itself, so that the longest one differs between scenarios as it
+        does between iterations: evenly between `tokens` and the longer lengths, in their order. A row longer than all
+        lengths seen is taken to be half through its last third."""
         first = np.searchsorted(self.values, tokens, side="right")
-        longer = len(self.values) - first
-        shares = (np.arange(1, len(tokens) + 1) * _GOLDEN + scenario) % 1.0
-        drawn = self.values[np.minimum(first + (shares * longer).astype(np.int64), len(self.values) - 1)]
-        return np.maximum(1.0, np.where(longer > 0, drawn - tokens, tokens / 5))
+        shares = np.random.default_rng(scenario).random(len(tokens))
+        at = first + shares * (len(self.values) - first)
+        below = np.minimum(at.astype(np.int64), len(self.values) - 1)
+        low = np.where(below > first, self.values[np.maximum(below - 1, 0)], tokens)
+        drawn = low + (at - below) * (self.values[below] - low)
+        return np.maximum(1.0, np.where(first < len(self.values), drawn - tokens, tokens / 5))
 
     def mean_until(self, tokens: float) -> float:
         """Of the lengths of at most `tokens`; the shortest one if all are longer."""
@@ -176,8 +179,8 @@ class Forecast:
     def drawn(cls, state: State, splits: Sequence[DeviceSplit], lengths: SeenLengths) -> Forecast:
         """With the rows' lengths drawn from those seen."""
         rows = RunningRows.of(state)
-        count = int(np.clip(4096 // max(1, len(rows.tokens)), 1, _SCENARIOS))
-        draws = [lengths.remaining(rows.tokens, number / count) for number in range(count)]
+        count = int(np.clip(_DRAWN // max(1, len(rows.tokens)), 2, _SCENARIOS))
+        draws = [lengths.remaining(rows.tokens, number) for number in range(count)]
         tokens = float(rows.tokens.mean()) if len(rows.tokens) else math.inf
         return cls(state, splits, rows, draws, lengths.mean_until(tokens) if state.finished else 0.0)
 

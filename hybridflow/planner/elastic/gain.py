@@ -23,7 +23,8 @@ TRIED = 16  # first moves, and ways to stay, for which further moves are conside
 
 @settings
 class Gain:
-    """Our policy. `margin`: the share of the forecast seconds that a move must save. `history`: whether earlier
+    """Our policy. `margin`: the share of the forecast seconds that a move must save, and that waiting must save where
+    lent devices have a mini-batch to train. `history`: whether earlier
     iterations decide, too. Without any lengths seen it keeps the static placement."""
 
     margin: NonNegative = 0.005
@@ -66,9 +67,11 @@ class Gain:
             (staying if stays else going).append(first)
         tried = [*going[:TRIED], *staying[:TRIED]]
         seconds = [float(value) for value in forecast.seconds(tried, further=True)]
-        best = min(range(len(tried)), key=lambda i: seconds[i])
+        best = min(range(len(going[:TRIED])), key=lambda i: seconds[i])
         stay = min(seconds[len(going[:TRIED]) :], default=math.inf)
-        if stay <= seconds[best] + self.margin * (state.seconds + seconds[best]):
+        late = not now.actor and state.ready >= state.minibatch_groups
+        margin = self.margin * (state.seconds + seconds[best]) * (-1 if late else 1)
+        if stay <= seconds[best] + margin:
             return []
         first = tried[best]
         return moves(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))

@@ -267,7 +267,7 @@ def test_gain_moves_where_it_pays_and_the_bounds_hold():
     search = Search(width=3, splits=4)
     known = [search.seconds(start, lengths) for lengths in drawn]
     assert all(lower_bound(start, lengths) <= found for lengths, found in zip(drawn, known, strict=True))
-    assert sum(ours.seconds) <= 1.2 * sum(known)
+    assert all(mine <= 1.1 * found for mine, found in zip(ours.seconds, known, strict=True))
 
 
 def test_without_lengths_seen_gain_stays():
