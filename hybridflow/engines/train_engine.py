@@ -181,7 +181,8 @@ class TrainEngine:
         self._gradients = "own"
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             self._reduce()  # while another model computes
-            turn.settle()
+            if (error := turn.settle()) is not None:
+                self._check.failed(error)
         try:
             self._check.agree()
         except Exception:

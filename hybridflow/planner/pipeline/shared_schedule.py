@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, scheduled
-from hybridflow.planner.pipeline.schedule_simulation import check, simulate
+from hybridflow.planner.pipeline.schedule_simulation import WINDOW, check, simulate
 from hybridflow.settings import require
 
 Order = tuple[int, ...]
@@ -40,9 +40,13 @@ def shortest(stages: int, works: Sequence[Work]) -> float:
 
 
 def memory_limits(stages: int, works: Sequence[Work]) -> tuple[float, ...]:
-    """Live activations of each stage: P - s micro-batches of the model with the larger ones, as in serial 1F1B."""
+    """Live activations of each stage: P - s micro-batches of the model with the larger ones, as in serial 1F1B, and no
+    more than both models hold when their mini-batches have fewer."""
     largest = max(work.activations for work in works)
-    return tuple((stages - stage) * largest for stage in range(stages))
+    return tuple(
+        min(most * largest, sum(min(max(work.micro_batches), most) * work.activations for work in works))
+        for most in range(stages, 0, -1)
+    )
 
 
 @lru_cache(maxsize=16)
@@ -102,7 +106,8 @@ def _exchanged(order: Order, chance: random.Random) -> Order:
 
 def in_order(stages: int, works: Sequence[Work], order: Order, limits: Sequence[float]) -> Schedule:
     """Each stage runs forwards in this order and backwards in the same: a backward as soon as its gradient is there,
-    else the next forward that `limits` has room for. A mini-batch begins when the step before it has been made.
+    else the next forward that `limits` has room for, unless its message would have to wait (`WINDOW`). A mini-batch
+    begins when the step before it has been made.
 
     It always ends: the first unfinished micro-batch of the order never waits for a later one.
     """
@@ -129,7 +134,13 @@ class _InOrder:
         self.stages, self.works, self.all, self.limits = stages, works, micro_batches, limits
         self.computed: list[list[Instruction]] = [[] for _ in range(stages)]
         self._clock, self._live = [0.0] * stages, [0.0] * stages
-        self._turn = [[0, 0] for _ in range(stages)]  # how many forwards and backwards have begun
+        self._begun: list[tuple[list[float], list[float]]] = [([], []) for _ in range(stages)]  # forwards, backwards
+        own = [[turn for turn, each in enumerate(micro_batches) if each.model == m] for m in range(len(works))]
+        # the turn whose message must be awaited already when this one's is sent
+        self._before: list[int | None] = [None] * len(micro_batches)
+        for turns in own:
+            for before, turn in zip(turns, turns[WINDOW:], strict=False):
+                self._before[turn] = before
         self._arrival: list[list[list[float | None]]] = [
             [[0.0 if stage == 0 else None] * len(micro_batches), [None] * len(micro_batches)] for stage in range(stages)
         ]
@@ -150,29 +161,33 @@ class _InOrder:
         return None if found is None else (found[2], -found[1], found[0])
 
     def _start(self, stage: int, backward: int) -> float | None:
-        turn = self._turn[stage][backward]
+        turn = len(self._begun[stage][backward])
         if turn == len(self.all) or (arrival := self._arrival[stage][backward][turn]) is None:
             return None
-        start = max(self._clock[stage], arrival)
+        start, peer, before = max(self._clock[stage], arrival), stage + (-1 if backward else 1), self._before[turn]
+        if 0 <= peer < self.stages and before is not None:
+            if before >= len(awaited := self._begun[peer][backward]):
+                return None
+            start = max(start, awaited[before])
         if backward:
             return start
         each = self.all[turn]
         if self._live[stage] + self.works[each.model].activations > self.limits[stage] * (1 + 1e-9):
             return None
-        before = self._steps.get((each.model, each.step - 1))
-        return None if before is None else max(start, before)
+        made = self._steps.get((each.model, each.step - 1))
+        return None if made is None else max(start, made)
 
     def run(self, stage: int, backward: int, start: float) -> None:
-        turn = self._turn[stage][backward]
+        turn = len(self._begun[stage][backward])
         each = self.all[turn].of("backward" if backward else "forward")
         work = self.works[each.model]
         end = start + (work.backward if backward else work.forward)
-        self._turn[stage][backward] += 1
+        self._begun[stage][backward].append(start)
         self._clock[stage] = end
         self._live[stage] += -work.activations if backward else work.activations
         self.computed[stage].append(each)
         last = stage == self.stages - 1
-        self._changed |= {stage, max(0, stage - 1) if backward else min(stage + 1, self.stages - 1)}
+        self._changed |= {max(0, stage - 1), stage, min(stage + 1, self.stages - 1)}
         if not backward:
             self._arrival[stage if last else stage + 1][int(last)][turn] = end
             return
