@@ -73,6 +73,7 @@ class TrainEngine:
         self.context, self.strategy, self.spec, self.grid = context, strategy, spec, context.grid
         self.device = context.device
         self._replicas, self._check = Replicas(context), StepCheck(context)
+        self._announced: dict[int, tuple[Batch, list[MicroBatch]]] = {}
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": not yet added up over ranks
         try:
             model: ShardedModel = build(context, strategy, spec, optimizer)
@@ -159,7 +160,8 @@ class TrainEngine:
         optimizer, last_stage = self._training(), self._model.loop.last_stage
         self._require("parameters", "gradients")
         self._tokens.check(batch, outputs, temperature)
-        micro_batches = self._tokens.micro_batches(batch)
+        announced = self._announced.get(id(batch))
+        micro_batches = self._tokens.micro_batches(batch) if announced is None else announced[1]
         self._check.begin(batch, loss)
         totals = self._replicas.totals(batch) if last_stage else None
         metrics: list[dict[str, Tensor]] = []
@@ -203,12 +205,14 @@ class TrainEngine:
         try:
             yield
         finally:
-            self._model.loop.turn, self._check.others = None, []
+            self._model.loop.turn, self._check.others, self._announced = None, [], {}
 
     def announce(self, minibatches: Sequence[Batch]) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
-            micro_batches = list(map(self._tokens.micro_batches, minibatches))
+            once = {id(batch): batch for batch in minibatches}  # epochs repeat them
+            self._announced = {key: (batch, self._tokens.micro_batches(batch)) for key, batch in once.items()}
+            micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
 

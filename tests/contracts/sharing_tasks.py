@@ -80,7 +80,7 @@ def both(
         if way == "serial":
             found = [call() for call in calls]
         else:
-            shared = SharedStages(list(engines.values()))
+            shared = SharedStages(list(engines.values()), engine.context)
             found = shared.run(calls)
             assert shared.schedule is not None
             at = engine.context.coords.p

@@ -15,13 +15,15 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, scheduled
-from hybridflow.planner.pipeline.schedule_simulation import WINDOW, check, simulate
+from hybridflow.planner.pipeline.schedule_simulation import WINDOW, check
 from hybridflow.settings import require
 
 Order = tuple[int, ...]
 """The model of each micro-batch, in the order of both forwards and backwards; each model's own stay in order."""
 EVALUATIONS, OPERATIONS = 200, 10_000
-"""Limits of a search: simulated orders, and forwards and backwards of all of them."""
+"""Limits of a search: orders that it tries, and forwards and backwards of all of them."""
+AT_ONCE = 1_000
+"""Forwards and backwards of all orders that an update tries: devices wait for it."""
 
 
 def serial_makespan(stages: int, works: Sequence[Work]) -> float:
@@ -50,34 +52,36 @@ def memory_limits(stages: int, works: Sequence[Work]) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=16)
-def together(stages: int, works: tuple[Work, ...], limits: tuple[float, ...] | None = None) -> Schedule:
+def together(
+    stages: int, works: tuple[Work, ...], limits: tuple[float, ...] | None = None, at_once: bool = False
+) -> Schedule:
     """The schedule of all works on these stages with the shortest makespan that a small search finds.
 
     Live activations stay within `limits` on every stage (default: `memory_limits`). The search tries orders of the
-    models' micro-batches, and is the same on every rank. Errors: ConfigError for a limit below one micro-batch.
+    models' micro-batches, `at_once` only the first few, and is the same on every rank. Errors: ConfigError for a limit
+    below one micro-batch.
     """
     limits = memory_limits(stages, works) if limits is None else limits
     largest = max(work.activations for work in works)
     good = len(limits) == stages and min(limits) >= largest
     require(good, f"together(limits={limits}): give each of {stages} stages room for a micro-batch of {largest:g}.")
-    bound, tries = shortest(stages, works) * (1 + 1e-9), _evaluations(stages, works)
+    size = 2 * stages * sum(work.total for work in works)
+    tries = min(3, AT_ONCE // size) if at_once else min(EVALUATIONS, 3 + OPERATIONS // size)
 
-    def tried(order: Order) -> tuple[float, Order, Schedule]:
-        found = in_order(stages, works, order, limits)
-        return simulate(found).makespan, order, found
+    def tried(order: Order) -> tuple[float, Order, _InOrder]:
+        found = _run(stages, works, order, limits)
+        return found.makespan, order, found
 
-    best, chance = tried(next(orders := _orders(works))), random.Random(0)
+    bound, chance = shortest(stages, works) * (1 + 1e-9), random.Random(0)
+    best = tried(next(orders := _orders(works)))
     for _ in range(tries):
         if best[0] <= bound or len(works) == 1:
             break
         found = tried(next(orders, None) or _exchanged(best[1], chance))
         best = found if found[0] <= best[0] else best
-    check(best[2], limits)
-    return best[2]
-
-
-def _evaluations(stages: int, works: Sequence[Work]) -> int:
-    return min(EVALUATIONS, 3 + OPERATIONS // (2 * stages * sum(work.total for work in works)))
+    found = scheduled(works, best[2].computed)
+    check(found, limits)
+    return found
 
 
 def _orders(works: Sequence[Work]) -> Iterator[Order]:
@@ -111,10 +115,14 @@ def in_order(stages: int, works: Sequence[Work], order: Order, limits: Sequence[
 
     It always ends: the first unfinished micro-batch of the order never waits for a later one.
     """
+    return scheduled(works, _run(stages, works, order, limits).computed)
+
+
+def _run(stages: int, works: Sequence[Work], order: Order, limits: Sequence[float]) -> _InOrder:
     state = _InOrder(stages, works, _micro_batches(works, order), limits)
     while (found := state.next()) is not None:
         state.run(*found)
-    return scheduled(works, state.computed)
+    return state
 
 
 def _micro_batches(works: Sequence[Work], order: Order) -> list[Instruction]:
@@ -150,6 +158,10 @@ class _InOrder:
         self._steps = {(m, -1): 0.0 for m in range(len(works))}
         self._starts: list[tuple[float, int] | None] = [None] * stages  # of the next computation, and minus its kind
         self._changed = set(range(stages))
+
+    @property
+    def makespan(self) -> float:
+        return max(*self._clock, *self._steps.values())
 
     def next(self) -> tuple[int, int, float] | None:
         """The stage that begins first, whether it runs a backward (1) or a forward (0), and when; None at the end."""
