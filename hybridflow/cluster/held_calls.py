@@ -22,7 +22,7 @@ from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.protocols import Operation, kind_of
 
 logger = logging.getLogger(__name__)
-HELD_SECONDS = 0.2  # a driver that binds the arguments of the next update takes milliseconds
+HELD_SECONDS = 0.5  # the arguments of the next update are bound in milliseconds, on a busy machine in more
 
 
 def partners(group: Any, operation: Operation) -> frozenset[str]:

@@ -160,8 +160,7 @@ class TrainEngine:
         optimizer, last_stage = self._training(), self._model.loop.last_stage
         self._require("parameters", "gradients")
         self._tokens.check(batch, outputs, temperature)
-        announced = self._announced.get(id(batch))
-        micro_batches = self._tokens.micro_batches(batch) if announced is None else announced[1]
+        _, micro_batches = self._announced.get(id(batch)) or (batch, self._tokens.micro_batches(batch))
         self._check.begin(batch, loss)
         totals = self._replicas.totals(batch) if last_stage else None
         metrics: list[dict[str, Tensor]] = []
@@ -210,8 +209,9 @@ class TrainEngine:
     def announce(self, minibatches: Sequence[Batch]) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
-            once = {id(batch): batch for batch in minibatches}  # epochs repeat them
-            self._announced = {key: (batch, self._tokens.micro_batches(batch)) for key, batch in once.items()}
+            for batch in minibatches:  # epochs repeat them
+                if id(batch) not in self._announced:
+                    self._announced[id(batch)] = batch, self._tokens.micro_batches(batch)
             micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))

@@ -85,7 +85,8 @@ def together(
 
 
 def _orders(works: Sequence[Work]) -> Iterator[Order]:
-    """Orders to begin with: mini-batches in rounds, or micro-batches mixed evenly; either model first."""
+    """Orders to begin with: mini-batches in rounds, micro-batches mixed evenly, or one model after the other; either
+    model first."""
     for models in (range(len(works)), reversed(range(len(works)))):
         first = list(models)
         rounds = max(len(work.micro_batches) for work in works)
@@ -95,6 +96,8 @@ def _orders(works: Sequence[Work]) -> Iterator[Order]:
         yield tuple(model for each in counts for model, count in each for _ in range(count))
         places = [((i + 0.5) / works[m].total, first.index(m), m) for m in first for i in range(works[m].total)]
         yield tuple(model for *_, model in sorted(places))
+        if rounds > 1:
+            yield tuple(m for m in first for _ in range(works[m].total))
 
 
 def _exchanged(order: Order, chance: random.Random) -> Order:
