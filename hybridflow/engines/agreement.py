@@ -170,9 +170,9 @@ class StepCheck:
             self._errors.append(error)
             return None
 
-    def failed(self, error: BaseException) -> None:
-        """Have `agree` raise this error on all ranks."""
-        self._errors.append(error)
+    def failed(self, error: BaseException | None) -> None:
+        """Have `agree` raise this error, if any, on all ranks."""
+        self._errors += [] if error is None else [error]
 
     def agree(self) -> None:
         """Share the findings of all ranks. Errors: as `agreement.agree`, when the loss raised on a rank."""

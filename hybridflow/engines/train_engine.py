@@ -182,8 +182,7 @@ class TrainEngine:
         self._gradients = "own"
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             self._reduce()  # while another model computes
-            if (error := turn.settle()) is not None:
-                self._check.failed(error)
+            self._check.failed(turn.settle())
         try:
             self._check.agree()
         except Exception:
@@ -191,11 +190,6 @@ class TrainEngine:
             self._gradients = "zero"
             raise
         return self._replicas.summed(metrics) if last_stage else {}
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages whose order `in_turns` can give; 1: it cannot."""
-        return getattr(self._model.loop, "stages", 1)
 
     @contextmanager
     def in_turns(self, turn: PipelineTurn, others: Sequence[TrainEngine]) -> Iterator[None]:
@@ -209,9 +203,8 @@ class TrainEngine:
     def announce(self, minibatches: Sequence[Batch]) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
-            for batch in minibatches:  # epochs repeat them
-                if id(batch) not in self._announced:
-                    self._announced[id(batch)] = batch, self._tokens.micro_batches(batch)
+            once = {id(batch): batch for batch in minibatches}  # epochs repeat them
+            self._announced = {key: (batch, self._tokens.micro_batches(batch)) for key, batch in once.items()}
             micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
