@@ -23,6 +23,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import BatchError, ConfigError, HybridFlowError, LayoutError, PlacementError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
+from hybridflow.protocols import kind_of
 from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.worker import Worker, ranks_on
@@ -142,10 +143,17 @@ def together(*updates: Future) -> tuple[Future, ...]:
     session = Session.current()
     good = len(updates) == 2 and all(isinstance(update, Future) and update.outputs for update in updates)
     require(good, "together(...) takes two updates, such as actor.update_actor(...) and critic.update_critic(...).")
-    if session.traces or session.iterations.held.together([update.outputs[0].call for update in updates]):
+    if session.traces:
         return updates
-    ranks = [session.groups[update.outputs[0].origin.role].ranks for update in updates]
-    logger.warning("Two updates run one after the other: %s.", why_apart(*ranks))
+    origins = [update.outputs[0].origin for update in updates]
+    for origin in origins:
+        require(origin.role in session.groups, f"together(...): {origin.role} is closed. Give updates of open groups.")
+        operation = session.groups[origin.role].operations.get(origin.method)
+        trains = operation is not None and kind_of(operation) == "training"
+        require(trains, f"together(...) takes two updates; {origin.role}.{origin.method} is not one.")
+    if not session.iterations.held.together([update.outputs[0].call for update in updates]):
+        ranks = [session.groups[origin.role].ranks for origin in origins]
+        logger.warning("Two updates run one after the other: %s.", why_apart(*ranks))
     return updates
 
 

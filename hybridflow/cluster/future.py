@@ -186,7 +186,7 @@ def fetch(
     if not refs:
         return []
     if not ray.is_initialized():
-        raise _gone(outputs)
+        raise results_gone(outputs)
     calls = list({id(output.call): output.call for output in outputs if output.call is not None}.values())
     if timeout is None:
         timeout = max((call.timeout for call in calls), default=_TIMEOUT)
@@ -200,7 +200,7 @@ def fetch(
     except ValueError as error:
         if "owner is unknown" not in str(error):  # Ray's words for a reference of another session
             raise
-        raise _gone(outputs) from None
+        raise results_gone(outputs) from None
     if values is None:
         raise late(timeout, writers)
     if calls:
@@ -299,7 +299,7 @@ def host_lost(origin: CallOrigin, lost: LostHost) -> WorkerError:
     return worker_error(f"{origin} was lost: {lost}", origin, cause=HostLostError(str(lost)))
 
 
-def _gone(outputs: Sequence[RankOutput]) -> WorkerError:
+def results_gone(outputs: Sequence[RankOutput]) -> WorkerError:
     names = sorted({str(output.origin) for output in outputs})
     writers = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return WorkerError(f"{writers} ran in a session that is closed: its results are gone.")

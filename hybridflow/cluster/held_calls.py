@@ -5,24 +5,30 @@
     hf.together(...)             both are sent as one call of each host
     anything else                they are sent one after the other, before it
 
-Only an update whose stages another group trains on is held, and only until the driver does anything else with the
-session: issues another call, moves weights, or reads a result.
+Only an update whose stages another group trains on is held, for `HELD_SECONDS` at most, and only until the driver does
+anything else with the session: issues another call, moves weights, or reads a result.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.cluster.backend import RankCall, RankGroup
+from hybridflow.cluster.future import results_gone
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.protocols import Operation, kind_of
+
+logger = logging.getLogger(__name__)
+HELD_SECONDS = 0.5  # the arguments of the next update are bound in milliseconds, on a busy machine in more
 
 
 def partners(group: Any, operation: Operation) -> frozenset[str]:
     """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with."""
-    if kind_of(operation) != "training" or group.session.traces or not _pipelined(group.ranks):
+    plain = kind_of(operation) == "training" and not operation.writes and not operation.blocking
+    if not plain or group.session.traces or not _pipelined(group.ranks):
         return frozenset()
     return frozenset(
         other.ranks.key
@@ -54,11 +60,11 @@ def why_apart(one: RankGroup, other: RankGroup) -> str:
             return f"{ranks.name} at {ranks} has no pipeline: give train=hf.Megatron(pp=2) or more stages"
     if not alike(one, other):
         return f"{one.name} is at {one} and {other.name} at {other}: give both the same sizes"
-    return "another call, or a result that was read, came between them"
+    return f"another call, a result that was read, or more than {HELD_SECONDS} s came between them"
 
 
 class HeldOutput(RankOutput):
-    """A result of a held call: reading `ref` sends the call."""
+    """A result of a held call: reading `ref` sends the call. Errors: WorkerError when it could not be sent."""
 
     __slots__ = ("_held", "_refs")
 
@@ -76,6 +82,8 @@ class HeldOutput(RankOutput):
     def ref(self) -> Any:  # type: ignore[override]
         if self.origin.rank not in self._refs:
             self._held.send()
+        if self.origin.rank not in self._refs:
+            raise results_gone([self])
         return self._refs[self.origin.rank]
 
 
@@ -100,13 +108,15 @@ class HeldCalls:
     def __init__(self) -> None:
         self.automatic = False
         self._calls: list[HeldCall] = []
-        self._together: set[int] = set()  # the latest two that were sent together
+        self._together: list[IssuedCall] = []  # the latest two that were sent together
+        self._timer = threading.Timer(0.0, self._send_late)
         self._partners: frozenset[str] = frozenset()
         self._lock = threading.RLock()
 
     def accepts(self, ranks: RankGroup) -> bool:
         """Whether a call of these ranks could be sent with the one that is held."""
-        return len(self._calls) == 1 and ranks.key in self._partners
+        with self._lock:
+            return len(self._calls) == 1 and ranks.key in self._partners
 
     def hold(
         self, call: HeldCall, partners: frozenset[str], origin: Callable[..., CallOrigin]
@@ -120,29 +130,53 @@ class HeldCalls:
             at = origin(call.ranks.name, rank, request.method, host)
             out.append(HeldOutput(self, call.results, at, call.issued, host.address))
             call.issued.statuses.append(HeldOutput(self, call.statuses, at, call.issued, host.address))
-        self._calls.append(call)
-        self._partners = partners
-        if self.automatic and len(self._calls) == 2:
-            self.send()
+        with self._lock:
+            self._calls.append(call)
+            self._partners = partners
+            if self.automatic and len(self._calls) == 2:
+                self.send()
+            else:
+                self._timer.cancel()
+                self._timer = threading.Timer(HELD_SECONDS, self._send_late)
+                self._timer.daemon = True
+                self._timer.start()
         return out
 
     def send(self, together: bool = False) -> None:
-        """Send the calls that are held, in their order, or two of them `together`."""
+        """Send the calls that are held, in their order, or two of them `together`. Each is sent, or its results are
+        gone; then the first error is raised."""
         with self._lock:
+            self._timer.cancel()
             calls, self._calls = self._calls, []
             if len(calls) == 2 and (together or self.automatic):
-                self._together = {id(call.issued) for call in calls}
+                self._together = [call.issued for call in calls]
                 _send_together(calls)
-            else:
-                for call in calls:
+                return
+            errors: list[Exception] = []
+            for call in calls:
+                try:
                     call.send()
+                except Exception as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+
+    def _send_late(self) -> None:
+        with self._lock:
+            if threading.current_thread() is not self._timer:  # a later call is held by now
+                return
+            try:
+                self.send()
+            except Exception:
+                logger.warning("an update could not be sent", exc_info=True)
 
     def together(self, issued: Sequence[IssuedCall | None]) -> bool:
         """Send exactly these calls together; False when they are not the ones that are held."""
         wanted = set(map(id, issued))
-        if len(self._calls) == 2 and wanted == {id(call.issued) for call in self._calls}:
-            self.send(together=True)
-        return wanted == self._together
+        with self._lock:
+            if len(self._calls) == 2 and wanted == {id(call.issued) for call in self._calls}:
+                self.send(together=True)
+            return wanted == set(map(id, self._together))
 
 
 def _send_together(calls: Sequence[HeldCall]) -> None:

@@ -146,9 +146,9 @@ class Host:
         members = [self._members[call.group] for call in calls]
         names = " and ".join(f"{member.role}.{call.method}" for member, call in zip(members, calls, strict=True))
         with self._liveness.during(names):
-            if any(member.failure or member.incomplete for member in members):  # one of them cannot run
-                return [value for call in calls for value in self._called(call)]
-            stages = SharedStages([member.worker.engine for member in members])
+            # also where one of them cannot run: other ranks do not know that
+            engines = [None if member.failure or member.incomplete else member.worker.engine for member in members]
+            stages = SharedStages(engines, members[0].context)
             return [value for found in stages.run([partial(self._called, call) for call in calls]) for value in found]
 
     def _called(self, call: RankCall) -> tuple[Any, Status]:

@@ -142,6 +142,7 @@ class Iterations:
         self._next(in_flight=1)
 
     def _next(self, in_flight: int) -> None:
+        self.held.send()
         self.current += 1
         self._all[self.current], self._look_at = _Iteration(), _LOOK_BACK
         over = self.current - in_flight

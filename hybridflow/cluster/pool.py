@@ -142,6 +142,7 @@ class ResourcePool:
         WaitTimeoutError."""
         self.check_open()
         iterations, hosts = self.session.iterations, [self._reserved.hosts[i] for i in self.members]
+        iterations.held.send()
         outputs = [
             RankOutput(host.handle.events.remote(), 0, iterations.origin("pool", rank, "events", host))
             for rank, host in zip(self.members, hosts, strict=True)

@@ -138,9 +138,10 @@ class RayBackend:
 
     def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
         self.monitor.forget(hosts)
-        self.iterations.held.send()
         if not ray.is_initialized():
             return
+        with contextlib.suppress(ray.exceptions.RayError):
+            self.iterations.held.send()
         with contextlib.suppress(ray.exceptions.RayError):
             closing = [host.handle.close.remote() for host in hosts]
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
@@ -229,11 +230,11 @@ class RayBackend:
         self.iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
         issued, out = self.iterations.new_call(), list[RankOutput | None]()
         if partners:
-            first = next(call for call in calls if call is not None)
-            given = {name: value for name, value in first.settings.items() if not isinstance(value, RankRows)}
-            with _arguments_sent(f"{ranks.name}.{method}", given):
-                cloudpickle.dumps(given)  # it is sent later, where an error would have no place
-            requests = [call and replace(call, step=self.iterations.step) for call in calls]
+            requests, copies = list[RankCall | None](), dict[int, Any]()
+            for call in calls:  # sent later: an error would have no place there, and the driver may change its values
+                with _arguments_sent(f"{ranks.name}.{method}", {} if call is None else call.settings):
+                    settings = {} if call is None else _copied(call.settings, copies)
+                requests.append(call and replace(call, settings=settings, step=self.iterations.step))
             out = held.hold(HeldCall(ranks, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)
             return out
@@ -288,6 +289,14 @@ def _free(kind: str, wanted: int) -> int:
     while (free := int(ray.available_resources().get(kind, 0))) < wanted and time.monotonic() < end:
         time.sleep(0.05)
     return free
+
+
+def _copied(settings: Mapping[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
+    """The settings as they would arrive now; `copies` has those that ranks share, by identity. References stay."""
+    for value in settings.values():
+        if not isinstance(value, RankRows) and id(value) not in copies:
+            copies[id(value)] = pickle.loads(cloudpickle.dumps(value))
+    return {name: copies.get(id(value), value) for name, value in settings.items()}
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def _group(context: RankContext) -> dist.ProcessGroup:
     return context.groups.new("agreement", range(context.grid.size), "gloo")
 
 
-def _worker_error(context: RankContext, error: Exception) -> WorkerError:
+def _worker_error(context: RankContext, error: BaseException) -> WorkerError:
     where = f"{context.role}.{context.method}".rstrip(".")
     return WorkerError(
         f"{where} failed on {rank_at(context.rank, context.node, context.step)}: {type(error).__name__}: {error}",
@@ -143,7 +143,7 @@ class StepCheck:
     def __init__(self, context: RankContext) -> None:
         self._context, self.others = context, list[StepCheck]()
         self._columns, self._refusal, self._taken = "", "", ""
-        self._errors: list[Exception] = []
+        self._errors: list[BaseException] = []
         self._finite: dict[str, list[Tensor]] = {}
 
     def begin(self, batch: Batch, loss: LossFunction) -> None:
@@ -169,6 +169,10 @@ class StepCheck:
         except Exception as error:
             self._errors.append(error)
             return None
+
+    def failed(self, error: BaseException | None) -> None:
+        """Have `agree` raise this error, if any, on all ranks."""
+        self._errors += [] if error is None else [error]
 
     def agree(self) -> None:
         """Share the findings of all ranks. Errors: as `agreement.agree`, when the loss raised on a rank."""

@@ -18,6 +18,8 @@ class Pass(Protocol):
 
     def run(self, each: Instruction) -> None: ...
 
+    def run_all(self, instructions: Sequence[Instruction]) -> None: ...
+
     def end(self) -> None: ...
 
 
@@ -52,11 +54,13 @@ class PipelineTurn:
             if self._error is not None:
                 raise self._error
 
-    def settle(self) -> None:
-        """After the last mini-batch, wait for those of all models: a loss that raises there stops this step, too."""
-        assert self.announced is not None
-        if self._taken == len(self.announced[0]):
+    def settle(self) -> BaseException | None:
+        """After the last mini-batch, wait for those of all models: what fails there stops this step, too. Returns an
+        error of this rank's computations, of any model."""
+        if self.announced is not None and self._taken == len(self.announced[0]):
             self._all_done.wait()
+        with self._changed:
+            return self._error
 
     def run(self, update: Callable[[], T], results: list[T]) -> None:
         """The update in this thread; `update` does not raise."""

@@ -13,18 +13,20 @@ none.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
-from hybridflow.engines.agreement import of_every_rank
 from hybridflow.engines.pipeline_turn import PipelineTurn
+from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import WorkerError
-from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work
+from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, one_f_one_b
 from hybridflow.planner.pipeline.shared_schedule import together
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _ALIKE = 1.05  # costs of micro-batches that are planned as equal
 
@@ -33,8 +35,9 @@ class SharedStages:
     """The updates of several models on this rank. `schedule` is the one that was planned, and `ran` records what this
     rank computed, sent and received, in order."""
 
-    def __init__(self, engines: Sequence[TrainEngine]) -> None:
-        self.engines, self.turns = engines, [PipelineTurn() for _ in engines]
+    def __init__(self, engines: Sequence[TrainEngine | None], context: RankContext) -> None:
+        """`engines`: None for an update that returns an error at once. `context` of one of the models."""
+        self.engines, self.turns, self._context = engines, [PipelineTurn() for _ in engines], context
         self.schedule: Schedule | None = None
         self.ran: list[Instruction] = []
 
@@ -47,8 +50,9 @@ class SharedStages:
         results: list[list[T]] = [[] for _ in updates]
         with ExitStack() as stack:
             for number, (engine, turn) in enumerate(zip(self.engines, self.turns, strict=True)):
-                others = [other for other in self.engines if other is not engine]
-                stack.enter_context(engine.in_turns(turn, others))
+                others = [other for other in self.engines if other is not engine and other is not None]
+                if engine is not None:
+                    stack.enter_context(engine.in_turns(turn, others))
                 thread = threading.Thread(target=turn.run, args=(updates[number], results[number]), daemon=True)
                 stack.callback(thread.join)
                 thread.start()
@@ -70,13 +74,19 @@ class SharedStages:
 
         A replica with fewer micro-batches than others leaves the missing ones out, so that all make steps in one order.
         """
-        context = self.engines[0].context
-        mine = [None if turn.ended else turn.announced for turn in self.turns]
+        # a group of its own: an update that has failed here may be in a collective of its model elsewhere
+        context = self._context
+        planning = context.groups.new("time-sharing", range(context.grid.size), "gloo")
+        mine = [None if turn.ended else turn.announced or () for turn in self.turns]
         live, works, costs = [], [], []
-        for turn, announced in zip(self.turns, zip(*of_every_rank(context, mine), strict=True), strict=True):
-            known = [each for each in announced if each is not None]
-            if len(known) < len(announced):
+        for turn, announced in zip(self.turns, zip(*gather(mine, planning), strict=True), strict=True):
+            if None in announced:
                 turn.abandon(WorkerError("this update has failed on other ranks, before its first mini-batch."))
+                continue
+            known = [each for each in announced if each]
+            if len(known) < len(announced):
+                logger.warning("An update runs alone: its method did not announce its mini-batches (engine.announce).")
+                self._run_alone(turn)
                 continue
             live.append(turn)
             works.append(tuple(map(max, zip(*(counts for counts, _ in known), strict=True))))
@@ -89,8 +99,15 @@ class SharedStages:
             Work(micro_batches=counts, forward=time, backward=2 * time)
             for counts, time in zip(works, times, strict=True)
         ]
-        self.schedule = together(context.grid.p, tuple(planned))
+        self.schedule = together(context.grid.p, tuple(planned), at_once=True)
         return live, self.schedule.stages[context.coords.p]
+
+    def _run_alone(self, turn: PipelineTurn) -> None:
+        """All mini-batches of an update, before those of others."""
+        turn.announced, at = None, self._context.coords.p
+        while (mine := turn.next_pass()) is not None:
+            mine.run_all(one_f_one_b(self._context.grid.p, Work(micro_batches=(len(mine.micro_batches),))).stages[at])
+            turn.done()
 
     def _run(self, turns: Sequence[PipelineTurn], instructions: Sequence[Instruction]) -> None:
         for each in instructions:

@@ -73,6 +73,7 @@ class TrainEngine:
         self.context, self.strategy, self.spec, self.grid = context, strategy, spec, context.grid
         self.device = context.device
         self._replicas, self._check = Replicas(context), StepCheck(context)
+        self._announced: dict[int, tuple[Batch, list[MicroBatch]]] = {}
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": not yet added up over ranks
         try:
             model: ShardedModel = build(context, strategy, spec, optimizer)
@@ -159,7 +160,7 @@ class TrainEngine:
         optimizer, last_stage = self._training(), self._model.loop.last_stage
         self._require("parameters", "gradients")
         self._tokens.check(batch, outputs, temperature)
-        micro_batches = self._tokens.micro_batches(batch)
+        _, micro_batches = self._announced.get(id(batch)) or (batch, self._tokens.micro_batches(batch))
         self._check.begin(batch, loss)
         totals = self._replicas.totals(batch) if last_stage else None
         metrics: list[dict[str, Tensor]] = []
@@ -181,7 +182,7 @@ class TrainEngine:
         self._gradients = "own"
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             self._reduce()  # while another model computes
-            turn.settle()
+            self._check.failed(turn.settle())
         try:
             self._check.agree()
         except Exception:
@@ -190,11 +191,6 @@ class TrainEngine:
             raise
         return self._replicas.summed(metrics) if last_stage else {}
 
-    @property
-    def stages(self) -> int:
-        """Pipeline stages whose order `in_turns` can give; 1: it cannot."""
-        return getattr(self._model.loop, "stages", 1)
-
     @contextmanager
     def in_turns(self, turn: PipelineTurn, others: Sequence[TrainEngine]) -> Iterator[None]:
         """Inside, mini-batches are run by `turn`, and a loss that raises in one of these engines stops all steps."""
@@ -202,12 +198,14 @@ class TrainEngine:
         try:
             yield
         finally:
-            self._model.loop.turn, self._check.others = None, []
+            self._model.loop.turn, self._check.others, self._announced = None, [], {}
 
     def announce(self, minibatches: Sequence[Batch]) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
-            micro_batches = list(map(self._tokens.micro_batches, minibatches))
+            once = {id(batch): batch for batch in minibatches}  # epochs repeat them
+            self._announced = {key: (batch, self._tokens.micro_batches(batch)) for key, batch in once.items()}
+            micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))
 

@@ -25,10 +25,13 @@ MINIBATCHES = {"lm": (12, 9), "value": (5, 8, 6)}
 """Rows of each mini-batch, of all replicas."""
 
 
-def update(engine: TrainEngine, minibatches: Sequence[Batch], losses: Sequence[Any]) -> list[Any]:
+def update(
+    engine: TrainEngine, minibatches: Sequence[Batch], losses: Sequence[Any], announces: bool = True
+) -> list[Any]:
     """Metrics, gradients and norm of each mini-batch and then the parameters, or the error that ended the update."""
     found: list[Any] = []
-    engine.announce(minibatches)
+    if announces:
+        engine.announce(minibatches)
     try:
         for minibatch, loss in zip(minibatches, losses, strict=True):
             metrics = engine.forward_backward(minibatch, loss, loss.outputs)
@@ -59,9 +62,10 @@ def both(
     size: int,
     fails: str = "",
     most: int = 3,
+    silent: str = "",
 ) -> dict[str, Any]:
     """Serial and shared updates of both models, and what this rank ran of which schedule. Each model trains `most`
-    mini-batches at most; in the model `fails` the loss of the last one raises."""
+    mini-batches at most; in the model `fails` the loss of the last one raises, and `silent` announces none."""
     out: dict[str, Any] = {}
     for way in ("serial", "shared"):
         engines: dict[str, TrainEngine] = {}
@@ -75,12 +79,12 @@ def both(
             losses = [loss_of(head)] * len(rows)
             if head == fails:
                 losses[-1] = Raises(losses[-1].outputs)  # type: ignore[call-overload]
-            calls.append(partial(update, engine, rows, losses))
+            calls.append(partial(update, engine, rows, losses, head != silent))
         before = {head: {n: v.clone() for n, v in engine.storage().items()} for head, engine in engines.items()}
         if way == "serial":
             found = [call() for call in calls]
         else:
-            shared = SharedStages(list(engines.values()))
+            shared = SharedStages(list(engines.values()), engine.context)
             found = shared.run(calls)
             assert shared.schedule is not None
             at = engine.context.coords.p

@@ -88,6 +88,12 @@ def test_steps_before_a_loss_that_raises_stay(processes: RankProcesses, paths: d
         assert told(error, "value")
 
 
+def test_an_update_that_announces_nothing_runs_alone(processes: RankProcesses, paths: dict[str, Path]):
+    for rank in processes.run(4, tasks.both, processes.name(), STRATEGIES["2-2-1"], paths, 4, "", 2, "lm"):
+        assert all(equal(rank["serial"][head], rank["shared"][head]) for head in paths)
+        assert len(rank["works"]) == 1
+
+
 def told(error: Exception, fails: str) -> bool:
     """Whether an error names the model whose loss has raised, and why."""
     role = "actor" if fails == "lm" else "critic"

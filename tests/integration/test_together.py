@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,11 @@ def test_a_held_update_is_sent_by_any_other_use_of_the_session(pair, rows):
     assert "actor/loss" in str(update.get())  # reading it sends it
     assert not held.accepts(critic.ranks)
     actor.update_actor(rows)
+    end = time.monotonic() + 60
+    while held.accepts(critic.ranks) and time.monotonic() < end:  # nothing else is done with the session
+        time.sleep(0.05)
+    assert not held.accepts(critic.ranks)
+    actor.update_actor(rows)
     values = critic.compute_values(rows)
     assert not held.accepts(critic.ranks)
     assert "values" in values.get()
@@ -107,6 +113,10 @@ def test_other_updates_run_one_after_the_other_and_say_so(pair, rows, caplog):
     assert "came between them" in caplog.text
     with pytest.raises(hf.errors.ConfigError, match="takes two updates"):
         hf.together(first)
+    second = critic.update_critic(rows)
+    critic.close()
+    with pytest.raises(hf.errors.ConfigError, match="critic is closed"):
+        hf.together(first, second)
 
 
 def broken(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:

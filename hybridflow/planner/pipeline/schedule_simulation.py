@@ -178,7 +178,8 @@ def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int
         for kind in COMPUTES
     )
     for stage, computed in enumerate(schedule.computations):
-        if wrong := (Counter(computed) - wanted) + (wanted - Counter(computed)):
+        if (found := Counter(computed)) != wanted:
+            wrong = (found - wanted) + (wanted - found)
             raise ConfigError(f"stage {stage} must run each computation once; missing or too many: {list(wrong)[:4]}.")
     _check_messages(schedule)
     for stage, peak in enumerate(peak_activations(schedule)):

@@ -132,15 +132,15 @@ def test_unlike_models_come_close():
 
 some_work = st.builds(
     Work,
-    micro_batches=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple),
+    micro_batches=st.lists(st.integers(1, 20), min_size=1, max_size=3).map(tuple),
     forward=st.floats(0.25, 4.0),
     backward=st.floats(0.25, 8.0),
-    activations=st.floats(0.5, 4.0),
+    activations=st.floats(0.5, 20.0),
     finish=st.sampled_from([0.0, 0.5, 3.0]),
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.lists(some_work, min_size=1, max_size=3).map(tuple), st.floats(1.0, 3.0), st.data())
 def test_random_schedules_run(stages: int, works: tuple[Work, ...], room: float, data: st.DataObject):
     """Every instruction once, dependencies and memory limits kept, no deadlock, for any order of the models."""
@@ -172,6 +172,36 @@ def test_random_schedules_run(stages: int, works: tuple[Work, ...], room: float,
 def test_search_finds_no_worse_than_serial(stages: int, one: Work, other: Work):
     found = check(together(stages, (one, other)), memory_limits(stages, (one, other)))
     assert found.makespan <= serial_makespan(stages, (one, other)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("stages", "works"),
+    [
+        (
+            3,
+            (
+                Work(micro_batches=(19,), finish=0.5),
+                Work(micro_batches=(3, 3, 3), forward=15, backward=30, activations=15, finish=5),
+            ),
+        ),
+        (
+            4,
+            (
+                Work(micro_batches=(6, 8, 2, 3), forward=0.5, backward=0.5),
+                Work(micro_batches=(8,), forward=5, backward=7, activations=5.5, finish=1),
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_unlike_activations(stages: int, works: tuple[Work, ...], at_once: bool):
+    """Many small micro-batches fit beside a large one: their messages must not wait for receives that come later."""
+    found = check(together(stages, works, at_once=at_once), memory_limits(stages, works))
+    assert found.makespan <= serial_makespan(stages, works)
+
+
+def test_limits_count_what_few_micro_batches_hold():
+    assert memory_limits(4, (Work(micro_batches=(1,), activations=10.0), Work(micro_batches=(20,)))) == (14, 13, 12, 10)
 
 
 def replaced(schedule: Schedule, stage: int, instructions: Sequence[Instruction]) -> Schedule:
