@@ -142,6 +142,8 @@ class StepCheck:
 
     def __init__(self, context: RankContext) -> None:
         self._context, self.others = context, list[StepCheck]()
+        if context.grid.p > 1:
+            _group(context)  # two models that share stages would build theirs at the same time, and wait for each other
         self._columns, self._refusal, self._taken = "", "", ""
         self._errors: list[BaseException] = []
         self._finite: dict[str, list[Tensor]] = {}
