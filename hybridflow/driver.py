@@ -153,7 +153,8 @@ def together(*updates: Future) -> tuple[Future, ...]:
         require(trains, f"together(...) takes two updates; {origin.role}.{origin.method} is not one.")
     if not session.iterations.held.together([update.outputs[0].call for update in updates]):
         ranks = [session.groups[origin.role].ranks for origin in origins]
-        logger.warning("Two updates run one after the other: %s.", why_apart(*ranks))
+        why = "updates do not share stages on CUDA yet" if session.has_cuda else why_apart(*ranks)
+        logger.warning("Two updates run one after the other: %s.", why)
     return updates
 
 

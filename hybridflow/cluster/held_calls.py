@@ -26,9 +26,10 @@ HELD_SECONDS = 0.5  # the arguments of the next update are bound in milliseconds
 
 
 def partners(group: Any, operation: Operation) -> frozenset[str]:
-    """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with."""
+    """The keys of other groups whose updates this call of a `WorkerGroup` could share pipeline stages with. None on
+    CUDA: steps and computations are on one stream there, and could wait for each other across ranks."""
     plain = kind_of(operation) == "training" and not operation.writes and not operation.blocking
-    if not plain or group.session.traces or not _pipelined(group.ranks):
+    if not plain or group.session.traces or group.session.has_cuda or not _pipelined(group.ranks):
         return frozenset()
     return frozenset(
         other.ranks.key
