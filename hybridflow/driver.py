@@ -136,9 +136,9 @@ def together(*updates: Future) -> tuple[Future, ...]:
         actor_metrics, critic_metrics = hf.together(actor.update_actor(...), critic.update_critic(...))
 
     Both groups train with `hf.Megatron`, equal sizes and two stages or more on the same devices; results are those of
-    one update after the other. Other updates run one after the other, and a warning says why; so do two between which
-    the driver did something else. When the loss of a micro-batch raises, no model makes a step any more; steps that
-    were made before stay. Returns the updates at once.
+    one update after the other. Other updates run so (all on CUDA), and a warning says why; so do two between which the
+    driver did something else. When the loss of a micro-batch raises, no model makes a step any more; steps that were
+    made before stay. Returns the updates at once.
     """
     session = Session.current()
     good = len(updates) == 2 and all(isinstance(update, Future) and update.outputs for update in updates)
