@@ -142,10 +142,11 @@ class ResourcePool:
         WaitTimeoutError."""
         self.check_open()
         iterations, hosts = self.session.iterations, [self._reserved.hosts[i] for i in self.members]
+        methods = [host.handle.events for host in hosts]  # a trace has no processes, and no held calls either
         iterations.held.send()
         outputs = [
-            RankOutput(host.handle.events.remote(), 0, iterations.origin("pool", rank, "events", host))
-            for rank, host in zip(self.members, hosts, strict=True)
+            RankOutput(method.remote(), 0, iterations.origin("pool", rank, "events", host))
+            for rank, host, method in zip(self.members, hosts, methods, strict=True)
         ]
         found = fetch([output.ref for output in outputs], outputs, self.session.backend.deadlines.peers)
         return sorted({event for host in found for event in host}, key=lambda e: (e.start, e.rank))
