@@ -1,4 +1,4 @@
-"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]`, `profile` and `export`."""
+"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver]`, `profile`, `export`, `doctor`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_profile(commands)
     _add_export(commands)
+    _add_doctor(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -116,6 +117,25 @@ def _add_export(commands: Any) -> None:
     add("checkpoint", help="such as runs/first/checkpoints/step-00000020; of a directory of them or a run the newest")
     add("directory", help="of the model; one that is there is replaced")
     add("--group", default="actor", help="the worker group (default: actor)")
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check that this machine can run hybridflow, and say what to do where it cannot",
+        description="Checks versions, devices, memory, /dev/shm and RAY_ADDRESS, and trains a tiny model.",
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--no-run", action="store_true", help="leave out the tiny model, which takes most of the time")
+
+
+def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.doctor import report
+
+    if rest:
+        raise ConfigError(f"doctor takes no arguments, got {rest[0]!r}.")
+    if wrong := report(lambda line: print(line, flush=True), run=not given.no_run):
+        raise ConfigError(f"{wrong} of the checks failed: the lines above say what to do.")
 
 
 def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -14,6 +12,7 @@ from hybridflow.engines.agreement import agree
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.fsdp.layout import as_fsdp, check, state_layout, weights_layout
 from hybridflow.engines.fsdp.sharded import Sharded
+from hybridflow.engines.host_memory import available
 from hybridflow.engines.lora.adapters import Adapters
 from hybridflow.engines.lora.targets import adapter_tensors
 from hybridflow.engines.micro_batches import Split
@@ -126,17 +125,3 @@ def bytes_kept(strategy: FSDP | ZeRO, dtype: torch.dtype, optimizer: Optimizer |
     if partly:  # main parameters, moments and, with stage 2, gradients are cut over the ranks
         return 4.0 * (1 + moments + (stage == 2)) / ranks
     return 4.0 * (2 + moments)
-
-
-def available(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes still available to a process: of the machine or its container, whichever is less."""
-    found: list[int] = []
-    with suppress(OSError):
-        lines = [line.split() for line in meminfo.read_text().splitlines()]
-        found += [int(line[1]) * 1024 for line in lines if line[:1] == ["MemAvailable:"]]
-    with suppress(OSError):  # what control group v2 leaves; pages of unused files are given back when they are needed
-        limit, used = ((group / f"memory.{what}").read_text().strip() for what in ("max", "current"))
-        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        if limit != "max":
-            found.append(max(0, int(limit) - int(used) + int(pages.get("inactive_file", 0))))
-    return min(found, default=None)

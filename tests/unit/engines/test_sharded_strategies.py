@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hybridflow as hf
-from hybridflow.engines.fsdp.engine import available, bytes_kept, require_host_memory
+from hybridflow.engines.fsdp.engine import bytes_kept, require_host_memory
 from hybridflow.engines.fsdp.layout import fsdp_layout
+from hybridflow.engines.host_memory import available
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.train_backends import backend
 from hybridflow.errors import ConfigError, PlacementError

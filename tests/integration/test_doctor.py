@@ -1,0 +1,16 @@
+"""The self-test of `hybridflow doctor`, on this machine."""
+
+from __future__ import annotations
+
+from hybridflow import doctor
+
+
+def test_this_machine_can_run_hybridflow(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster that is gone does not disturb it
+    found = doctor.self_test()
+    assert found.cure == ""
+    assert "two iterations of GRPO" in found.found
+
+
+def test_a_self_test_that_takes_too_long_is_ended():
+    assert "did not end within 1 s" in doctor.self_test(1.0).cure

