@@ -198,6 +198,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
         raise ConfigError(f"{empty[0]}.model=: give a model, such as {empty[0]}.model=llama3-7b.")
     settings = [setting for setting in settings if not _ROLE_MODEL.fullmatch(setting)]
     workload = {name: getattr(given, name) for name in ("rows", "prompt", "response", "dtype")}
+    print(f"searching for up to {given.budget:g} s (--budget)", file=sys.stderr, flush=True)
     placement = plan_driver(
         load_driver(given.driver, settings),
         cluster=given.cluster,
