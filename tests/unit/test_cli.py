@@ -73,6 +73,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.main(["plan", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
+    err = err.removeprefix("searching for up to 10 s (--budget)\n")
     assert err.count("\n") == 1, "one line says it"
     return err
 
