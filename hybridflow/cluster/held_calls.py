@@ -6,7 +6,7 @@
     anything else                they are sent one after the other, before it
 
 Only an update whose stages another group trains on is held, for `HELD_SECONDS` at most, and only until the driver does
-anything else with the session: issues another call, moves weights, or reads a result.
+anything else with the session: issues another call, moves weights, or reads a result of the update.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def why_apart(one: RankGroup, other: RankGroup) -> str:
             return f"{ranks.name} at {ranks} has no pipeline: give train=hf.Megatron(pp=2) or more stages"
     if not alike(one, other):
         return f"{one.name} is at {one} and {other.name} at {other}: give both the same sizes"
-    return f"another call, a result that was read, or more than {HELD_SECONDS} s came between them"
+    return f"another call, its result that was read, or more than {HELD_SECONDS} s came between them"
 
 
 class HeldOutput(RankOutput):

@@ -150,9 +150,9 @@ class TrainEngine:
         Several calls before a `step` add up. Gradients are reduced over ranks in `step` (or `gradients`). Metrics are
         returned on the last pipeline stage (equal on its ranks), {} on the others.
 
-        When `loss` raises, or on pipeline stages any computation, all ranks raise after the last micro-batch and drop
-        their gradients. Another error is raised on one rank alone (of several tensor parallel ones, too, when the rest
-        of them does not fail); its peers wait for their timeout. When a column that `loss` reads (its attribute `reads`;
+        When `loss` raises, with Megatron any computation, all ranks raise after the last micro-batch and drop their
+        gradients. With FSDP and ZeRO, or where tensor parallel peers do not fail as well, another error is raised on
+        one rank alone; its peers wait for their timeout. When a column that `loss` reads (its attribute `reads`;
         without one, any), an output or its value is not finite where it counts, on any rank, the step that follows is
         skipped on all ranks.
 

@@ -103,10 +103,11 @@ def both(
     most: int = 3,
     silent: str = "",
     breaks: tuple[str, tuple[int, ...], int] | None = None,
+    absent: int = -1,
 ) -> dict[str, Any]:
     """Serial and shared updates of both models, and what this rank ran of which schedule. Each model trains `most`
     mini-batches at most; in the model `fails` the loss of the last one raises, or what `breaks` names (`breaking`), and
-    `silent` announces none."""
+    `silent` announces none. On the rank `absent` the shared update of `fails` ends before it begins."""
     out: dict[str, Any] = {}
     for way in ("serial", "shared"):
         engines: dict[str, TrainEngine] = {}
@@ -118,7 +119,7 @@ def both(
             engines[head] = engine
             rows = [share(make_batch(n, seed=n), engine.grid, world.rank) for n in MINIBATCHES[head][:most]]
             losses = [loss_of(head)] * len(rows)
-            if head == fails and breaks is None:
+            if head == fails and breaks is None and absent < 0:
                 losses[-1] = Raises(losses[-1].outputs)  # type: ignore[call-overload]
             calls.append(partial(update, engine, rows, losses, head != silent))
         before = {head: {n: v.clone() for n, v in engine.storage().items()} for head, engine in engines.items()}
@@ -126,8 +127,10 @@ def both(
             if way == "serial":
                 found = [call() for call in calls]
             else:
-                shared = SharedStages(list(engines.values()), engine.context)
-                found = shared.run(calls)
+                there = [None if head == fails and world.rank == absent else each for head, each in engines.items()]
+                updates = [list if each is None else call for each, call in zip(there, calls, strict=True)]
+                shared = SharedStages(there, engine.context)
+                found = shared.run(updates)
         if way == "shared":
             assert shared.schedule is not None
             at = engine.context.coords.p

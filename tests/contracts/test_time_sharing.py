@@ -125,6 +125,17 @@ def test_an_update_that_announces_nothing_runs_alone(processes: RankProcesses, p
         assert len(rank["works"]) == 1
 
 
+def test_an_update_that_cannot_begin_on_one_rank_stops_nothing_else(processes: RankProcesses, paths: dict[str, Path]):
+    found = processes.run(4, tasks.both, processes.name(), STRATEGIES["4-1-1"], paths, 4, "lm", 2, "", None, 2)
+    for number, rank in enumerate(found):
+        assert equal(rank["serial"]["value"], rank["shared"]["value"])
+        if number != 2:
+            error, parameters = rank["shared"]["lm"]
+            assert isinstance(error, WorkerError)
+            assert "failed on other ranks" in str(error)
+            assert equal(rank["before"]["lm"], parameters)
+
+
 def told(error: Exception, fails: str) -> bool:
     """Whether an error names the model whose loss has raised, and why."""
     role = "actor" if fails == "lm" else "critic"

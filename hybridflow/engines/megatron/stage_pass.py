@@ -3,8 +3,8 @@
 receive_forward -> forward -> send_forward      activations [S, b, H], S over tensor parallel ranks where the
 receive_backward -> backward -> send_backward   sequence is parallel; H hidden
 
-When a computation raises, the pass continues with zeros in place of every message: the neighbours run the same schedule,
-and would wait for them. The step is refused where all ranks agree on it (`agreement.StepCheck`).
+When a computation raises, the pass continues with zeros in place of every message: the neighbours run the same
+schedule, and would wait for them. The step is refused where all ranks agree on it (`agreement.StepCheck`).
 """
 
 from __future__ import annotations

@@ -170,6 +170,7 @@ def test_random_schedules_run(stages: int, works: tuple[Work, ...], room: float,
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 6), some_work, some_work)
 def test_search_finds_no_worse_than_serial(stages: int, one: Work, other: Work):
+    check(together(stages, (one, other), at_once=True), memory_limits(stages, (one, other)))
     found = check(together(stages, (one, other)), memory_limits(stages, (one, other)))
     assert found.makespan <= serial_makespan(stages, (one, other)) * (1 + 1e-9)
 
