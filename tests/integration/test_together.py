@@ -36,12 +36,12 @@ def pair(pool, models) -> Iterator[Callable[..., tuple[hf.WorkerGroup, hf.Worker
     placed: list[hf.WorkerGroup] = []
 
     def make(
-        critic_train: Any = TRAIN, critic: type[hf.CriticWorker] = hf.CriticWorker
+        critic_train: Any = TRAIN, critic: type[hf.CriticWorker] = hf.CriticWorker, actor_train: Any = TRAIN
     ) -> tuple[hf.WorkerGroup, hf.WorkerGroup]:
         while placed:
             placed.pop().close()
         optim = hf.Adam(lr=1e-3)
-        placed.append(hf.ActorWorker.on(pool[0:2], model=models["actor"], train=TRAIN, optim=optim))
+        placed.append(hf.ActorWorker.on(pool[0:2], model=models["actor"], train=actor_train, optim=optim))
         placed.append(critic.on(pool[0:2], model=models["critic"], train=critic_train, optim=optim))
         return placed[0], placed[1]
 
@@ -111,9 +111,12 @@ def test_a_held_update_is_sent_by_any_other_use_of_the_session(pair, rows):
 
 def test_other_updates_run_one_after_the_other_and_say_so(pair, rows, caplog):
     actor, critic = pair(hf.Megatron())
+    actor.session.iterations.held.said.clear()  # each is said once
     found = hf.together(actor.update_actor(rows), critic.update_critic(rows))
     assert all("skipped" in str(future.get()) for future in found)
     assert "one after the other: critic at (p,t,d)=(1,1,2) has no pipeline" in caplog.text
+    hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    assert caplog.text.count("one after the other") == 1
     actor, critic = pair()
     first = actor.update_actor(rows)
     hf.together(first, critic.update_critic(rows) if first.get() else first)
@@ -124,6 +127,13 @@ def test_other_updates_run_one_after_the_other_and_say_so(pair, rows, caplog):
     critic.close()
     with pytest.raises(hf.errors.ConfigError, match="critic is closed"):
         hf.together(first, second)
+
+
+def test_without_pipelines_there_is_nothing_to_say(pair, rows, caplog):
+    actor, critic = pair(hf.Megatron(), actor_train=hf.Megatron(tp=2))
+    found = hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    assert all("grad_norm" in str(future.get()) for future in found)
+    assert "one after the other" not in caplog.text
 
 
 def broken(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
