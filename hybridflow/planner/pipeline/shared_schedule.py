@@ -10,6 +10,7 @@ gradient travels for (P - 1)B.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -70,34 +71,34 @@ def together(
     size = 2 * stages * sum(work.total for work in works)
     tries = min(3, AT_ONCE // size) if at_once else min(EVALUATIONS, 3 + OPERATIONS // size)
 
-    def tried(order: Order) -> tuple[float, Order, _InOrder]:
-        found = _InOrder(stages, works, order, limits)
+    def tried(order: Order, forwards_first: bool) -> tuple[float, Order, _InOrder]:
+        found = _InOrder(stages, works, order, limits, forwards_first)
         return found.makespan, order, found
 
     bound, chance = shortest(stages, works) * (1 + 1e-9), random.Random(0)
-    best = tried(next(orders := _orders(works)))
+    best = tried(*next(orders := _orders(works)))
     for _ in range(tries):
         if best[0] <= bound or len(works) == 1:
             break
-        found = tried(next(orders, None) or _exchanged(best[1], chance))
+        found = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.random() < 0.5)))
         best = found if found[0] <= best[0] else best
     return scheduled(works, best[2].computed)
 
 
-def _orders(works: Sequence[Work]) -> Iterator[Order]:
+def _orders(works: Sequence[Work]) -> Iterator[tuple[Order, bool]]:
     """Orders to begin with: mini-batches in rounds, micro-batches mixed evenly, or one model after the other; either
-    model first."""
-    for models in (range(len(works)), reversed(range(len(works)))):
-        first = list(models)
+    model first. And whether forwards go first."""
+    for forwards_first, backwards in itertools.product((False, True), repeat=2):
+        first = list(range(len(works)))[:: -1 if backwards else 1]
         rounds = max(len(work.micro_batches) for work in works)
         counts = [
             [(m, works[m].micro_batches[k]) for m in first if k < len(works[m].micro_batches)] for k in range(rounds)
         ]
-        yield tuple(model for each in counts for model, count in each for _ in range(count))
+        yield tuple(model for each in counts for model, count in each for _ in range(count)), forwards_first
         places = [((i + 0.5) / works[m].total, first.index(m), m) for m in first for i in range(works[m].total)]
-        yield tuple(model for *_, model in sorted(places))
+        yield tuple(model for *_, model in sorted(places)), forwards_first
         if rounds > 1:
-            yield tuple(m for m in first for _ in range(works[m].total))
+            yield tuple(m for m in first for _ in range(works[m].total)), forwards_first
 
 
 def _exchanged(order: Order, chance: random.Random) -> Order:
@@ -111,14 +112,16 @@ def _exchanged(order: Order, chance: random.Random) -> Order:
     return tuple(out)
 
 
-def in_order(stages: int, works: Sequence[Work], order: Order, limits: Sequence[float]) -> Schedule:
+def in_order(
+    stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], forwards_first: bool = False
+) -> Schedule:
     """Each stage runs forwards in this order and backwards in the same: a backward as soon as its gradient is there,
     else the next forward that `limits` has room for, unless its message would have to wait (`WINDOW`). A mini-batch
-    begins when the step before it has been made.
+    begins when the step before it has been made. With `forwards_first`, of both that could begin a forward does.
 
     It always ends: the first unfinished micro-batch of the order never waits for a later one.
     """
-    return scheduled(works, _InOrder(stages, works, order, limits).computed)
+    return scheduled(works, _InOrder(stages, works, order, limits, forwards_first).computed)
 
 
 class _Turn(NamedTuple):
@@ -136,8 +139,10 @@ class _Turn(NamedTuple):
 class _InOrder:
     """What all stages compute, and when, if they run micro-batches in one order. Kinds: 0 forward, 1 backward."""
 
-    def __init__(self, stages: int, works: Sequence[Work], order: Order, limits: Sequence[float]) -> None:
-        self._works, self._stages = works, stages
+    def __init__(
+        self, stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], forwards_first: bool
+    ) -> None:
+        self._works, self._stages, self._kinds = works, stages, (0, 1) if forwards_first else (1, 0)
         self._names: list[tuple[Instruction, Instruction]] = []
         self._turns: list[_Turn] = []
         self._left: list[int] = []  # computations of each step
@@ -181,7 +186,7 @@ class _InOrder:
         return [[self._names[turn][kind] for turn, kind in stage] for stage in self._computed]
 
     def _run(self) -> None:
-        """The stage that can begin first runs next; at equal times backwards first, then the first stage."""
+        """The stage that can begin first runs next; at equal times one with a backward, then the first stage."""
         heap: list[tuple[float, int, int]] = []
         everyone = changed = range(self._stages)
         current: list[tuple[float, int, int] | None] = [None] * self._stages
@@ -202,7 +207,7 @@ class _InOrder:
     def _next(self, stage: int) -> tuple[float, int, int] | None:
         """When this stage can begin its next computation, minus its kind, and the stage."""
         found = None
-        for kind in (1, 0):
+        for kind in self._kinds:
             turn, arrived = len(self._begun[kind][stage]), self._arrived[kind][stage]
             if turn >= len(arrived):
                 continue
