@@ -152,7 +152,8 @@ def together(*updates: Future) -> tuple[Future, ...]:
         trains = operation is not None and kind_of(operation) == "training"
         require(trains, f"together(...) takes two updates; {origin.role}.{origin.method} is not one.")
     if not session.iterations.held.together([update.outputs[0].call for update in updates]):
-        why = why_apart(*(session.groups[origin.role].ranks for origin in origins), session.has_cuda)
+        one, other = (session.groups[origin.role].ranks for origin in origins)
+        why = why_apart(one, other, session.has_cuda)
         if why and why not in session.iterations.held.said:
             session.iterations.held.said.add(why)
             logger.warning("Two updates run one after the other: %s.", why)

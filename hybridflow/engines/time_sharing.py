@@ -45,8 +45,8 @@ class SharedStages:
         """The results of the updates, which must return their errors. Collective over the ranks, of all models alike.
 
         When a computation raises in one of them, no model makes a step any more on any rank, and every update's last
-        step waits for all computations. An error of communication is raised in all updates of its rank; its peers wait
-        for their timeout.
+        step waits for all computations. An error of communication, and one of a tensor parallel rank alone, is raised
+        in all updates of its rank; its peers wait for their timeout.
         """
         results: list[list[T]] = [[] for _ in updates]
         with ExitStack() as stack:

@@ -71,34 +71,35 @@ def together(
     size = 2 * stages * sum(work.total for work in works)
     tries = min(3, AT_ONCE // size) if at_once else min(EVALUATIONS, 3 + OPERATIONS // size)
 
-    def tried(order: Order, forwards_first: bool) -> tuple[float, Order, _InOrder]:
-        found = _InOrder(stages, works, order, limits, forwards_first)
+    def tried(order: Order, patience: float) -> tuple[float, Order, _InOrder]:
+        found = _InOrder(stages, works, order, limits, patience)
         return found.makespan, order, found
 
     bound, chance = shortest(stages, works) * (1 + 1e-9), random.Random(0)
-    best = tried(*next(orders := _orders(works)))
+    waits = (0.0, min(work.forward for work in works), max(work.forward for work in works))
+    best = tried(*next(orders := _orders(works, waits[:2])))
     for _ in range(tries):
         if best[0] <= bound or len(works) == 1:
             break
-        found = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.random() < 0.5)))
+        found = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.choice(waits))))
         best = found if found[0] <= best[0] else best
     return scheduled(works, best[2].computed)
 
 
-def _orders(works: Sequence[Work]) -> Iterator[tuple[Order, bool]]:
+def _orders(works: Sequence[Work], waits: Sequence[float]) -> Iterator[tuple[Order, float]]:
     """Orders to begin with: mini-batches in rounds, micro-batches mixed evenly, or one model after the other; either
-    model first. And whether forwards go first."""
-    for forwards_first, backwards in itertools.product((False, True), repeat=2):
-        first = list(range(len(works)))[:: -1 if backwards else 1]
+    model first; each with one patience after the other."""
+    for patience, ahead in itertools.product(waits, (1, -1)):
+        first = list(range(len(works)))[::ahead]
         rounds = max(len(work.micro_batches) for work in works)
         counts = [
             [(m, works[m].micro_batches[k]) for m in first if k < len(works[m].micro_batches)] for k in range(rounds)
         ]
-        yield tuple(model for each in counts for model, count in each for _ in range(count)), forwards_first
+        yield tuple(model for each in counts for model, count in each for _ in range(count)), patience
         places = [((i + 0.5) / works[m].total, first.index(m), m) for m in first for i in range(works[m].total)]
-        yield tuple(model for *_, model in sorted(places)), forwards_first
+        yield tuple(model for *_, model in sorted(places)), patience
         if rounds > 1:
-            yield tuple(m for m in first for _ in range(works[m].total)), forwards_first
+            yield tuple(m for m in first for _ in range(works[m].total)), patience
 
 
 def _exchanged(order: Order, chance: random.Random) -> Order:
@@ -113,15 +114,16 @@ def _exchanged(order: Order, chance: random.Random) -> Order:
 
 
 def in_order(
-    stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], forwards_first: bool = False
+    stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], patience: float = 0.0
 ) -> Schedule:
     """Each stage runs forwards in this order and backwards in the same: a backward as soon as its gradient is there,
     else the next forward that `limits` has room for, unless its message would have to wait (`WINDOW`). A mini-batch
-    begins when the step before it has been made. With `forwards_first`, of both that could begin a forward does.
+    begins when the step before it has been made. With `patience` a forward that could begin at most so much later goes
+    before a backward.
 
     It always ends: the first unfinished micro-batch of the order never waits for a later one.
     """
-    return scheduled(works, _InOrder(stages, works, order, limits, forwards_first).computed)
+    return scheduled(works, _InOrder(stages, works, order, limits, patience).computed)
 
 
 class _Turn(NamedTuple):
@@ -140,9 +142,9 @@ class _InOrder:
     """What all stages compute, and when, if they run micro-batches in one order. Kinds: 0 forward, 1 backward."""
 
     def __init__(
-        self, stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], forwards_first: bool
+        self, stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], patience: float
     ) -> None:
-        self._works, self._stages, self._kinds = works, stages, (0, 1) if forwards_first else (1, 0)
+        self._works, self._stages, self._patience = works, stages, patience
         self._names: list[tuple[Instruction, Instruction]] = []
         self._turns: list[_Turn] = []
         self._left: list[int] = []  # computations of each step
@@ -206,27 +208,29 @@ class _InOrder:
 
     def _next(self, stage: int) -> tuple[float, int, int] | None:
         """When this stage can begin its next computation, minus its kind, and the stage."""
-        found = None
-        for kind in self._kinds:
-            turn, arrived = len(self._begun[kind][stage]), self._arrived[kind][stage]
-            if turn >= len(arrived):
-                continue
-            start = max(self._clock[stage], arrived[turn])
-            if found is not None and start >= found[0]:
-                continue
-            _, activations, _, made, before = self._turns[turn]
-            if before >= 0 and (awaited := self._awaited[kind][stage]) is not None:
-                if before >= len(awaited):
-                    continue
-                start = max(start, awaited[before])
-            if not kind:
-                ready = self._made[made]
-                if ready is None or self._live[stage] + activations > self._limits[stage]:
-                    continue
-                start = max(start, ready)
-            if found is None or start < found[0]:
-                found = start, -kind, stage
-        return found
+        backward, forward = self._start(stage, 1), self._start(stage, 0)
+        if forward is None:
+            return None if backward is None else (backward, -1, stage)
+        if backward is None or forward < backward or (self._patience and forward <= backward + self._patience):
+            return forward, 0, stage
+        return backward, -1, stage
+
+    def _start(self, stage: int, kind: int) -> float | None:
+        turn, arrived = len(self._begun[kind][stage]), self._arrived[kind][stage]
+        if turn >= len(arrived):
+            return None
+        start = max(self._clock[stage], arrived[turn])
+        _, activations, _, made, before = self._turns[turn]
+        if before >= 0 and (awaited := self._awaited[kind][stage]) is not None:
+            if before >= len(awaited):
+                return None
+            start = max(start, awaited[before])
+        if kind:
+            return start
+        ready = self._made[made]
+        if ready is None or self._live[stage] + activations > self._limits[stage]:
+            return None
+        return max(start, ready)
 
     def _compute(self, stage: int, kind: int, start: float) -> bool:
         """Run the next computation of this kind; whether an optimizer step is made."""
