@@ -92,7 +92,8 @@ class SleepingStages:
             for each in schedule.stages[at]:
                 model, count = models[each.model], schedule.works[each.model].micro_batches[each.step]
                 if (key := (each.model, each.step)) not in passes:
-                    passes[key] = StagePass(model, self.messages[each.model], [micro] * count, device, model, loss)
+                    messages, micro_batches = self.messages[each.model], [micro] * count
+                    passes[key] = StagePass(model, messages, micro_batches, device, model, loss, lambda _: False)
                 if each.kind != "finish":
                     passes[key].run(each)
         for messages in self.messages:

@@ -136,9 +136,9 @@ def together(*updates: Future) -> tuple[Future, ...]:
         actor_metrics, critic_metrics = hf.together(actor.update_actor(...), critic.update_critic(...))
 
     Both groups train with `hf.Megatron`, equal sizes and two stages or more on the same devices; results are those of
-    one update after the other. Other updates run so (all on CUDA), and a warning says why; so do two between which the
-    driver did something else. When the loss of a micro-batch raises, no model makes a step any more; steps that were
-    made before stay. Returns the updates at once.
+    one update after the other. Other updates run so (all on CUDA), and a warning says why, once, unless neither group
+    has several stages; so do two between which the driver did something else. When a micro-batch fails, no model makes
+    a step any more; steps that were made before stay. Returns the updates at once.
     """
     session = Session.current()
     good = len(updates) == 2 and all(isinstance(update, Future) and update.outputs for update in updates)
@@ -152,9 +152,11 @@ def together(*updates: Future) -> tuple[Future, ...]:
         trains = operation is not None and kind_of(operation) == "training"
         require(trains, f"together(...) takes two updates; {origin.role}.{origin.method} is not one.")
     if not session.iterations.held.together([update.outputs[0].call for update in updates]):
-        ranks = [session.groups[origin.role].ranks for origin in origins]
-        why = "updates do not share stages on CUDA yet" if session.has_cuda else why_apart(*ranks)
-        logger.warning("Two updates run one after the other: %s.", why)
+        one, other = (session.groups[origin.role].ranks for origin in origins)
+        why = why_apart(one, other, session.has_cuda)
+        if why and why not in session.iterations.held.said:
+            session.iterations.held.said.add(why)
+            logger.warning("Two updates run one after the other: %s.", why)
     return updates
 
 

@@ -29,7 +29,7 @@ _TIMEOUT = 600.0  # for results that no call of this process writes
 
 @dataclass(slots=True)
 class Failure:
-    """Takes the place of a result. `upstream`: the call never ran because an input had failed."""
+    """Takes the place of a result. `upstream`: an input or another rank had failed."""
 
     error: WorkerError
     upstream: bool = False
@@ -64,8 +64,8 @@ def failure_of(
     `rows` is the range of the rank's rows in the call's batch. An error of torch.distributed or its backends becomes a
     WaitTimeoutError: a peer did not take part.
     """
-    if isinstance(error, WorkerError):
-        return Failure(error, upstream)
+    if isinstance(error, WorkerError):  # perhaps of another rank, on which all have agreed
+        return Failure(error, upstream or (error.role, error.rank) != (origin.role, origin.rank))
     if isinstance(error, CheckpointError) and error.rank is not None:
         origin = replace(origin, rank=error.rank, node=origin.node if error.rank == origin.rank else "")
     span = f", rows {rows[0]}..{rows[1] - 1}" if rows and rows[0] < rows[1] else ""

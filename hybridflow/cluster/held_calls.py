@@ -6,7 +6,7 @@
     anything else                they are sent one after the other, before it
 
 Only an update whose stages another group trains on is held, for `HELD_SECONDS` at most, and only until the driver does
-anything else with the session: issues another call, moves weights, or reads a result.
+anything else with the session: issues another call, moves weights, or reads a result of the update.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def _pipelined(ranks: RankGroup) -> bool:
     return shares is not None and shares(ranks.settings, ranks.grid)
 
 
-def why_apart(one: RankGroup, other: RankGroup) -> str:
-    """Why two updates run one after the other."""
+def why_apart(one: RankGroup, other: RankGroup, cuda: bool) -> str:
+    """Why two updates run one after the other; "" where there is no pipeline that could be shared."""
+    if not (_pipelined(one) or _pipelined(other)):
+        return ""
     if one.key == other.key:
         return f"they are updates of one model, {one.name}"
     if (one.pool_name, one.members) != (other.pool_name, other.members):
@@ -61,7 +63,9 @@ def why_apart(one: RankGroup, other: RankGroup) -> str:
             return f"{ranks.name} at {ranks} has no pipeline: give train=hf.Megatron(pp=2) or more stages"
     if not alike(one, other):
         return f"{one.name} is at {one} and {other.name} at {other}: give both the same sizes"
-    return f"another call, a result that was read, or more than {HELD_SECONDS} s came between them"
+    if cuda:
+        return "updates do not share stages on CUDA yet"
+    return f"another call, its result that was read, or more than {HELD_SECONDS} s came between them"
 
 
 class HeldOutput(RankOutput):
@@ -104,10 +108,10 @@ class HeldCall:
 
 class HeldCalls:
     """At most two calls, of different groups that are `partners`. `automatic`: two are sent together without
-    `hf.together`."""
+    `hf.together`. `said`: why calls could not be sent together, as far as the user was told."""
 
     def __init__(self) -> None:
-        self.automatic = False
+        self.automatic, self.said = False, set[str]()
         self._calls: list[HeldCall] = []
         self._together: list[IssuedCall] = []  # the latest two that were sent together
         self._timer = threading.Timer(0.0, self._send_late)

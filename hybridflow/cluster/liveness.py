@@ -29,6 +29,7 @@ import ray
 import ray.exceptions
 
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
+from hybridflow.engines.pipeline_turn import UPDATE_THREAD
 from hybridflow.errors import WaitTimeoutError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,11 @@ class LivenessServer:
         )
 
     def _doing(self) -> Doing:
-        frame = sys._current_frames().get(self._thread)
+        """Of the thread that runs the call, or of updates that share its stages: the first that does not wait."""
+        updates = [thread.ident for thread in threading.enumerate() if thread.name == UPDATE_THREAD]
+        frames = sys._current_frames()
+        found = [frames.get(self._thread), *(frames[each] for each in updates if each in frames)]
+        frame = next((frame for frame in found if not _in_collective(frame)), found[0])
         return Doing(self._call, _place(frame), _in_collective(frame))
 
     def close(self) -> None:

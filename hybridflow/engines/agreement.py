@@ -134,7 +134,7 @@ class StepCheck:
     Checking the gradients is not enough: `maximum`, `clamp` and `where` can drop a nan or an infinity between the
     inputs of a loss and its gradients, which are then finite and wrong.
 
-    While `others` are set, an error of their losses stops this one's steps, too.
+    While `others` are set, an error of their computations stops this one's steps, too.
 
     Call `begin` for each mini-batch, `share` for each micro-batch, then `agree`. `agree` uses the all-reduce in which
     ranks report errors, so the check needs no further communication until a rank finds something.
@@ -173,7 +173,7 @@ class StepCheck:
             return None
 
     def failed(self, error: BaseException | None) -> None:
-        """Have `agree` raise this error, if any, on all ranks."""
+        """Have `agree` raise this error, if any, on all ranks, and so the checks of `others`."""
         self._errors += [] if error is None else [error]
 
     def agree(self) -> None:
@@ -194,6 +194,9 @@ class StepCheck:
             refused = agree(self._context, check) is not None
         except Exception:
             self._refusal = ""  # the engine drops the gradients
+            for mine in self._errors:
+                if isinstance(mine, torch.OutOfMemoryError):
+                    raise mine from None  # the host adds what is in its memory
             raise
         if refused:
             self._refusal = self._refusal or _joined(of_every_rank(self._context, mine))

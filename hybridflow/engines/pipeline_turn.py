@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 from hybridflow.planner.pipeline.schedule import Instruction
 
 T = TypeVar("T")
+UPDATE_THREAD = "shared update"
+"""The name of the threads of updates."""
 
 
 class Pass(Protocol):
@@ -84,6 +86,11 @@ class PipelineTurn:
         with self._changed:
             self._pass = None
             self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until the update has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended)
 
     def all_done(self) -> None:
         """No model has anything left to compute."""

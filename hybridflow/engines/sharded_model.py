@@ -91,8 +91,17 @@ class MicroBatchLoop(Protocol):
         """`read(micro-batch, head [N or more, C])` of each, without gradients; on the last stage."""
         ...
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]) -> None:
-        """Add the gradients of `loss(micro-batch, head [N or more, C])` of each, called on the last stage."""
+    def train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[MicroBatch, Tensor], Tensor],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Add the gradients of `loss(micro-batch, head [N or more, C])` of each, called on the last stage.
+
+        A loop that can continue without a failed computation gives its error to `failed`, and its peers what they
+        wait for; others raise.
+        """
         ...
 
 
@@ -131,7 +140,12 @@ class PlainLoop:
         self._shards.after_pass()
         return found[: len(micro_batches)]
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]) -> None:
+    def train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[MicroBatch, Tensor], Tensor],
+        failed: Callable[[Exception], None],
+    ) -> None:
         self._shards.model.train()
         everything = self._padded(micro_batches)
         for left, micro in zip(reversed(range(len(everything))), everything, strict=True):

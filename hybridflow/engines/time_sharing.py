@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
-from hybridflow.engines.pipeline_turn import PipelineTurn
+from hybridflow.engines.pipeline_turn import UPDATE_THREAD, PipelineTurn
 from hybridflow.engines.process_groups import RankContext, gather
 from hybridflow.engines.train_engine import TrainEngine
 from hybridflow.errors import WorkerError
@@ -44,8 +44,9 @@ class SharedStages:
     def run(self, updates: Sequence[Callable[[], T]]) -> list[T]:
         """The results of the updates, which must return their errors. Collective over the ranks, of all models alike.
 
-        When a loss raises in one of them, no model makes a step any more, and every update's last step waits for all
-        losses. An error of another computation is raised in all updates of its rank; its peers wait for their timeout.
+        When a computation raises in one of them, no model makes a step any more on any rank, and every update's last
+        step waits for all computations. An error of communication, and one of a tensor parallel rank alone, is raised
+        in all updates of its rank; its peers wait for their timeout.
         """
         results: list[list[T]] = [[] for _ in updates]
         with ExitStack() as stack:
@@ -53,9 +54,9 @@ class SharedStages:
                 others = [other for other in self.engines if other is not engine and other is not None]
                 if engine is not None:
                     stack.enter_context(engine.in_turns(turn, others))
-                thread = threading.Thread(target=turn.run, args=(updates[number], results[number]), daemon=True)
-                stack.callback(thread.join)
-                thread.start()
+                arguments = updates[number], results[number]
+                threading.Thread(target=turn.run, args=arguments, name=UPDATE_THREAD, daemon=True).start()
+                stack.callback(turn.join)
                 turn.next_pass()  # their first collectives do not mix
             try:
                 self._run(*self._planned())

@@ -150,10 +150,11 @@ class TrainEngine:
         Several calls before a `step` add up. Gradients are reduced over ranks in `step` (or `gradients`). Metrics are
         returned on the last pipeline stage (equal on its ranks), {} on the others.
 
-        When `loss` raises, all ranks raise after the last micro-batch and drop their gradients. An error in its
-        backward pass is raised on one rank alone; its peers wait for their timeout. When a column that `loss` reads
-        (its attribute `reads`; without one, any), an output or its value is not finite where it counts, on any rank,
-        the step that follows is skipped on all ranks.
+        When `loss` raises, with Megatron any computation, all ranks raise after the last micro-batch and drop their
+        gradients. With FSDP and ZeRO, or where tensor parallel peers do not fail as well, another error is raised on
+        one rank alone; its peers wait for their timeout. When a column that `loss` reads (its attribute `reads`;
+        without one, any), an output or its value is not finite where it counts, on any rank, the step that follows is
+        skipped on all ranks.
 
         Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
         """
@@ -178,7 +179,7 @@ class TrainEngine:
             metrics.append(given[1])
             return optimizer.scale_loss(given[0] + nothing)
 
-        self._model.loop.train(micro_batches, share)
+        self._model.loop.train(micro_batches, share, self._check.failed)
         self._gradients = "own"
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             self._reduce()  # while another model computes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,6 +45,42 @@ def update(
     return [*found, {name: value.clone() for name, value in engine.storage().items()}]
 
 
+class FailsBackward(torch.autograd.Function):
+    """An identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise LookupError("the reward of this row is gone")
+
+
+@contextmanager
+def breaking(engine: TrainEngine, part: str, ranks: Collection[int], micro: int) -> Iterator[None]:
+    """Inside, the "forward" or "backward" of this rank's part of the model raises, in its `micro`-th micro-batch."""
+    count = itertools.count()
+
+    def hook(module: Any, inputs: Any, out: Any) -> Any:
+        if not torch.is_grad_enabled() or next(count) != micro:
+            return None
+        if part == "forward":
+            raise LookupError("the reward of this row is gone")
+        hidden = out[0] if isinstance(out, tuple) else out
+        found = FailsBackward.apply(hidden)
+        return (found, *out[1:]) if isinstance(out, tuple) else found
+
+    if engine.context.rank not in ranks:
+        yield
+        return
+    handle = engine._model.loop.model.decoder.layers[0].register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class Raises:
     """A loss that raises in a micro-batch of a mini-batch."""
 
@@ -63,9 +102,12 @@ def both(
     fails: str = "",
     most: int = 3,
     silent: str = "",
+    breaks: tuple[str, tuple[int, ...], int] | None = None,
+    absent: int = -1,
 ) -> dict[str, Any]:
     """Serial and shared updates of both models, and what this rank ran of which schedule. Each model trains `most`
-    mini-batches at most; in the model `fails` the loss of the last one raises, and `silent` announces none."""
+    mini-batches at most; in the model `fails` the loss of the last one raises, or what `breaks` names (`breaking`), and
+    `silent` announces none. On the rank `absent` the shared update of `fails` ends before it begins."""
     out: dict[str, Any] = {}
     for way in ("serial", "shared"):
         engines: dict[str, TrainEngine] = {}
@@ -77,15 +119,19 @@ def both(
             engines[head] = engine
             rows = [share(make_batch(n, seed=n), engine.grid, world.rank) for n in MINIBATCHES[head][:most]]
             losses = [loss_of(head)] * len(rows)
-            if head == fails:
+            if head == fails and breaks is None and absent < 0:
                 losses[-1] = Raises(losses[-1].outputs)  # type: ignore[call-overload]
             calls.append(partial(update, engine, rows, losses, head != silent))
         before = {head: {n: v.clone() for n, v in engine.storage().items()} for head, engine in engines.items()}
-        if way == "serial":
-            found = [call() for call in calls]
-        else:
-            shared = SharedStages(list(engines.values()), engine.context)
-            found = shared.run(calls)
+        with breaking(engines[fails], *breaks) if breaks else nullcontext():
+            if way == "serial":
+                found = [call() for call in calls]
+            else:
+                there = [None if head == fails and world.rank == absent else each for head, each in engines.items()]
+                updates = [list if each is None else call for each, call in zip(there, calls, strict=True)]
+                shared = SharedStages(there, engine.context)
+                found = shared.run(updates)
+        if way == "shared":
             assert shared.schedule is not None
             at = engine.context.coords.p
             out |= {"ran": shared.ran, "planned": list(shared.schedule.stages[at]), "works": shared.schedule.works}
@@ -108,7 +154,7 @@ def one_model(world: World, name: str, strategy: Any, path: Path, size: int, rep
     loop, ways = engine._model.loop, ("ours", "megatron")
     ours = loop.train
 
-    def megatron(micro_batches: Any, share_of: Any) -> None:
+    def megatron(micro_batches: Any, share_of: Any, failed: Any) -> None:
         loop._run(micro_batches, lambda micro, out: (share_of(micro, out[0]), 0, {}), forward_only=False)
 
     found: dict[str, Any] = {"seconds": {way: [] for way in ways}}

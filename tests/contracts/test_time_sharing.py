@@ -64,8 +64,9 @@ def test_shared_updates_equal_serial_ones(processes: RankProcesses, paths: dict[
     assert layout != "4-1-1" or set(of_models[0]) != set(of_models[1])
 
 
-@pytest.mark.parametrize("strategy", [Megatron(pp=4, micro_tokens=24), Megatron(pp=2, tp=2, micro_tokens=24)], ids=str)
-def test_one_model_has_the_gradients_of_megatrons_schedule(processes: RankProcesses, paths: dict[str, Path], strategy):
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)], ids=str)
+def test_one_model_has_the_gradients_of_megatrons_schedule(processes: RankProcesses, paths: dict[str, Path], sizes):
+    strategy = Megatron(pp=sizes[0], tp=sizes[1], dp=sizes[2], micro_tokens=24)
     for rank in processes.run(4, tasks.one_model, processes.name(), strategy, paths["lm"], 4):
         assert equal(rank["ours"], rank["megatron"])
 
@@ -76,6 +77,36 @@ def test_a_loss_that_raises_leaves_both_models_unstepped(processes: RankProcesse
         for head, (error, parameters) in rank["shared"].items():
             assert told(error, fails)
             assert equal(rank["before"][head], parameters)
+
+
+@pytest.mark.parametrize(
+    ("fails", "layout", "part", "ranks", "micro"),
+    [
+        ("lm", "4-1-1", "forward", (0,), 1),
+        ("lm", "4-1-1", "backward", (3,), 0),
+        ("value", "4-1-1", "backward", (1,), 3),
+        ("value", "4-1-1", "forward", (2,), 0),
+        ("value", "2-1-2", "backward", (1,), 0),  # one replica of two
+        ("lm", "2-2-1", "forward", (2, 3), 1),  # all tensor parallel ranks
+    ],
+)
+def test_a_failed_computation_reaches_every_rank(
+    processes: RankProcesses,
+    paths: dict[str, Path],
+    fails: str,
+    layout: str,
+    part: str,
+    ranks: tuple[int, ...],
+    micro: int,
+):
+    """Peers get the messages that they wait for, so no error is a timeout. No rank steps, in serial updates neither."""
+    strategies, breaks = STRATEGIES[layout], (part, ranks, micro)
+    for rank in processes.run(4, tasks.both, processes.name(), strategies, paths, 4, fails, 1, "", breaks):
+        for head, (error, parameters) in rank["shared"].items():
+            assert told(error, fails)
+            assert equal(rank["before"][head], parameters)
+        assert told(rank["serial"][fails][0], fails)
+        assert len(rank["serial"][fails]) == 2
 
 
 def test_steps_before_a_loss_that_raises_stay(processes: RankProcesses, paths: dict[str, Path]):
@@ -92,6 +123,17 @@ def test_an_update_that_announces_nothing_runs_alone(processes: RankProcesses, p
     for rank in processes.run(4, tasks.both, processes.name(), STRATEGIES["2-2-1"], paths, 4, "", 2, "lm"):
         assert all(equal(rank["serial"][head], rank["shared"][head]) for head in paths)
         assert len(rank["works"]) == 1
+
+
+def test_an_update_that_cannot_begin_on_one_rank_stops_nothing_else(processes: RankProcesses, paths: dict[str, Path]):
+    found = processes.run(4, tasks.both, processes.name(), STRATEGIES["4-1-1"], paths, 4, "lm", 2, "", None, 2)
+    for number, rank in enumerate(found):
+        assert equal(rank["serial"]["value"], rank["shared"]["value"])
+        if number != 2:
+            error, parameters = rank["shared"]["lm"]
+            assert isinstance(error, WorkerError)
+            assert "failed on other ranks" in str(error)
+            assert equal(rank["before"]["lm"], parameters)
 
 
 def told(error: Exception, fails: str) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ import hybridflow as hf
 from tests import tiny_models
 
 TRAIN = hf.Megatron(pp=2, micro_tokens=24)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +35,14 @@ def pair(pool, models) -> Iterator[Callable[..., tuple[hf.WorkerGroup, hf.Worker
     """A new actor and critic on the first two hosts."""
     placed: list[hf.WorkerGroup] = []
 
-    def make(critic_train: Any = TRAIN) -> tuple[hf.WorkerGroup, hf.WorkerGroup]:
+    def make(
+        critic_train: Any = TRAIN, critic: type[hf.CriticWorker] = hf.CriticWorker, actor_train: Any = TRAIN
+    ) -> tuple[hf.WorkerGroup, hf.WorkerGroup]:
         while placed:
             placed.pop().close()
         optim = hf.Adam(lr=1e-3)
-        placed.append(hf.ActorWorker.on(pool[0:2], model=models["actor"], train=TRAIN, optim=optim))
-        placed.append(hf.CriticWorker.on(pool[0:2], model=models["critic"], train=critic_train, optim=optim))
+        placed.append(hf.ActorWorker.on(pool[0:2], model=models["actor"], train=actor_train, optim=optim))
+        placed.append(critic.on(pool[0:2], model=models["critic"], train=critic_train, optim=optim))
         return placed[0], placed[1]
 
     yield make
@@ -104,9 +111,12 @@ def test_a_held_update_is_sent_by_any_other_use_of_the_session(pair, rows):
 
 def test_other_updates_run_one_after_the_other_and_say_so(pair, rows, caplog):
     actor, critic = pair(hf.Megatron())
+    actor.session.iterations.held.said.clear()  # each is said once
     found = hf.together(actor.update_actor(rows), critic.update_critic(rows))
     assert all("skipped" in str(future.get()) for future in found)
     assert "one after the other: critic at (p,t,d)=(1,1,2) has no pipeline" in caplog.text
+    hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    assert caplog.text.count("one after the other") == 1
     actor, critic = pair()
     first = actor.update_actor(rows)
     hf.together(first, critic.update_critic(rows) if first.get() else first)
@@ -117,6 +127,13 @@ def test_other_updates_run_one_after_the_other_and_say_so(pair, rows, caplog):
     critic.close()
     with pytest.raises(hf.errors.ConfigError, match="critic is closed"):
         hf.together(first, second)
+
+
+def test_without_pipelines_there_is_nothing_to_say(pair, rows, caplog):
+    actor, critic = pair(hf.Megatron(), actor_train=hf.Megatron(tp=2))
+    found = hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    assert all("grad_norm" in str(future.get()) for future in found)
+    assert "one after the other" not in caplog.text
 
 
 def broken(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
@@ -132,3 +149,84 @@ def test_a_failed_micro_batch_stops_both(pair, rows, settle):
             future.get()
     settle()
     assert all(map(torch.equal, outputs(actor, critic, rows), before))
+
+
+def greedy(outputs: Any, rows: Any, totals: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+
+def test_memory_that_runs_out_in_a_micro_batch_is_explained(pair, rows, settle):
+    actor, critic = pair()
+    before = outputs(actor, critic, rows)
+    first, second = hf.together(actor.update_actor(rows, loss=greedy), critic.update_critic(rows))
+    with pytest.raises(hf.errors.DeviceMemoryError, match=r"actor\.update_actor ran out .* critic parameters"):
+        first.get()
+    with pytest.raises(hf.errors.WorkerError, match=r"actor\.update_actor failed on rank 1"):
+        second.get()
+    settle()
+    assert all(map(torch.equal, outputs(actor, critic, rows), before))
+
+
+class Scaled:
+    """A loss with state."""
+
+    def __init__(self) -> None:
+        self.by = 1.0
+
+    def __call__(self, outputs: Any, rows: Any, totals: Any) -> Any:
+        return outputs["log_probs"].values.sum() * self.by
+
+
+def test_an_update_has_its_arguments_as_they_were_when_it_was_issued(pair, rows):
+    actor, critic = pair()
+    loss = Scaled()
+    first = actor.update_actor(rows, loss=loss)
+    loss.by = 0.0
+    first, _ = hf.together(first, critic.update_critic(rows))
+    assert first.get()["actor/grad_norm"] > 0
+    assert actor.update_actor(rows, loss=loss).get()["actor/grad_norm"] == 0
+
+
+def test_events_are_those_of_all_updates_so_far(pair, pool, rows):
+    actor, critic = pair()
+    before = len(pool[0:1].events())
+    actor.update_actor(rows)
+    assert actor.session.iterations.held.accepts(critic.ranks)
+    assert [event.method for event in pool[0:1].events()[before:]] == ["update_actor"]
+
+
+def test_a_session_shares_stages_by_itself(models, warm, tmp_path):
+    """`hf.init(time_sharing=True)` in a driver of its own; `shutdown` runs what is held."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | warm.environment
+    program = [*warm.command, str(ROOT / "tests/integration/sharing_driver.py"), str(models["actor"])]
+    program += [str(models["critic"]), str(tmp_path / "ran")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    serial, shared, parted = map(json.loads, re.findall("found: (.*)", done.stdout))
+    assert not serial.pop("together")
+    assert shared.pop("together")
+    assert parted.pop("together")  # another result was read between them
+    assert serial == shared == parted
+    assert (tmp_path / "ran").exists()
+
+
+class Stops(hf.CriticWorker):
+    """Rank 1 stops in its last step."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.context.groups.timeout = 3.0
+        super().__init__(**settings)
+
+    def _step(self, last: bool) -> dict[str, float]:
+        if self.context.rank == 1:
+            time.sleep(10.0)
+        return super()._step(last)
+
+
+def test_an_update_that_hangs_beside_the_other_is_named(pair, rows, settle):
+    actor, critic = pair(critic=Stops)
+    _, second = hf.together(actor.update_actor(rows), critic.update_critic(rows))
+    with pytest.raises(hf.errors.WorkerError, match=r"rank 1.* did not take part \(at .*in _step") as caught:
+        second.get()
+    assert caught.value.rank == 1
+    settle()

@@ -7,6 +7,7 @@ parallel ranks.
 from __future__ import annotations
 
 import importlib
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,6 +47,8 @@ from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.pipeline.schedule import Work, one_f_one_b
+
+_FAIL_SECONDS = 10.0  # in which tensor parallel ranks meet the same error
 
 
 def build_model(
@@ -194,24 +197,42 @@ class PipelineLoop:
         self.model, self.selection, self.groups, self.device = model, selection, groups, context.device
         self.at, self.stages, self.turn = context.coords.p, context.grid.p, None
         self.last_stage = self.at == self.stages - 1
-        self._messages = StageMessages(context)
+        self._messages, self._context, self._passes = StageMessages(context), context, 0
 
     def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
         """Without gradients, by the same schedule with `forward_only`."""
         return self._run(micro_batches, lambda micro, out, **_: read(micro, out[0]), forward_only=True)
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]) -> None:
+    def train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[MicroBatch, Tensor], Tensor],
+        failed: Callable[[Exception], None],
+    ) -> None:
         self.model.train()
-        if self.stages == 1:
-            # Megatron expects (loss, number of tokens to average over, metrics)
-            self._run(micro_batches, lambda micro, out: (loss(micro, out[0]), 0, {}), forward_only=False)
-            return
+        self._passes += 1
         own = loss if self.last_stage else None
-        mine = StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own)
+
+        def continues(error: Exception) -> bool:
+            failed(error)
+            return self._all_failed()
+
+        mine = StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own, continues)
         if self.turn is not None:
             self.turn.take(mine)
         else:
             mine.run_all(one_f_one_b(self.stages, Work(micro_batches=(len(micro_batches),))).stages[self.at])
+
+    def _all_failed(self) -> bool:
+        """Whether the tensor parallel ranks of this stage have all failed in this pass, as for an error in their data;
+        if not, the others are in a collective that this rank cannot continue."""
+        at, groups, size = self._context.coords, self._context.groups, self._context.grid.t
+        key = f"{groups.name}/failed/{self._passes}/{at.p}-{at.d}"
+        end, found = time.monotonic() + _FAIL_SECONDS, groups.store.add(key, 1)
+        while found < size and time.monotonic() < end:
+            time.sleep(0.02)
+            found = groups.store.add(key, 0)
+        return found >= size
 
     def _forward(self, micro: MicroBatch) -> Tensor:
         self.selection.index = micro.position_major

@@ -2,11 +2,15 @@
 
 receive_forward -> forward -> send_forward      activations [S, b, H], S over tensor parallel ranks where the
 receive_backward -> backward -> send_backward   sequence is parallel; H hidden
+
+When a computation raises, the pass continues with zeros in place of every message: the neighbours run the same
+schedule, and would wait for them. The step is refused where all ranks agree on it (`agreement.StepCheck`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +19,17 @@ from torch import Tensor
 
 from hybridflow.engines.megatron.messages import Direction, StageMessages, wait
 from hybridflow.engines.micro_batches import MicroBatch
+from hybridflow.engines.process_groups import is_communication_error
 from hybridflow.planner.pipeline.schedule import Instruction
 
 
 class StagePass:
     """`forward(micro-batch)` of the model on this stage gives its output; `loss`, on the last stage only, makes it the
-    scalar whose gradients are added up."""
+    scalar whose gradients are added up.
+
+    `failed(error)` receives the first error of a computation, and says whether the pass can continue without it; else,
+    and for an error of communication, the instruction raises.
+    """
 
     def __init__(
         self,
@@ -30,9 +39,11 @@ class StagePass:
         device: torch.device,
         forward: Callable[[MicroBatch], Tensor],
         loss: Callable[[MicroBatch, Tensor], Tensor] | None,
+        failed: Callable[[Exception], bool],
     ) -> None:
         self.micro_batches, self._model, self._messages = micro_batches, model, messages
-        self._device, self._forward, self._loss = device, forward, loss
+        self._device, self._forward, self._loss, self._failed = device, forward, loss, failed
+        self._broken = False
         self._arriving: dict[tuple[Direction, int], tuple[dist.Work, Tensor]] = {}
         self._inputs: dict[int, Tensor | None] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -41,9 +52,14 @@ class StagePass:
         """Run an instruction of this mini-batch other than "finish"."""
         verb, _, direction = each.kind.partition("_")
         if verb == "forward":
-            self._run_forward(each.micro)
+            arrived = self._inputs[each.micro] = self._arrived("forward", each.micro)
+            out = self._attempt(partial(self._run_forward, each.micro, arrived))
+            self._outputs[each.micro] = self._buffer(each.micro).zero_() if out is None else out
         elif verb == "backward":
-            self._run_backward(each.micro)
+            gradient, arrived = self._arrived("backward", each.micro), self._inputs.pop(each.micro)
+            self._attempt(partial(self._outputs.pop(each.micro).backward, gradient))
+            if arrived is not None:  # until it is sent
+                self._inputs[each.micro] = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
         elif verb == "receive":
             buffer = self._buffer(each.micro)
             self._arriving[direction, each.micro] = self._messages.receive(direction, buffer), buffer  # type: ignore[index]
@@ -66,23 +82,26 @@ class StagePass:
         self._messages.flush()
         assert not self._outputs, "a schedule runs every backward"
 
-    def _run_forward(self, micro: int) -> None:
-        arrived = self._arrived("forward", micro)
+    def _attempt(self, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        """The result of a computation; None after an error."""
+        if not self._broken:
+            try:
+                return compute()
+            except Exception as error:
+                if is_communication_error(error) or not self._failed(error):
+                    raise
+                self._broken = True
+                self._outputs = {other: out.detach() for other, out in self._outputs.items()}  # frees activations
+        return None
+
+    def _run_forward(self, micro: int, arrived: Tensor | None) -> Tensor:
         if arrived is not None:
             arrived.requires_grad_()
             self._model.set_input_tensor([arrived])
         moved = self.micro_batches[micro].to(self._device)
         with torch.enable_grad():
             out = self._forward(moved)
-            self._outputs[micro] = out if self._loss is None else self._loss(moved, out[0])
-        self._inputs[micro] = arrived
-
-    def _run_backward(self, micro: int) -> None:
-        gradient, out = self._arrived("backward", micro), self._outputs.pop(micro)
-        out.backward(gradient)
-        arrived = self._inputs.pop(micro)
-        if arrived is not None:
-            self._inputs[micro] = arrived.grad  # until it is sent
+            return out if self._loss is None else self._loss(moved, out[0])
 
     def _arrived(self, direction: Direction, micro: int) -> Tensor | None:
         """The message that was announced; None where a stage has no such neighbour."""

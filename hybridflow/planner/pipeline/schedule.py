@@ -31,7 +31,7 @@ class Instruction(NamedTuple):
     chunk: int = 0
 
     def of(self, kind: Kind) -> Instruction:
-        return self._replace(kind=kind)
+        return Instruction(kind, self.model, self.step, self.micro, self.chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +83,28 @@ class Schedule:
 
     def link(self, stage: int, instruction: Instruction) -> Link:
         """Where a send or receive of this stage goes to or comes from."""
-        verb, kind = instruction.kind.split("_")
-        after = (verb == "send") == (kind == "forward")  # the peer is the next stage, else the previous one
-        peer = (stage + (1 if after else -1)) % len(self.stages)
-        ends = (stage, peer) if verb == "send" else (peer, stage)
-        return Link(instruction.model, "forward" if kind == "forward" else "backward", *ends)
+        return _link(instruction.kind, instruction.model, stage, len(self.stages))
 
     def source(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
         """The stage and computation whose message this receive gets."""
-        forward = instruction.kind == "receive_forward"
-        at = instruction.chunk * len(self.stages) + stage + (-1 if forward else 1)
-        chunk, peer = divmod(at, len(self.stages))
-        return peer, instruction._replace(kind="forward" if forward else "backward", chunk=chunk)
+        kind, model, step, micro, chunk = instruction
+        forward = kind == "receive_forward"
+        chunk, peer = divmod(chunk * len(self.stages) + stage + (-1 if forward else 1), len(self.stages))
+        return peer, Instruction("forward" if forward else "backward", model, step, micro, chunk)
 
     @cached_property
     def computations(self) -> tuple[tuple[Instruction, ...], ...]:
         """The forwards and backwards of each stage."""
         return tuple(tuple(each for each in stage if each.kind in COMPUTES) for stage in self.stages)
+
+
+@lru_cache(maxsize=4096)
+def _link(message: Kind, model: int, stage: int, stages: int) -> Link:
+    verb, kind = message.split("_")
+    after = (verb == "send") == (kind == "forward")  # the peer is the next stage, else the previous one
+    peer = (stage + (1 if after else -1)) % stages
+    ends = (stage, peer) if verb == "send" else (peer, stage)
+    return Link(model, "forward" if kind == "forward" else "backward", *ends)
 
 
 def scheduled(works: Sequence[Work], computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> Schedule:
@@ -122,9 +127,10 @@ def _with_messages(
         # the next computation's receive goes first, unless its mini-batch does not exist before a step has ended
         for j in range(early, min(i + 2, len(computed))):
             after = computed[j]
-            if j > i and (after.model, after.step) not in begun and after.step:
-                break
-            begun.add((after.model, after.step))
+            if after.step and (after.model, after.step) not in begun:
+                if j > i:
+                    break
+                begun.add((after.model, after.step))
             at, early = after.chunk * stages + stage, j + 1
             if (at > 0) if after.kind == "forward" else (at < last):
                 yield after.of("receive_forward" if after.kind == "forward" else "receive_backward")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.pipeline.schedule import COMPUTES, Instruction, Link, Schedule, Work
+from hybridflow.planner.pipeline.schedule import COMPUTES, Instruction, Kind, Link, Schedule, Work
 
 WINDOW = 2
 """Messages of a link that may be on their way: the next send waits for the receive that is so far behind."""
@@ -58,75 +58,89 @@ def seconds_of(work: Work, instruction: Instruction, chunks: int = 1) -> float:
 def simulate(schedule: Schedule, window: int = WINDOW) -> PipelineTimeline:
     """Runs the instructions of every stage in their order, each as early as its messages allow. Messages take no time.
 
-    Errors: ConfigError when the stages wait for each other (deadlock), naming where each of them stands.
+    Errors: ConfigError when the stages wait for each other (deadlock), naming where each of them stands, for a
+    computation without the message that it needs, and for messages that both sides have in unlike orders.
     """
     run = _Run(schedule, window)
     moved = True
     while moved:
         moved = False
         for stage in range(len(schedule.stages)):
-            while run.advance(stage):
-                moved = True
+            moved = run.advance(stage) or moved
     if waiting := {s: each[run.at[s]] for s, each in enumerate(schedule.stages) if run.at[s] < len(each)}:
         where = "; ".join(f"stage {stage} at {tuple(each)}" for stage, each in waiting.items())
         raise ConfigError(f"the schedule does not end: its stages wait for each other, {where}. Change their order.")
+    run.check_links()
     return PipelineTimeline(tuple(tuple(spans) for spans in run.spans), run.steps)
+
+
+_Message = tuple[int, int, int]  # mini-batch, micro-batch, and the part of the model that sends
+
+
+class _Traffic(NamedTuple):
+    """The messages of a link, and when each was sent and announced by its receiver."""
+
+    sent: list[tuple[_Message, float]]
+    awaited: list[tuple[_Message, float]]
 
 
 class _Run:
     """The state of a simulation: `at`, `clock` and `spans` of each stage."""
 
     def __init__(self, schedule: Schedule, window: int) -> None:
-        stages = len(schedule.stages)
+        stages, works, chunks = len(schedule.stages), schedule.works, schedule.chunks
         self.schedule, self.window = schedule, window
         self.at, self.clock = [0] * stages, [0.0] * stages
         self.spans: list[list[StageSpan]] = [[] for _ in range(stages)]
         self.steps: dict[tuple[int, int], float] = {}
         self._finished: dict[tuple[int, int], list[float]] = defaultdict(list)
-        self._ends: dict[tuple[int, Instruction], float] = {}
-        self._sent: Counter[Link] = Counter()
-        self._awaited: dict[Link, list[float]] = defaultdict(list)
+        self._ends: list[dict[tuple, float]] = [{} for _ in range(stages)]
+        self._announced: list[dict[tuple, tuple[_Traffic, int]]] = [{} for _ in range(stages)]
+        self._links: dict[Link, _Traffic] = defaultdict(lambda: _Traffic([], []))
+        self._parts = stages * chunks
+        self._seconds = {(k, m): seconds_of(w, Instruction(k), chunks) for m, w in enumerate(works) for k in COMPUTES}
+        self._run_of: dict[str, Callable[[int, Instruction], bool]] = {
+            **dict.fromkeys(COMPUTES, self._compute),
+            **dict.fromkeys(("send_forward", "send_backward"), self._send),
+            **dict.fromkeys(("receive_forward", "receive_backward"), self._receive),
+            "finish": self._finish,
+        }
 
     def advance(self, stage: int) -> bool:
-        """Run the next instruction of a stage, unless it has to wait for another stage."""
-        instructions = self.schedule.stages[stage]
-        if self.at[stage] == len(instructions):
-            return False
-        each = instructions[self.at[stage]]
-        if each.kind in COMPUTES:
-            done = self._compute(stage, each)
-        elif each.kind == "finish":
-            done = self._finish(stage, each)
-        else:
-            done = self._message(stage, each)
-        self.at[stage] += done
-        return done
+        """Run the next instructions of a stage, until one has to wait for another stage; whether any ran."""
+        instructions, first, run_of = self.schedule.stages[stage], self.at[stage], self._run_of
+        for at in range(first, len(instructions)):
+            each = instructions[at]
+            if not run_of[each[0]](stage, each):
+                self.at[stage] = at
+                return at > first
+        self.at[stage] = len(instructions)
+        return first < len(instructions)
 
     def _compute(self, stage: int, each: Instruction) -> bool:
-        inputs = self._inputs(stage, each)
-        if inputs is None:
-            return False
-        start = max(self.clock[stage], inputs)
-        end = start + seconds_of(self.schedule.works[each.model], each, self.schedule.chunks)
-        self.clock[stage] = self._ends[stage, each] = end
+        kind, model, step, micro, chunk = each
+        start, part = self.clock[stage], chunk * len(self.clock) + stage
+        if kind == "backward":
+            if ("forward", model, step, micro, chunk) not in self._ends[stage]:
+                return False
+        elif step:
+            if (made := self.steps.get((model, step - 1))) is None:
+                return False
+            start = max(start, made)
+        if part != (0 if kind == "forward" else self._parts - 1):
+            if (announced := self._announced[stage].get(each)) is None:
+                raise ConfigError(f"stage {stage} runs {tuple(each)} without {(f'receive_{kind}', *each[1:])}.")
+            (sent, _), number = announced
+            if number >= len(sent):
+                return False
+            message, arrived = sent[number]
+            if message != (step, micro, part - 1 if kind == "forward" else part + 1):
+                receives: Kind = "receive_forward" if kind == "forward" else "receive_backward"
+                raise _unlike(self.schedule.link(stage, each.of(receives)))
+            start = max(start, arrived)
+        self.clock[stage] = self._ends[stage][each] = end = start + self._seconds[kind, model]
         self.spans[stage].append(StageSpan(each, start, end))
         return True
-
-    def _inputs(self, stage: int, each: Instruction) -> float | None:
-        """When everything is there that a computation needs; None while that is not known."""
-        stages, chunks = len(self.schedule.stages), self.schedule.chunks
-        at, needed = each.chunk * stages + stage, []
-        if each.kind == "forward":
-            if each.step:
-                needed.append(self.steps.get((each.model, each.step - 1)))
-            if at > 0:
-                needed.append(self._ends.get(self.schedule.source(stage, each.of("receive_forward"))))
-        else:
-            needed.append(self._ends.get((stage, each.of("forward"))))
-            if at < chunks * stages - 1:
-                needed.append(self._ends.get(self.schedule.source(stage, each.of("receive_backward"))))
-        known = [time for time in needed if time is not None]
-        return max(known, default=0.0) if len(known) == len(needed) else None
 
     def _finish(self, stage: int, each: Instruction) -> bool:
         ready = self._finished[each.model, each.step]
@@ -135,19 +149,36 @@ class _Run:
             self.steps[each.model, each.step] = max(ready) + self.schedule.works[each.model].finish
         return True
 
-    def _message(self, stage: int, each: Instruction) -> bool:
-        link = self.schedule.link(stage, each)
-        awaited = self._awaited[link]
-        if each.kind.startswith("receive"):
-            awaited.append(self.clock[stage])
-            return True
-        before = self._sent[link] - self.window
-        if before >= len(awaited):
+    def _receive(self, stage: int, each: Instruction) -> bool:
+        kind, model, step, micro, chunk = each
+        computed = "forward" if kind == "receive_forward" else "backward"
+        link = self._links[self.schedule.link(stage, each)]
+        self._announced[stage][computed, model, step, micro, chunk] = link, len(link.awaited)
+        sender = chunk * len(self.clock) + stage + (-1 if computed == "forward" else 1)
+        link.awaited.append(((step, micro, sender), self.clock[stage]))
+        return True
+
+    def _send(self, stage: int, each: Instruction) -> bool:
+        kind, model, step, micro, chunk = each
+        link = self._links[self.schedule.link(stage, each)]
+        if ("forward" if kind == "send_forward" else "backward", model, step, micro, chunk) not in self._ends[stage]:
+            raise ConfigError(f"stage {stage} sends {tuple(each)} before it is computed.")
+        before = len(link.sent) - self.window
+        if before >= len(link.awaited):
             return False
         if before >= 0:
-            self.clock[stage] = max(self.clock[stage], awaited[before])
-        self._sent[link] += 1
+            self.clock[stage] = max(self.clock[stage], link.awaited[before][1])
+        link.sent.append(((step, micro, chunk * len(self.clock) + stage), self.clock[stage]))
         return True
+
+    def check_links(self) -> None:
+        for name, (sent, awaited) in self._links.items():
+            if [message for message, _ in sent] != [message for message, _ in awaited]:
+                raise _unlike(name)
+
+
+def _unlike(link: Link) -> ConfigError:
+    return ConfigError(f"messages of {tuple(link)} are sent and received in different orders, or not at all.")
 
 
 def peak_activations(schedule: Schedule) -> list[float]:
@@ -169,49 +200,19 @@ def check(schedule: Schedule, limits: Sequence[float] | None = None, window: int
 
     Errors: ConfigError.
     """
-    wanted = Counter(
+    wanted = {
         Instruction(kind, model, step, micro, chunk)
         for model, work in enumerate(schedule.works)
         for step, count in enumerate(work.micro_batches)
         for micro in range(count)
         for chunk in range(schedule.chunks)
         for kind in COMPUTES
-    )
+    }
     for stage, computed in enumerate(schedule.computations):
-        if (found := Counter(computed)) != wanted:
-            wrong = (found - wanted) + (wanted - found)
-            raise ConfigError(f"stage {stage} must run each computation once; missing or too many: {list(wrong)[:4]}.")
-    _check_messages(schedule)
+        if len(computed) != len(wanted) or wanted != set(computed):
+            wrong = [*wanted.symmetric_difference(computed), *(e for e, n in Counter(computed).items() if n > 1)]
+            raise ConfigError(f"stage {stage} must run each computation once; missing or too many: {wrong[:4]}.")
     for stage, peak in enumerate(peak_activations(schedule)):
         if limits is not None and peak > limits[stage] * (1 + 1e-9):
             raise ConfigError(f"stage {stage} would hold activations of {peak:g}, and has room for {limits[stage]:g}.")
     return simulate(schedule, window)
-
-
-def _check_messages(schedule: Schedule) -> None:
-    sent: dict[Link, list[Instruction]] = defaultdict(list)
-    received: dict[Link, list[Instruction]] = defaultdict(list)
-    for stage, instructions in enumerate(schedule.stages):
-        done, announced = set[Instruction](), set[Instruction]()
-        for each in instructions:
-            verb, _, kind = each.kind.partition("_")
-            if each.kind in COMPUTES:
-                done.add(each)
-                if (need := each.of(f"receive_{each.kind}")) not in announced and _has_input(schedule, stage, each):  # type: ignore[arg-type]
-                    raise ConfigError(f"stage {stage} runs {tuple(each)} without {tuple(need)}.")
-            elif verb == "send":
-                if each.of(kind) not in done:  # type: ignore[arg-type]
-                    raise ConfigError(f"stage {stage} sends {tuple(each)} before it is computed.")
-                sent[schedule.link(stage, each)].append(each.of(kind))  # type: ignore[arg-type]
-            elif verb == "receive":
-                announced.add(each)
-                received[schedule.link(stage, each)].append(schedule.source(stage, each)[1])
-    for link in sent.keys() | received.keys():
-        if sent[link] != received[link]:
-            raise ConfigError(f"messages of {tuple(link)} are sent and received in different orders, or not at all.")
-
-
-def _has_input(schedule: Schedule, stage: int, each: Instruction) -> bool:
-    """Whether a computation needs a message."""
-    at = each.chunk * len(schedule.stages) + stage
-    return at > 0 if each.kind == "forward" else at < schedule.chunks * len(schedule.stages) - 1

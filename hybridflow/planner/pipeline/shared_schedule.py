@@ -10,12 +10,15 @@ gradient travels for (P - 1)B.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, scheduled
-from hybridflow.planner.pipeline.schedule_simulation import WINDOW, check
+from hybridflow.planner.pipeline.schedule_simulation import WINDOW
 from hybridflow.settings import require
 
 Order = tuple[int, ...]
@@ -58,8 +61,8 @@ def together(
     """The schedule of all works on these stages with the shortest makespan that a small search finds.
 
     Live activations stay within `limits` on every stage (default: `memory_limits`). The search tries orders of the
-    models' micro-batches, `at_once` only the first few, and is the same on every rank. Errors: ConfigError for a limit
-    below one micro-batch.
+    models' micro-batches, `at_once` only the first few, and is the same on every rank. To try an order is to run it
+    with all waits and limits, so `check` would find nothing. Errors: ConfigError for a limit below one micro-batch.
     """
     limits = memory_limits(stages, works) if limits is None else limits
     largest = max(work.activations for work in works)
@@ -68,36 +71,35 @@ def together(
     size = 2 * stages * sum(work.total for work in works)
     tries = min(3, AT_ONCE // size) if at_once else min(EVALUATIONS, 3 + OPERATIONS // size)
 
-    def tried(order: Order) -> tuple[float, Order, _InOrder]:
-        found = _run(stages, works, order, limits)
+    def tried(order: Order, patience: float) -> tuple[float, Order, _InOrder]:
+        found = _InOrder(stages, works, order, limits, patience)
         return found.makespan, order, found
 
     bound, chance = shortest(stages, works) * (1 + 1e-9), random.Random(0)
-    best = tried(next(orders := _orders(works)))
+    waits = (0.0, min(work.forward for work in works), max(work.forward for work in works))
+    best = tried(*next(orders := _orders(works, waits[:2])))
     for _ in range(tries):
         if best[0] <= bound or len(works) == 1:
             break
-        found = tried(next(orders, None) or _exchanged(best[1], chance))
+        found = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.choice(waits))))
         best = found if found[0] <= best[0] else best
-    found = scheduled(works, best[2].computed)
-    check(found, limits)
-    return found
+    return scheduled(works, best[2].computed)
 
 
-def _orders(works: Sequence[Work]) -> Iterator[Order]:
+def _orders(works: Sequence[Work], waits: Sequence[float]) -> Iterator[tuple[Order, float]]:
     """Orders to begin with: mini-batches in rounds, micro-batches mixed evenly, or one model after the other; either
-    model first."""
-    for models in (range(len(works)), reversed(range(len(works)))):
-        first = list(models)
+    model first; each with one patience after the other."""
+    for patience, ahead in itertools.product(waits, (1, -1)):
+        first = list(range(len(works)))[::ahead]
         rounds = max(len(work.micro_batches) for work in works)
         counts = [
             [(m, works[m].micro_batches[k]) for m in first if k < len(works[m].micro_batches)] for k in range(rounds)
         ]
-        yield tuple(model for each in counts for model, count in each for _ in range(count))
+        yield tuple(model for each in counts for model, count in each for _ in range(count)), patience
         places = [((i + 0.5) / works[m].total, first.index(m), m) for m in first for i in range(works[m].total)]
-        yield tuple(model for *_, model in sorted(places))
+        yield tuple(model for *_, model in sorted(places)), patience
         if rounds > 1:
-            yield tuple(m for m in first for _ in range(works[m].total))
+            yield tuple(m for m in first for _ in range(works[m].total)), patience
 
 
 def _exchanged(order: Order, chance: random.Random) -> Order:
@@ -111,105 +113,142 @@ def _exchanged(order: Order, chance: random.Random) -> Order:
     return tuple(out)
 
 
-def in_order(stages: int, works: Sequence[Work], order: Order, limits: Sequence[float]) -> Schedule:
+def in_order(
+    stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], patience: float = 0.0
+) -> Schedule:
     """Each stage runs forwards in this order and backwards in the same: a backward as soon as its gradient is there,
     else the next forward that `limits` has room for, unless its message would have to wait (`WINDOW`). A mini-batch
-    begins when the step before it has been made.
+    begins when the step before it has been made. With `patience` a forward that could begin at most so much later goes
+    before a backward.
 
     It always ends: the first unfinished micro-batch of the order never waits for a later one.
     """
-    return scheduled(works, _run(stages, works, order, limits).computed)
+    return scheduled(works, _InOrder(stages, works, order, limits, patience).computed)
 
 
-def _run(stages: int, works: Sequence[Work], order: Order, limits: Sequence[float]) -> _InOrder:
-    state = _InOrder(stages, works, _micro_batches(works, order), limits)
-    while (found := state.next()) is not None:
-        state.run(*found)
-    return state
+class _Turn(NamedTuple):
+    """A micro-batch at its place in the order: the times of its forward and backward (in this order), its activations,
+    the indices of its optimizer step and of the one before it (-1: none), and the turn whose message must be awaited
+    when this one's is sent (-1: none)."""
 
-
-def _micro_batches(works: Sequence[Work], order: Order) -> list[Instruction]:
-    own = [
-        iter([(step, micro) for step, count in enumerate(work.micro_batches) for micro in range(count)])
-        for work in works
-    ]
-    return [Instruction("forward", model, *next(own[model])) for model in order]
+    times: tuple[float, float]
+    activations: float
+    step: int
+    made: int
+    before: int
 
 
 class _InOrder:
-    """The state of all stages while they run micro-batches in one order."""
+    """What all stages compute, and when, if they run micro-batches in one order. Kinds: 0 forward, 1 backward."""
 
     def __init__(
-        self, stages: int, works: Sequence[Work], micro_batches: Sequence[Instruction], limits: Sequence[float]
+        self, stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], patience: float
     ) -> None:
-        self.stages, self.works, self.all, self.limits = stages, works, micro_batches, limits
-        self.computed: list[list[Instruction]] = [[] for _ in range(stages)]
+        self._works, self._stages, self._patience = works, stages, patience
+        self._names: list[tuple[Instruction, Instruction]] = []
+        self._turns: list[_Turn] = []
+        self._left: list[int] = []  # computations of each step
+        self._add_turns(order)
+        self._limits = [limit * (1 + 1e-9) for limit in limits]
         self._clock, self._live = [0.0] * stages, [0.0] * stages
-        self._begun: list[tuple[list[float], list[float]]] = [([], []) for _ in range(stages)]  # forwards, backwards
-        own = [[turn for turn, each in enumerate(micro_batches) if each.model == m] for m in range(len(works))]
-        # the turn whose message must be awaited already when this one's is sent
-        self._before: list[int | None] = [None] * len(micro_batches)
-        for turns in own:
-            for before, turn in zip(turns, turns[WINDOW:], strict=False):
-                self._before[turn] = before
-        self._arrival: list[list[list[float | None]]] = [
-            [[0.0 if stage == 0 else None] * len(micro_batches), [None] * len(micro_batches)] for stage in range(stages)
+        self._made: list[float | None] = [None] * len(self._left) + [0.0]
+        self._computed: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        self._begun: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in (0, 1)]
+        self._arrived: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in (0, 1)]
+        self._arrived[0][0] = [0.0] * len(order)
+        self._awaited = [[*self._begun[0][1:], None], [None, *self._begun[1][:-1]]]  # by the peer
+        self._run()
+        assert all(len(computed) == 2 * len(order) for computed in self._computed), "the stages wait for each other"
+
+    def _add_turns(self, order: Order) -> None:
+        first, own = [0], list[list[int]]([] for _ in self._works)
+        for work in self._works:
+            first.append(first[-1] + len(work.micro_batches))
+            self._left += [self._stages * count for count in work.micro_batches]
+        micro_batches = [
+            iter([(step, micro) for step, count in enumerate(work.micro_batches) for micro in range(count)])
+            for work in self._works
         ]
-        self._left = {
-            (m, k): stages * count for m, work in enumerate(works) for k, count in enumerate(work.micro_batches)
-        }
-        self._steps = {(m, -1): 0.0 for m in range(len(works))}
-        self._starts: list[tuple[float, int] | None] = [None] * stages  # of the next computation, and minus its kind
-        self._changed = set(range(stages))
+        for turn, model in enumerate(order):
+            step, micro = next(micro_batches[model])
+            work, at = self._works[model], first[model] + step
+            own[model].append(turn)
+            before = own[model][-1 - WINDOW] if len(own[model]) > WINDOW else -1
+            times = work.forward, work.backward
+            self._turns.append(_Turn(times, work.activations, at, at - 1 if step else -1, before))
+            forward = Instruction("forward", model, step, micro)
+            self._names.append((forward, forward.of("backward")))
 
     @property
     def makespan(self) -> float:
-        return max(*self._clock, *self._steps.values())
+        return max(*self._clock, *(made or 0.0 for made in self._made))
 
-    def next(self) -> tuple[int, int, float] | None:
-        """The stage that begins first, whether it runs a backward (1) or a forward (0), and when; None at the end."""
-        for stage in self._changed:
-            starts = [(start, -kind) for kind in (1, 0) if (start := self._start(stage, kind)) is not None]
-            self._starts[stage] = min(starts, default=None)
-        self._changed.clear()
-        found = min(((*each, stage) for stage, each in enumerate(self._starts) if each), default=None)
-        return None if found is None else (found[2], -found[1], found[0])
+    @property
+    def computed(self) -> list[list[Instruction]]:
+        return [[self._names[turn][kind] for turn, kind in stage] for stage in self._computed]
 
-    def _start(self, stage: int, backward: int) -> float | None:
-        turn = len(self._begun[stage][backward])
-        if turn == len(self.all) or (arrival := self._arrival[stage][backward][turn]) is None:
+    def _run(self) -> None:
+        """The stage that can begin first runs next; at equal times one with a backward, then the first stage."""
+        heap: list[tuple[float, int, int]] = []
+        everyone = changed = range(self._stages)
+        current: list[tuple[float, int, int] | None] = [None] * self._stages
+        near = [range(max(0, stage - 1), min(stage + 2, self._stages)) for stage in everyone]
+        while True:
+            for stage in changed:
+                found = self._next(stage)
+                if found is not None and found != current[stage]:
+                    heappush(heap, found)
+                current[stage] = found
+            while heap and heap[0] != current[heap[0][2]]:  # an earlier plan of its stage
+                heappop(heap)
+            if not heap:
+                return
+            start, kind, stage = heappop(heap)
+            changed = everyone if self._compute(stage, -kind, start) else near[stage]
+
+    def _next(self, stage: int) -> tuple[float, int, int] | None:
+        """When this stage can begin its next computation, minus its kind, and the stage."""
+        backward, forward = self._start(stage, 1), self._start(stage, 0)
+        if forward is None:
+            return None if backward is None else (backward, -1, stage)
+        if backward is None or forward < backward or (self._patience and forward <= backward + self._patience):
+            return forward, 0, stage
+        return backward, -1, stage
+
+    def _start(self, stage: int, kind: int) -> float | None:
+        turn, arrived = len(self._begun[kind][stage]), self._arrived[kind][stage]
+        if turn >= len(arrived):
             return None
-        start, peer, before = max(self._clock[stage], arrival), stage + (-1 if backward else 1), self._before[turn]
-        if 0 <= peer < self.stages and before is not None:
-            if before >= len(awaited := self._begun[peer][backward]):
+        start = max(self._clock[stage], arrived[turn])
+        _, activations, _, made, before = self._turns[turn]
+        if before >= 0 and (awaited := self._awaited[kind][stage]) is not None:
+            if before >= len(awaited):
                 return None
             start = max(start, awaited[before])
-        if backward:
+        if kind:
             return start
-        each = self.all[turn]
-        if self._live[stage] + self.works[each.model].activations > self.limits[stage] * (1 + 1e-9):
+        ready = self._made[made]
+        if ready is None or self._live[stage] + activations > self._limits[stage]:
             return None
-        made = self._steps.get((each.model, each.step - 1))
-        return None if made is None else max(start, made)
+        return max(start, ready)
 
-    def run(self, stage: int, backward: int, start: float) -> None:
-        turn = len(self._begun[stage][backward])
-        each = self.all[turn].of("backward" if backward else "forward")
-        work = self.works[each.model]
-        end = start + (work.backward if backward else work.forward)
-        self._begun[stage][backward].append(start)
-        self._clock[stage] = end
-        self._live[stage] += -work.activations if backward else work.activations
-        self.computed[stage].append(each)
-        last = stage == self.stages - 1
-        self._changed |= {max(0, stage - 1), stage, min(stage + 1, self.stages - 1)}
-        if not backward:
-            self._arrival[stage if last else stage + 1][int(last)][turn] = end
-            return
+    def _compute(self, stage: int, kind: int, start: float) -> bool:
+        """Run the next computation of this kind; whether an optimizer step is made."""
+        turn = len(self._begun[kind][stage])
+        times, activations, step, *_ = self._turns[turn]
+        self._begun[kind][stage].append(start)
+        self._clock[stage] = end = start + times[kind]
+        self._computed[stage].append((turn, kind))
+        if not kind:
+            self._live[stage] += activations
+            last = stage == self._stages - 1
+            self._arrived[1 if last else 0][stage if last else stage + 1].append(end)
+            return False
+        self._live[stage] -= activations
         if stage:
-            self._arrival[stage - 1][1][turn] = end
-        key = each.model, each.step
-        self._left[key] -= 1
-        if not self._left[key]:
-            self._steps[key] = end + work.finish
-            self._changed = set(range(self.stages))
+            self._arrived[1][stage - 1].append(end)
+        self._left[step] -= 1
+        if self._left[step]:
+            return False
+        self._made[step] = end + self._works[self._names[turn][0].model].finish
+        return True

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridflow.cluster import liveness
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.liveness import ASK, STACKS, WATCH, LivenessServer, with_text
+from hybridflow.engines.pipeline_turn import UPDATE_THREAD, PipelineTurn
 from hybridflow.engines.process_groups import SkippedStep
 from hybridflow.errors import HostLostError, WorkerError
 
@@ -50,6 +53,32 @@ def test_one_byte_says_what_a_client_wants(server):
     assert "thread liveness" in stacks
     assert answer(server, b"?") == ""
     assert json.loads(answer(server, ASK))["call"] == ""
+
+
+def test_an_update_that_stops_is_named_while_the_thread_of_the_call_waits_for_it(server):
+    turn, working, stop = PipelineTurn(), threading.Event(), threading.Event()
+
+    def update() -> None:
+        working.set()
+        stop.wait()
+        turn.settle()
+
+    turn.announce([], 1.0)
+    threading.Thread(target=turn.run, args=(update, []), name=UPDATE_THREAD).start()
+    with server.during("actor.update and critic.update"), ThreadPoolExecutor() as asking:
+        assert working.wait(30)
+        hanging = asking.submit(until, server, lambda doing: not doing["waiting"] and "update" in doing["place"])
+        waiting = asking.submit(lambda: (hanging.result(), stop.set(), until(server, lambda doing: doing["waiting"])))
+        ended = asking.submit(lambda: (waiting.result(), turn.all_done()))
+        turn.join()
+        ended.result()
+
+
+def until(server: LivenessServer, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    end = time.monotonic() + 30
+    while not wanted(found := json.loads(answer(server, ASK))):
+        assert time.monotonic() < end, found
+        time.sleep(0.01)
 
 
 def test_a_watcher_asks_again_and_again_while_others_are_served(server):
