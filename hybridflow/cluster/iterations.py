@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from hybridflow import stages
 from hybridflow.cluster.future import (
     Status,
     as_done,
@@ -129,6 +130,7 @@ class Iterations:
         """
         if not self._has_loader:
             self._has_loader, self._loop_start = True, self.current
+        stages.begin("first iteration")
         self._next(in_flight)
 
     def reset(self) -> None:

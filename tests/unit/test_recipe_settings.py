@@ -17,7 +17,7 @@ from hybridflow.errors import ConfigError
 from recipes import arithmetic, run_all, safe_rlhf, scorers, settings, task
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = {"safe_rlhf": 16}
+LINES = {"safe_rlhf": 17, "remax": 12}
 
 
 @pytest.mark.parametrize("recipe", run_all.RECIPES)
@@ -38,7 +38,7 @@ def test_settings_are_named_and_wrong_ones_refused(recipe):
     assert hf.Megatron(**cfg.actor.train).recompute
     for wrong, message in (
         ("stpes=3", "there is no setting 'stpes'. Did you mean 'steps'"),
-        ("actor.optm.lr=1", "there is no setting 'actor.optm.lr'. Did you mean 'optim'"),
+        ("actor.optm.lr=1", "there is no setting 'actor.optm.lr'. Did you mean 'actor.optim.lr'"),
         ("data=x", "replaces the settings prompt, answer"),
         ("steps", "'steps' is no setting: write key=value"),
     ):
