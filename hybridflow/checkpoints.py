@@ -126,7 +126,7 @@ class Checkpoints:
 
     @property
     def best_checkpoint(self) -> tuple[Path, float] | None:
-        """The checkpoint with the best value of the metric `best`, and the value; None while there is none."""
+        """The checkpoint with the best value of the metric `best`, and the value, if there is one."""
         found, name = list[tuple[Path, float]](), (self.best or "").removeprefix("-")
         for path in saved_steps(self.directory) if name else ():
             with suppress(CheckpointError):

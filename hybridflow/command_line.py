@@ -63,7 +63,7 @@ def check_sections(settings: Any, sections: Mapping[str, type] = SECTIONS, prefi
             check_sections(section, sections, f"{prefix}{name}.")
             continue
         try:
-            sections[name](**section)
+            sections[name](**{str(key): value for key, value in section.items()})
         except ConfigError as error:
             raise ConfigError(f"{prefix}{name}: {error}") from None
         except OmegaConfBaseException as error:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow import stages
+from hybridflow import startup
 
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -41,7 +41,7 @@ class RunDisplay:
 
     def iteration(self, figures: Mapping[str, float]) -> None:
         """Show the metrics of one iteration, as `Tracker` writes them; missing ones are left out."""
-        stages.started()
+        startup.started()
         if "reward/mean" in figures:
             self._rewards.append(figures["reward/mean"])
         if not self._console.is_terminal:

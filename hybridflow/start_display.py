@@ -29,7 +29,7 @@ _SHOWN_SECONDS = 0.05  # shorter stages get no line on a terminal once they are 
 
 
 @dataclass
-class _Stage:
+class _RunningStage:
     name: str
     begin: float = field(default_factory=time.monotonic)
     progress: str = ""
@@ -71,7 +71,7 @@ def _is_time(value: Any) -> bool:
 
 
 class StartDisplay:
-    """Shows stages while they run: with `stages.listening(StartDisplay("runs/first")): ...`
+    """Shows stages while they run: with `startup.listening(StartDisplay("runs/first")): ...`
 
     On a terminal the stages are a live list. Elsewhere each begins with a line, and a line follows after every
     `QUIET_SECONDS` without one. The durations are kept beside the run's directory, in `.stages.json`.
@@ -83,7 +83,7 @@ class StartDisplay:
         self.started = False  # whether the first iteration is done
         self._file = StageSecondsFile(path.parent / ".stages.json", path.name)
         self._start = time.monotonic()
-        self._open: list[_Stage] = []
+        self._open: list[_RunningStage] = []
         self._done: list[tuple[str, float]] = []
         self._lock = threading.RLock()
         self._over = threading.Event()
@@ -99,7 +99,7 @@ class StartDisplay:
     def begin(self, name: str) -> None:
         with self._lock:
             if name not in [one.name for one in self._open]:
-                self._open.append(_Stage(name))
+                self._open.append(_RunningStage(name))
                 self._say(f"{name}{self._before(name, ' ({})')}")
 
     def end(self, name: str, failed: bool) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError
-from hybridflow.stages import stage
+from hybridflow.startup import stage
 from recipes.settings import BEST, is_traced
 from recipes.task import Task
 

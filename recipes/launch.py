@@ -19,7 +19,7 @@ from hybridflow.errors import (
     PromptError,
     WorkerError,
 )
-from hybridflow.stages import listening, stage
+from hybridflow.startup import listening, stage
 from recipes import settings
 
 CONFIGURATION = (ConfigError, PlacementError, ModelError, PromptError, CheckpointError, BatchError)

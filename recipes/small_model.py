@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.stages import progress, stage
+from hybridflow.startup import progress, stage
 
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
 _NO_LABEL = -100

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from hybridflow import stages
+from hybridflow import startup
 from hybridflow.cluster.future import (
     Status,
     as_done,
@@ -130,7 +130,7 @@ class Iterations:
         """
         if not self._has_loader:
             self._has_loader, self._loop_start = True, self.current
-        stages.begin("first iteration")
+        startup.begin("first iteration")
         self._next(in_flight)
 
     def reset(self) -> None:

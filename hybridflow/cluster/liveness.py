@@ -28,7 +28,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from hybridflow import stages
+from hybridflow import startup
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.errors import WaitTimeoutError, WorkerError
 
@@ -265,7 +265,7 @@ class WaitNotice:
 
     def look(self, waiting: Callable[[], Sequence[RankOutput]]) -> None:
         """Call about once a second; `waiting` returns the pending parts."""
-        stages.progress(lambda: _waited_for(waiting()))
+        startup.progress(lambda: _waited_for(waiting()))
         waited = time.monotonic() - self._start
         if waited >= self._next:
             self._next *= 2

@@ -36,7 +36,7 @@ from hybridflow.cluster.row_refs import IssuedCall, RankOutput, RankRows
 from hybridflow.cluster.weight_channels import WeightChannels
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
-from hybridflow.stages import stage
+from hybridflow.startup import stage
 
 logger = logging.getLogger(__name__)
 _PLACE_SECONDS = 60.0
