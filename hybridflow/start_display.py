@@ -33,6 +33,7 @@ class _RunningStage:
     name: str
     begin: float = field(default_factory=time.monotonic)
     progress: str = ""
+    inner: float = 0.0  # seconds of the stages within
 
     @property
     def seconds(self) -> float:
@@ -107,8 +108,10 @@ class StartDisplay:
             found = next((one for one in reversed(self._open) if one.name == name), None)
             if found is not None:
                 self._open.remove(found)
+                if self._open:
+                    self._open[-1].inner += found.seconds
                 if not failed:
-                    self._done.append((name, found.seconds))
+                    self._done.append((name, found.seconds - found.inner))
 
     def progress(self, text: str) -> None:
         with self._lock:

@@ -56,8 +56,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 def _refuse(error: Exception, file: str) -> NoReturn:
     """One paragraph with the line of the recipe that was refused, if there is one."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    inside = [line for line in lines[1:] if line]  # the first is the call of `run`
-    where = f"{Path(file).name}, line {inside[-1]}" if inside else Path(file).name
+    where = f"{Path(file).name}, line {lines[-1]}" if lines else Path(file).name
     text = " ".join(str(error).split())
     print(textwrap.fill(f"{where}: {text}", 120, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
     sys.exit(STATUS)
