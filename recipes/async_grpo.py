@@ -25,13 +25,13 @@ DEFAULTS = """
 name: async_grpo      # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 rows: 128             # of a batch: rows / n prompts with n responses each
-n: 8
+n: 8                  # responses per prompt
 max_staleness: 2      # weight updates between the oldest token of a batch and its training
 on_stale: wait        # drop: give up responses that take too long
 correction: token     # of the difference between policies; null: none
 minibatches: 2        # optimizer steps per iteration
 train_devices: [2]    # devices per node
-rollout_devices: [2]
+rollout_devices: [2]  # also per node
 clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: 2}, optim: {lr: 5.0e-5, warmup_steps: 20}}
 rollout: {generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}}}

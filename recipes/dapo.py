@@ -23,12 +23,12 @@ steps: 40             # iterations
 batch_size: 16        # prompts per sampling round
 n: 8                  # responses per prompt
 rows: 128             # responses in a batch, from groups whose rewards differ, in up to max_rounds rounds
-max_rounds: 4
+max_rounds: 4         # of drawing prompts
 overlong: 2           # the length penalty begins this number of tokens before max_tokens
 minibatches: 2        # optimizer steps per iteration
 devices: [2]          # devices per node
-clip: 0.2             # of the ratio of probabilities, in both directions
-clip_high: 0.28
+clip: 0.2             # of the ratio of probabilities, downwards
+clip_high: 0.28       # upwards
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 """

@@ -27,10 +27,10 @@ kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
 cost: too_large       # a scorer as in reward=; this one is for arithmetic
 limit: 0.25           # for the mean cost of a response
-lagrange_lr: 0.1
+lagrange_lr: 0.1      # of the multiplier of the costs
 texts: null           # texts for the language-model loss (PPO-ptx); null: prompts with their answers
 text_tokens: 64       # maximum length
-pretrain_coef: 0.05
+pretrain_coef: 0.05   # weight of the loss on texts
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}

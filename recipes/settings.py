@@ -13,7 +13,7 @@ from hybridflow.command_line import check_sections, read_settings
 from hybridflow.errors import ConfigError
 
 COMMON = """
-seed: 1
+seed: 1               # of prompts, sampling and initial values
 model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
 prompts: null         # JSONL, Parquet, a dataset's directory or hub name (openai/gsm8k data.name=main data.split=train)
 held_out: null        # as prompts, for greedy accuracy before and after the run (data.held_out_split=test)
