@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from threading import Lock
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError
@@ -15,19 +14,18 @@ from recipes.task import Task
 _SHOWN = 8
 
 
-@dataclass
 class Evaluation:
     """Metrics of an evaluation that runs: `get()` waits for it. Without a batch there are none."""
 
-    batch: hf.BatchRef | None
-
-    @cached_property
-    def _metrics(self) -> dict[str, float]:
-        batch, self.batch = self.batch, None
-        return {} if batch is None else {BEST: float(batch.get(["rewards"])["rewards"].mean())}
+    def __init__(self, batch: hf.BatchRef | None) -> None:
+        self._batch, self._metrics, self._lock = batch, dict[str, float](), Lock()
 
     def get(self) -> dict[str, float]:
-        return self._metrics
+        with self._lock:  # the tracker asks, and the thread of a checkpoint
+            if self._batch is not None:
+                self._metrics = {BEST: float(self._batch.get(["rewards"])["rewards"].mean())}
+                self._batch = None  # its rows are not needed any more
+            return dict(self._metrics)
 
 
 class Accuracy:

@@ -132,6 +132,8 @@ class Iterations:
             self._has_loader, self._loop_start = True, self.current
         startup.begin("first iteration")
         self._next(in_flight)
+        if self.current - self._loop_start > in_flight:
+            startup.started()  # a tracker that shows something has said so before
 
     def reset(self) -> None:
         """Forget all calls: the hosts that ran them are gone."""
