@@ -124,6 +124,17 @@ class Checkpoints:
                 return path
         return None
 
+    @property
+    def best_checkpoint(self) -> tuple[Path, float] | None:
+        """The checkpoint with the best value of the metric `best`, and the value, if there is one."""
+        found, name = list[tuple[Path, float]](), (self.best or "").removeprefix("-")
+        for path in saved_steps(self.directory) if name else ():
+            with suppress(CheckpointError):
+                if (value := CheckpointManifest.read(path).metrics.get(name)) is not None:
+                    found.append((path, value))
+        sign = -1 if self.best and self.best.startswith("-") else 1
+        return max(found, key=lambda one: sign * one[1], default=None)
+
     # Continuing
 
     def resume(self, loader: Any) -> Iterator[Any]:
@@ -357,25 +368,14 @@ class Checkpoints:
         logger.error("%s The run continues without it.", error)
 
     def _prune(self) -> None:
-        found = saved_steps(self.directory)
-        best = self._best(found) if found[self.keep :] else None
-        for path in found[self.keep :]:
+        surplus = saved_steps(self.directory)[self.keep :]
+        best, _ = (self.best_checkpoint if surplus else None) or (None, 0.0)
+        for path in surplus:
             if path != best:
                 try:
                     remove(path)
                 except OSError as error:  # the run does not need it to be gone
                     logger.warning("%s cannot be removed: %s", path, error)
-
-    def _best(self, found: Sequence[Path]) -> Path | None:
-        if self.best is None:
-            return None
-        name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
-        values = dict[Path, float]()
-        for path in found:
-            with suppress(CheckpointError):
-                if (value := CheckpointManifest.read(path).metrics.get(name)) is not None:
-                    values[path] = sign * value
-        return max(values, key=lambda path: values[path], default=None)
 
     def _end(self) -> None:
         """At the end of the session: complete the save under way; a loop that ended regularly has ended the run."""

@@ -78,6 +78,11 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"{type(self).__name__}(schedule={self.schedule!r}) needs total_steps=.")
+        if self.schedule != "constant" and self.warmup_steps > (self.total_steps or 0):
+            raise ConfigError(
+                f"{type(self).__name__}(schedule={self.schedule!r}, warmup_steps={self.warmup_steps}, "
+                f"total_steps={self.total_steps}): the warm-up would not end. Use fewer warmup_steps."
+            )
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step `step` (0-based)."""

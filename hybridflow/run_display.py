@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from hybridflow import startup
+
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("KL", "kl/ref", "{:.4f}"),
@@ -39,6 +41,7 @@ class RunDisplay:
 
     def iteration(self, figures: Mapping[str, float]) -> None:
         """Show the metrics of one iteration, as `Tracker` writes them; missing ones are left out."""
+        startup.started()
         if "reward/mean" in figures:
             self._rewards.append(figures["reward/mean"])
         if not self._console.is_terminal:

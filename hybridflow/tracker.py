@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
+import yaml
+
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
@@ -33,7 +35,7 @@ class _Resolvable(Protocol):
 Metrics = Mapping[str, float] | _Resolvable
 """A flat dict of metrics, or anything whose `get()` returns one (a future of a group call)."""
 
-_KEPT = ("metrics.jsonl", "samples.jsonl", "notes.json", "reward.png", "tensorboard")
+_KEPT = ("metrics.jsonl", "samples.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
 _FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
 
 
@@ -44,6 +46,7 @@ class Tracker:
       figures of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
+    - `config.yaml`: the run's settings, if `config` gives them as plain data; written with the first of the others.
     - `to`: "tensorboard" (event files in the directory), "wandb" and "mlflow" (extras of the package), or objects of
       `hybridflow.metric_loggers.MetricLogger`. Each is called in a thread of its own.
 
@@ -67,6 +70,7 @@ class Tracker:
         to: Destinations = (),
         total: int | None = None,
         console: bool = True,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         if (session := Session.existing()) is not None and session.traces:
             directory, to, console = session.backend.scratch(), (), False
@@ -82,6 +86,8 @@ class Tracker:
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
         self._files, self._closed = KeptFiles(self.directory, _KEPT), False
         self._display = RunDisplay(total) if console else None
+        self._config = b"" if config is None else yaml.safe_dump(dict(config), sort_keys=False).encode()
+        self._config_due = config is not None
         self._threads: list[LoggerThread] = []
         self._pending: tuple[tuple[Metrics, ...], int] | None = None
         self._step = self._resumed = self._logged = self._written = 0
@@ -126,6 +132,7 @@ class Tracker:
 
     def samples(self, rows: Sequence[Mapping[str, Any]], *, title: str = "samples") -> None:
         """Show rows (prompts, responses, rewards, ...) as a table, and append them to `samples.jsonl`."""
+        self._write_config()
         self._files.append("samples.jsonl", [as_line({"step": self._step, "title": title, **row}) for row in rows])
         if self._display is not None:
             with self._files.forgiving("the display"):
@@ -133,6 +140,7 @@ class Tracker:
 
     def note(self, **figures: Any) -> None:
         """Write values of the whole run (accuracy before and after) to `notes.json`."""
+        self._write_config()
         self._notes |= figures
         self._files.replace("notes.json", as_document(self._notes))
 
@@ -167,7 +175,9 @@ class Tracker:
         self._last = time.perf_counter()
         self._start = self._last - saved.seconds
         notes = as_document(self._notes) if self._notes else b""
-        self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""})
+        config = {"config.yaml": self._config} if self._config else {}
+        self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""} | config)
+        self._config_due = False
         for thread in self._threads:
             thread.put("open", self.directory, saved.run, saved.step)
         self._register()
@@ -219,6 +229,7 @@ class Tracker:
             line["perf/tokens_per_second"] = line["response/tokens"] / max(line["time/iteration"], 1e-9)
         # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        self._write_config()
         self._written, self._logged = self.written, step
         self._files.append("metrics.jsonl", [as_line(plain)])
         if math.isfinite(line.get("reward/mean", math.nan)):
@@ -232,6 +243,12 @@ class Tracker:
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.iteration(line)
+
+    def _write_config(self) -> None:
+        """With the run's first line: until then it may still be continued, with the files of an earlier run."""
+        if self._config_due:
+            self._config_due = False
+            self._files.replace("config.yaml", self._config)
 
     def _register(self) -> Session | None:
         """Note this tracker in the session, if there is one, and for the end of the program."""

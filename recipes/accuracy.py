@@ -1,36 +1,70 @@
-"""Greedy accuracy of an actor on held-out prompts, before and after a run."""
+"""Greedy accuracy of an actor on held-out prompts: before and after a run, and every few iterations."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from threading import Lock
+
 import hybridflow as hf
-from hybridflow.batch.columns import Objects
-from hybridflow.data.prompts import read_prompts
+from hybridflow.errors import ConfigError
+from hybridflow.startup import stage
+from recipes.settings import BEST, is_traced
 from recipes.task import Task
 
 _SHOWN = 8
 
 
+class Evaluation:
+    """Metrics of an evaluation that runs: `get()` waits for it. Without a batch there are none."""
+
+    def __init__(self, batch: hf.BatchRef | None) -> None:
+        self._batch, self._metrics, self._lock = batch, dict[str, float](), Lock()
+
+    def get(self) -> dict[str, float]:
+        with self._lock:  # the tracker asks, and the thread of a checkpoint
+            if self._batch is not None:
+                self._metrics = {BEST: float(self._batch.get(["rewards"])["rewards"].mean())}
+                self._batch = None  # its rows are not needed any more
+            return dict(self._metrics)
+
+
 class Accuracy:
     """Mean reward of greedy answers to held-out prompts; the tracker gets some of them."""
 
-    def __init__(self, actor: hf.WorkerGroup, reward: hf.WorkerGroup, task: Task, tracker: hf.Tracker) -> None:
-        self.actor, self.reward, self.tracker = actor, reward, tracker
+    def __init__(
+        self, actor: hf.WorkerGroup, reward: hf.WorkerGroup, task: Task, tracker: hf.Tracker, every: int = 0
+    ) -> None:
+        self.actor, self.reward, self.tracker, self.every = actor, reward, tracker, every
         self.prompts: hf.Batch | None = None
+        if every and task.held_out is None:
+            raise ConfigError(f"evaluate_every={every} needs held-out prompts: give held_out=.")
         if task.held_out is not None:
+            from hybridflow.batch.columns import Objects
+            from hybridflow.data.prompts import read_prompts
+
             records = read_prompts(task.held_out, **task.held_out_columns)
             # columns keep the objects of the file, as in a PromptLoader
             self.prompts = hf.Batch({name: Objects(record[name] for record in records) for name in records[0]})
+
+    def evaluate(self, step: int) -> Evaluation:
+        """The accuracy of the present weights, every few iterations; does not wait for it."""
+        due = self.prompts is not None and self.every and step % self.every == 0
+        return Evaluation(self._answers() if due else None)
 
     def measure(self, when: str) -> float | None:
         """Mean reward; None without held-out prompts. `when`: "before" or "after"."""
         if self.prompts is None:
             return None
-        batch = self.actor.generate_sequences(self.prompts, greedy=True, n=1)
-        batch |= self.reward.compute_reward(batch)
-        shown = [name for name in ("prompt", "response", "answer", "rewards") if name in batch]
-        found = batch.get(shown)
+        with nullcontext() if is_traced() else stage(f"generating answers {when} the run"):
+            batch = self._answers()
+            found = batch.get([name for name in ("prompt", "response", "answer", "rewards") if name in batch])
         accuracy = float(found["rewards"].mean())
         title = f"greedy answers {when}: mean reward {accuracy:.3f} on {len(found)} held-out prompts"
         self.tracker.samples(found[:_SHOWN].to_dicts(), title=title)
         self.tracker.note(**{f"accuracy_{when}": accuracy})
         return accuracy
+
+    def _answers(self) -> hf.BatchRef:
+        assert self.prompts is not None
+        batch = self.actor.generate_sequences(self.prompts, greedy=True, n=1)
+        return batch | self.reward.compute_reward(batch)

@@ -7,7 +7,7 @@
 Responses have tokens of several policies. `update_actor` clips against the proximal policy, which `compute_log_prob`
 computes, and weighs each token by proximal / sampling probability, at most 2 (decoupled PPO, AReaL section 5.2).
 
-All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+All settings: python recipes/async_grpo.py --help
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import settings, task
+from recipes import launch, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: async_grpo      # metrics, checkpoints and the trained model go to runs/<name>
-steps: 40
+name: async_grpo      # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+steps: 40             # iterations
 rows: 128             # of a batch: rows / n prompts with n responses each
-n: 8
+n: 8                  # responses per prompt
 max_staleness: 2      # weight updates between the oldest token of a batch and its training
 on_stale: wait        # drop: give up responses that take too long
 correction: token     # of the difference between policies; null: none
-minibatches: 2
+minibatches: 2        # optimizer steps per iteration
 train_devices: [2]    # devices per node
-rollout_devices: [2]
-clip: 0.2
+rollout_devices: [2]  # also per node
+clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: 2}, optim: {lr: 5.0e-5, warmup_steps: 20}}
 rollout: {generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}}}
 """
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
         hf.ResourcePool(cfg.rollout_devices), model=job.model, generate=hf.VLLM(**cfg.rollout.generate)
     )
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(rollout, reward, job, tracker)
+    accuracy = Accuracy(rollout, reward, job, tracker, cfg.evaluate_every)
     stream = hf.stream(prompts, rollout, rows=cfg.rows, n=cfg.n, max_staleness=cfg.max_staleness, on_stale=cfg.on_stale)
 
     batches = checkpoints.resume(stream)
@@ -65,13 +65,13 @@ def main(arguments: list[str]) -> None:
             batch, clip=cfg.clip, minibatches=cfg.minibatches, rollout_correction=cfg.correction
         )
         hf.sync_weights(actor, rollout)
-        tracker.log(batch.metrics(), stream.metrics(), metrics)
-        checkpoints.step()
+        evaluated = accuracy.evaluate(checkpoints.done + 1)
+        tracker.log(batch.metrics(), stream.metrics(), metrics, evaluated)
+        checkpoints.step(evaluated)
     accuracy.measure("after")
-    actor.save(f"runs/{cfg.name}/model")
-    tracker.finish()
-    hf.shutdown()
+    actor.save(settings.directory(cfg) / "model")
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    launch.run(main)

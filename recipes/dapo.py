@@ -3,7 +3,7 @@
     python recipes/dapo.py                                              arithmetic with a generated small model
     python recipes/dapo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+All settings: python recipes/dapo.py --help
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import scorers, settings, task
+from recipes import launch, scorers, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: dapo            # metrics, checkpoints and the trained model go to runs/<name>
-steps: 40
+name: dapo            # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+steps: 40             # iterations
 batch_size: 16        # prompts per sampling round
 n: 8                  # responses per prompt
 rows: 128             # responses in a batch, from groups whose rewards differ, in up to max_rounds rounds
-max_rounds: 4
+max_rounds: 4         # of drawing prompts
 overlong: 2           # the length penalty begins this number of tokens before max_tokens
-minibatches: 2
+minibatches: 2        # optimizer steps per iteration
 devices: [2]          # devices per node
-clip: 0.2
-clip_high: 0.28
+clip: 0.2             # of the ratio of probabilities, downwards
+clip_high: 0.28       # upwards
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 """
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     overlong = hf.rewards.Overlong(cfg.actor.generate.sampling.max_tokens, cfg.overlong)
     reward = hf.RewardWorker.on(pool, **scorers.together(job.reward, overlong=overlong))
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker)
+    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
     def sample(prompts: hf.BatchRef) -> hf.BatchRef:
         batch = actor.generate_sequences(prompts, n=cfg.n)
@@ -68,13 +68,13 @@ def main(arguments: list[str]) -> None:
         metrics = actor.update_actor(
             batch, clip=cfg.clip, clip_high=cfg.clip_high, aggregation="token-mean", minibatches=cfg.minibatches
         )
-        tracker.log(batch.metrics(), metrics, sampler.metrics())
-        checkpoints.step()
+        evaluated = accuracy.evaluate(checkpoints.done + 1)
+        tracker.log(batch.metrics(), metrics, sampler.metrics(), evaluated)
+        checkpoints.step(evaluated)
     accuracy.measure("after")
-    actor.save(f"runs/{cfg.name}/model")
-    tracker.finish()
-    hf.shutdown()
+    actor.save(settings.directory(cfg) / "model")
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    launch.run(main)

@@ -3,7 +3,7 @@
     python recipes/gspo.py                                              arithmetic with a generated small model
     python recipes/gspo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+All settings: python recipes/gspo.py --help
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import settings, task
+from recipes import launch, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: gspo            # metrics, checkpoints and the trained model go to runs/<name>
-steps: 40
+name: gspo            # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+steps: 40             # iterations
 batch_size: 16        # prompts
 n: 8                  # responses per prompt
-minibatches: 2
+minibatches: 2        # optimizer steps per iteration
 devices: [2]          # devices per node
-clip: 3.0e-4
-clip_high: 4.0e-4
+clip: 3.0e-4          # of the ratio of probabilities, downwards
+clip_high: 4.0e-4     # upwards
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 """
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     )
     reward = hf.RewardWorker.on(pool, **job.reward)
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker)
+    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
     batches = checkpoints.resume(loader)
     if not checkpoints.done:
@@ -58,13 +58,13 @@ def main(arguments: list[str]) -> None:
         metrics = actor.update_actor(
             batch, loss="gspo", clip=cfg.clip, clip_high=cfg.clip_high, minibatches=cfg.minibatches
         )
-        tracker.log(batch.metrics(), metrics)
-        checkpoints.step()
+        evaluated = accuracy.evaluate(checkpoints.done + 1)
+        tracker.log(batch.metrics(), metrics, evaluated)
+        checkpoints.step(evaluated)
     accuracy.measure("after")
-    actor.save(f"runs/{cfg.name}/model")
-    tracker.finish()
-    hf.shutdown()
+    actor.save(settings.directory(cfg) / "model")
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    launch.run(main)

@@ -3,7 +3,7 @@
     python recipes/ppo.py                                   arithmetic with a generated small model
     python recipes/ppo.py model=DIR prompts=FILE.jsonl reward=math devices=[8] actor.train.tp=4 steps=200
 
-All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+All settings: python recipes/ppo.py --help
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import settings, task
+from recipes import launch, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: ppo             # metrics, checkpoints and the trained model go to runs/<name>
-steps: 40
-batch_size: 128
-minibatches: 2
-epochs: 1
+name: ppo             # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+steps: 40             # iterations
+batch_size: 128       # prompts per iteration
+minibatches: 2        # optimizer steps per iteration
+epochs: 1             # over the batch in each iteration
 devices: [2]          # devices per node
-kl_coef: 0.02
-clip: 0.2
+kl_coef: 0.02         # of the KL divergence from the reference
+clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     reference = hf.ReferenceWorker.on(pool, model=job.model, train=hf.Megatron(**cfg.reference.train))
     reward = hf.RewardWorker.on(pool, **job.reward)
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker)
+    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
     batches = checkpoints.resume(loader)
     if not checkpoints.done:
@@ -65,13 +65,13 @@ def main(arguments: list[str]) -> None:
         batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95, kl_coef=cfg.kl_coef)
         critic_metrics = critic.update_critic(batch, minibatches=cfg.minibatches, epochs=cfg.epochs)
         actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches, epochs=cfg.epochs)
-        tracker.log(batch.metrics(), critic_metrics, actor_metrics)
-        checkpoints.step()
+        evaluated = accuracy.evaluate(checkpoints.done + 1)
+        tracker.log(batch.metrics(), critic_metrics, actor_metrics, evaluated)
+        checkpoints.step(evaluated)
     accuracy.measure("after")
-    actor.save(f"runs/{cfg.name}/model")
-    tracker.finish()
-    hf.shutdown()
+    actor.save(settings.directory(cfg) / "model")
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    launch.run(main)

@@ -3,7 +3,7 @@
     python recipes/safe_rlhf.py                             arithmetic with a generated small model
     python recipes/safe_rlhf.py model=DIR prompts=FILE.jsonl reward=REWARD_MODEL cost=COST_MODEL devices=[8]
 
-All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+All settings: python recipes/safe_rlhf.py --help
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import scorers, settings, task
+from recipes import launch, scorers, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: safe_rlhf       # metrics, checkpoints and the trained model go to runs/<name>
-steps: 40
-batch_size: 128
-minibatches: 2
+name: safe_rlhf       # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+steps: 40             # iterations
+batch_size: 128       # prompts per iteration
+minibatches: 2        # optimizer steps per iteration
 devices: [2]          # devices per node
-kl_coef: 0.02
-clip: 0.2
+kl_coef: 0.02         # of the KL divergence from the reference
+clip: 0.2             # of the ratio of probabilities, in both directions
 cost: too_large       # a scorer as in reward=; this one is for arithmetic
 limit: 0.25           # for the mean cost of a response
-lagrange_lr: 0.1
+lagrange_lr: 0.1      # of the multiplier of the costs
 texts: null           # texts for the language-model loss (PPO-ptx); null: prompts with their answers
 text_tokens: 64       # maximum length
-pretrain_coef: 0.05
+pretrain_coef: 0.05   # weight of the loss on texts
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
     text = task.texts(cfg, job)
     lagrange = hf.algorithms.Lagrange(cfg.limit, lr=cfg.lagrange_lr)
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker)
+    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
     batches = checkpoints.resume(loader)
     if not checkpoints.done:
@@ -85,13 +85,13 @@ def main(arguments: list[str]) -> None:
         cost_metrics = cost_critic.update_critic(batch, minibatches=cfg.minibatches)
         actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
         text_metrics = actor.update_actor(examples, loss="pretrain", coef=cfg.pretrain_coef)
-        tracker.log(batch.metrics(), critic_metrics, cost_metrics, text_metrics, actor_metrics)
-        checkpoints.step()
+        evaluated = accuracy.evaluate(checkpoints.done + 1)
+        tracker.log(batch.metrics(), critic_metrics, cost_metrics, text_metrics, actor_metrics, evaluated)
+        checkpoints.step(evaluated)
     accuracy.measure("after")
-    actor.save(f"runs/{cfg.name}/model")
-    tracker.finish()
-    hf.shutdown()
+    actor.save(settings.directory(cfg) / "model")
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    launch.run(main)

@@ -1,22 +1,23 @@
-"""Settings of a recipe: common settings, the recipe's defaults, and `key=value` arguments."""
+"""Settings of a recipe, and what they decide: the run's directory, its record, its checkpoints and its last words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import TagToken, YAMLError, scan
+from omegaconf import OmegaConf
 
 import hybridflow as hf
-from hybridflow.errors import ConfigError, nearest
+from hybridflow.command_line import check_sections, read_settings
+from hybridflow.errors import ConfigError
 
 COMMON = """
-seed: 1
+seed: 1               # of prompts, sampling and initial values
 model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
 prompts: null         # JSONL, Parquet, a dataset's directory or hub name (openai/gsm8k data.name=main data.split=train)
 held_out: null        # as prompts, for greedy accuracy before and after the run (data.held_out_split=test)
+evaluate_every: 0     # iterations between further such evaluations, whose best checkpoint is kept; 0: none
 reward: exact         # exact, math, numeric, regex, code, FILE.py:FUNCTION, or the directory of a reward model
 data:                 # columns of prompts and references (unit tests for code), and options of datasets
   {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null,
@@ -26,46 +27,65 @@ resume: auto          # auto: continue the run of this name if it has not ended;
 track: []             # tensorboard, wandb, mlflow
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
+BEST = "held_out/reward"
 
 
 def read(defaults: str, arguments: Sequence[str]) -> Any:
-    """`COMMON` and a recipe's `defaults` (YAML), changed by `key=value` arguments.
+    """`COMMON` and a recipe's `defaults` (YAML), changed by arguments: see `read_settings`. Errors: ConfigError."""
+    cfg = read_settings(COMMON, defaults, arguments=arguments)
+    for role, options in cfg.items():  # schedules end with the run, unless total_steps says otherwise
+        optim = options.get("optim") if isinstance(options, dict | type(cfg)) else None
+        if optim is not None and optim.get("schedule", "constant") != "constant" and "total_steps" not in optim:
+            pretrain = role == "actor" and "pretrain_coef" in cfg  # one more step in each iteration
+            optim.total_steps = cfg.steps * (cfg.minibatches * cfg.get("epochs", 1) + pretrain)
+    check_sections(cfg)
+    every, saved = cfg.evaluate_every or 0, cfg.checkpoint_every or 0
+    if every < 0 or saved < 0 or (every and saved % every):
+        raise ConfigError(
+            f"evaluate_every={every}, checkpoint_every={saved}: give counts of iterations, checkpoint_every as a "
+            f"multiple of evaluate_every. The best checkpoint is one of those with an evaluation."
+        )
+    return cfg
 
-    The options in a role's section (`actor.train.pp=2`) are checked later, by the strategy class.
-    Errors: ConfigError for an unknown key, with the nearest known one, and for a YAML tag, which could name an object.
-    """
-    settings = OmegaConf.merge(OmegaConf.create(COMMON), OmegaConf.create(defaults))
-    for argument in arguments:
-        key, given, value = argument.partition("=")
-        if not given or not key:
-            raise ConfigError(f"{argument!r} is no setting: write key=value, like steps=100.")
-        try:
-            if any(isinstance(token, TagToken) for token in scan(value)):
-                raise ConfigError(f"{argument}: a YAML tag ('!') names a type. Leave it out, or quote the value.")
-            change = OmegaConf.from_dotlist([argument])
-            _check(settings, change, key)
-            settings = OmegaConf.merge(settings, change)
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"{argument}: {str(error).splitlines()[0]}.") from None
-    return settings
+
+def directory(cfg: Any) -> Path:
+    """The run's directory: `name` if it is a path, otherwise runs/<name>."""
+    name = Path(str(cfg.name)).expanduser()
+    return name if len(name.parts) > 1 else Path("runs") / name
 
 
 def tracker(cfg: Any) -> hf.Tracker:
-    """The record of the run, in runs/<name>."""
-    return hf.Tracker(f"runs/{cfg.name}", to=tuple(cfg.track), total=cfg.steps)
+    """The record of the run, in its directory, with the settings as config.yaml."""
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    return hf.Tracker(directory(cfg), to=tuple(cfg.track), total=cfg.steps, config=config)
 
 
 def checkpoints(cfg: Any) -> hf.Checkpoints:
-    """Checkpoints of the run, in runs/<name>/checkpoints."""
-    return hf.Checkpoints(f"runs/{cfg.name}/checkpoints", every=cfg.checkpoint_every or None, resume=str(cfg.resume))
+    """Checkpoints of the run, in its directory."""
+    best = BEST if cfg.evaluate_every else None
+    every = cfg.checkpoint_every or None
+    return hf.Checkpoints(directory(cfg) / "checkpoints", every=every, best=best, resume=str(cfg.resume))
 
 
-def _check(settings: Any, change: Any, key: str, depth: int = 0) -> None:
-    for name in change:
-        if name not in settings:
-            raise ConfigError(f"there is no setting {key!r}.{nearest(str(name), map(str, settings))}")
-        if isinstance(settings[name], DictConfig):
-            if not isinstance(change[name], DictConfig):
-                raise ConfigError(f"{key}={change[name]} replaces the settings {', '.join(settings[name])}: name one.")
-            if depth == 0:
-                _check(settings[name], change[name], key, depth + 1)
+def finish(tracker: hf.Tracker, checkpoints: hf.Checkpoints) -> None:
+    """End the session, and say where everything is."""
+    quiet = is_traced()
+    tracker.finish()
+    hf.shutdown()
+    if quiet:
+        return
+    home = tracker.directory
+    kept = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "settings": "config.yaml", "model": "model"}
+    lines = [f"  {what:<12} {home / name}" for what, name in kept.items() if (home / name).exists()]
+    if (newest := checkpoints.newest) is not None:
+        lines.append(f"  {'checkpoints':<12} {home / 'checkpoints'}, the newest {newest.name}")
+    if (best := checkpoints.best_checkpoint) is not None:
+        lines.append(f"  {'best':<12} {home / 'checkpoints' / best[0].name}, {checkpoints.best} {best[1]:.3f}")
+    print("\n".join([f"The run has ended after {checkpoints.done} iterations.", *lines]), flush=True)
+
+
+def is_traced() -> bool:
+    """Whether the recipe runs without processes now."""
+    from hybridflow.cluster.session import Session  # late: it takes ray
+
+    return (session := Session.existing()) is not None and session.traces

@@ -1,7 +1,4 @@
-"""A tiny Llama with a character tokenizer, trained in a few seconds of supervised steps.
-
-Deterministic: settings and seed determine every weight.
-"""
+"""A tiny Llama with a character tokenizer, trained in a few seconds; settings and seed determine every weight."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from hybridflow.startup import progress, stage
 
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
 _NO_LABEL = -100
@@ -50,6 +49,7 @@ class SmallModel:
             tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left"
         )
 
+    @stage("making the small model")
     def write(self, directory: Path, worksheet: Worksheet) -> None:
         """Train on worksheets and save model and tokenizer as a Hugging Face directory."""
         rng, threads = random.Random(self.seed + 1), torch.get_num_threads()
@@ -59,6 +59,7 @@ class SmallModel:
             model = self._model()
             optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, betas=(0.9, 0.98), weight_decay=0.0)
             for step in range(self.steps):
+                progress(lambda step=step: f"step {step} of {self.steps}")
                 optimizer.param_groups[0]["lr"] = self.lr * min((step + 1) / 40, 1.0 - step / self.steps)
                 model(**self._examples([worksheet(rng) for _ in range(self.batch)])).loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

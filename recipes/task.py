@@ -9,7 +9,6 @@ from typing import Any
 
 import hybridflow as hf
 from hybridflow.errors import ConfigError
-from recipes import arithmetic
 from recipes.scorers import scorer
 
 _WORKSHEETS = 4096
@@ -34,6 +33,8 @@ def of(cfg: Any) -> Task:
     """The task in `cfg`, or the small arithmetic task. Errors: ConfigError for a model or prompts alone."""
     reward = scorer(cfg, "reward")
     if cfg.model is None and cfg.prompts is None:
+        from recipes import arithmetic  # late: it takes torch
+
         files = arithmetic.make(".cache")
         return Task(model=files.model, train=files.train, held_out=files.held_out, reward=reward)
     if cfg.model is None or cfg.prompts is None:
@@ -62,6 +63,8 @@ def texts(cfg: Any, job: Task) -> hf.TextLoader:
     columns = {"prompt": cfg.data.prompt, "completion": cfg.data.answer}
     if cfg.model is not None:
         return hf.TextLoader(job.train, **columns, split=cfg.data.split, name=cfg.data.name, **sizes)
+    from recipes import arithmetic
+
     rng, (pairs, _) = random.Random(cfg.seed), arithmetic.Arithmetic().problems()
     sheets = (arithmetic.Arithmetic().worksheet(pairs, rng) for _ in range(_WORKSHEETS))
     return hf.TextLoader(

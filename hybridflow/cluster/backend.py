@@ -14,6 +14,9 @@ from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.protocols import Operation
 from hybridflow.topology import RankGrid
 
+CONTROLLER = "hybridflow"
+"""The name of the controller worker's group."""
+
 
 @dataclass(frozen=True)
 class Deadlines:

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from hybridflow import startup
 from hybridflow.cluster.future import (
     Status,
     as_done,
@@ -129,7 +130,10 @@ class Iterations:
         """
         if not self._has_loader:
             self._has_loader, self._loop_start = True, self.current
+        startup.begin("first iteration")
         self._next(in_flight)
+        if self.current - self._loop_start > in_flight:
+            startup.started()  # a tracker that shows something has said so before
 
     def reset(self) -> None:
         """Forget all calls: the hosts that ran them are gone."""

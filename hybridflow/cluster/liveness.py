@@ -28,6 +28,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from hybridflow import startup
 from hybridflow.cluster.row_refs import IssuedCall, RankOutput
 from hybridflow.engines.pipeline_turn import UPDATE_THREAD
 from hybridflow.errors import WaitTimeoutError, WorkerError
@@ -269,10 +270,18 @@ class WaitNotice:
 
     def look(self, waiting: Callable[[], Sequence[RankOutput]]) -> None:
         """Call about once a second; `waiting` returns the pending parts."""
+        startup.progress(lambda: _waited_for(waiting()))
         waited = time.monotonic() - self._start
         if waited >= self._next:
             self._next *= 2
             logger.warning("waited %.0f s so far for %s", waited, whom(waiting()))
+
+
+def _waited_for(parts: Sequence[RankOutput]) -> str:
+    """The calls of these parts, without asking anyone; empty while groups are built."""
+    calls = dict.fromkeys(f"{part.origin.role}.{part.origin.method}" for part in parts)
+    names = [name for name in calls if not name.endswith(".__init__")]
+    return f"waiting for {', '.join(names)}" if names else ""
 
 
 def blamed(error: WorkerError, calls: Sequence[IssuedCall]) -> WorkerError:

@@ -23,7 +23,7 @@ from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup, node_numbers
+from hybridflow.cluster.backend import CONTROLLER, Deadlines, HostProcess, RankCall, RankGroup, node_numbers
 from hybridflow.cluster.connection import Termination, connect
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.held_calls import HeldCall
@@ -36,6 +36,7 @@ from hybridflow.cluster.row_refs import IssuedCall, RankOutput, RankRows
 from hybridflow.cluster.weight_channels import WeightChannels
 from hybridflow.errors import ConfigError, PlacementError, WaitTimeoutError
 from hybridflow.protocols import Operation, operations
+from hybridflow.startup import stage
 
 logger = logging.getLogger(__name__)
 _PLACE_SECONDS = 60.0
@@ -60,7 +61,7 @@ class RayBackend:
         self._store: dist.Store | None = None
         self._connected, self.directory = not ray.is_initialized(), ""
         self.termination = Termination()
-        with self.termination.taken():
+        with self.termination.taken(), stage("starting Ray"):
             if self._connected:
                 self.directory = connect(self.name, address or os.environ.get("RAY_ADDRESS"), devices)
             self._watcher = Watcher(self.name, self.directory)
@@ -194,7 +195,8 @@ class RayBackend:
         sent, seq = replace(ranks, settings=settings, hosts=()), self.iterations.sequence()
         with _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
             built = [host.handle.create.remote(seq, sent, nodes, uninitialized) for host in ranks.hosts]
-        self._results(ranks, "__init__", built)
+        with stage(_building(ranks)):
+            self._results(ranks, "__init__", built)
 
     def ask(self, ranks: RankGroup, method: str, *arguments: Any) -> list[Any]:
         return self.tell(ranks, method, *arguments)()
@@ -281,6 +283,15 @@ class RayBackend:
             RankOutput(ref, 0, self.iterations.origin(ranks.name, rank, method, host), call, host.address)
             for rank, (ref, host) in enumerate(zip(refs, ranks.hosts, strict=True))
         ]
+
+
+def _building(ranks: RankGroup) -> str:
+    """The stage in which a group is built."""
+    if ranks.name == CONTROLLER:
+        return "starting host processes"
+    parts = ["loading weights"] * (ranks.settings.get("model") is not None)
+    parts += ["starting vLLM"] * (ranks.settings.get("generate") is not None)
+    return f"{ranks.name}: {', '.join(parts) or 'starting'}"
 
 
 def _free(kind: str, wanted: int) -> int:

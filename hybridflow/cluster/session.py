@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+from hybridflow.cluster.backend import CONTROLLER as CONTROLLER
 from hybridflow.cluster.backend import Deadlines, SessionBackend
 from hybridflow.cluster.incidents import LostHost
 from hybridflow.cluster.ray_backend import RayBackend
@@ -21,8 +22,6 @@ from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
 
 logger = logging.getLogger(__name__)
-CONTROLLER = "hybridflow"
-"""The name of the controller worker's group."""
 
 
 class Session:

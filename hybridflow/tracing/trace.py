@@ -18,11 +18,17 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import TrainStrategy
-from hybridflow.errors import CheckpointError, ConfigError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.models.spec import Head, ModelSpec
 from hybridflow.planner.describe.graph import Graph
 from hybridflow.settings import require
-from hybridflow.tracing.trace_backend import SampledRows, TraceBackend, TraceEndedError, placeholder_columns
+from hybridflow.tracing.trace_backend import (
+    NoProcessError,
+    SampledRows,
+    TraceBackend,
+    TraceEndedError,
+    placeholder_columns,
+)
 from hybridflow.workers.model_worker import find_checkpoint
 from hybridflow.workers.worker import place
 
@@ -115,6 +121,24 @@ def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[st
             "each iteration. Trace the loop's body with hf.trace(step, groups)."
         )
     return _finished(backend, models or {})
+
+
+def check_driver(driver: Callable[..., Any], *arguments: Any) -> None:
+    """Run the first iteration of `driver(*arguments)` without processes, up to the second batch of its loader: groups
+    and calls are checked before Ray starts, with settings, columns and row counts.
+
+    Side effects are as in `trace_driver`. A driver that cannot run so, since it needs results of its calls, is not
+    checked further. Errors: those of the driver's groups and calls that need no process.
+    """
+    try:
+        with TraceBackend(checks=True).within(), suppress(TraceEndedError):
+            driver(*arguments)
+    except NoProcessError:
+        logger.debug("the driver asks a process: it is checked up to there", exc_info=True)
+    except Exception as error:
+        if isinstance(error, HybridFlowError):
+            raise
+        logger.debug("the driver is not checked before it starts", exc_info=True)
 
 
 def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trace:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,11 +51,15 @@ class TraceEndedError(BaseException):
     """Ends a traced driver. A BaseException, so the driver's `except Exception` does not catch it."""
 
 
+class NoProcessError(ConfigError):
+    """A traced driver asks a process for something."""
+
+
 class NoHost:
     """Takes the place of a host process's handle."""
 
     def __getattr__(self, name: str) -> Any:
-        raise ConfigError(
+        raise NoProcessError(
             f"a trace has no processes, and the driver asks one for {name!r}. Trace the loop's body, which need not "
             f"ask: hf.trace(step, groups)."
         )
@@ -71,11 +76,17 @@ class SampledRows:
 
 
 class TraceBackend:
-    """Records a driver's calls in `program`, and acts as its own `iterations` and `channels`."""
+    """Records a driver's calls in `program`, and acts as its own `iterations` and `channels`.
 
-    traces, has_cuda = True, False
+    With `checks` groups are checked as before they are built, and one iteration is enough.
+    """
 
-    def __init__(self) -> None:
+    traces = True
+
+    def __init__(self, checks: bool = False) -> None:
+        self.checks = checks
+        # what a cluster has is not known before it is joined: then only what holds on CUDA is checked
+        self.has_cuda = checks and (torch.cuda.is_available() or "RAY_ADDRESS" in os.environ)
         self.name, self.deadlines = f"trace-{uuid.uuid4().hex[:6]}", Deadlines()
         self.iterations: Any = self
         self.channels: Any = self
@@ -224,6 +235,8 @@ class TraceBackend:
         """Whether the last iteration is typical: it trains every group with an optimizer. If none does (a group is only
         warmed up, or groups alternate), the late iteration that trains most counts."""
         done, trained = self.program.iteration, self.program.trained
+        if self.checks:
+            return done > 0
         self._trained_most = max(self._trained_most, len(trained))
         if done < ITERATIONS:
             return False

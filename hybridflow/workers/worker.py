@@ -159,6 +159,8 @@ def place(
     if role in session.groups:
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
     if session.traces:
+        if session.backend.checks:
+            settings = dict(ranks_on(worker_class, pool, settings, role, grid).settings)
         return WorkerGroup(session, session.backend.ranks(worker_class, settings, role))
     if planned_for is None and session.assignment is not None:
         planned_for = session.assignment.groups.get(role)

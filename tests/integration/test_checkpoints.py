@@ -202,7 +202,7 @@ LAYOUTS: dict[str, Any] = {
     "zero3": hf.ZeRO(stage=3),
     "zero1": hf.ZeRO(stage=1),
 }
-ADAM = hf.Adam(lr=0.02, eps=1e-3, warmup_steps=4)
+ADAM = hf.Adam(lr=0.02, eps=1e-3, warmup_steps=2, schedule="cosine", total_steps=8)
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +286,11 @@ def test_checkpoints_are_kept_and_set_aside(group, tmp_path):
     first = hf.Checkpoints(tmp_path / "kept", every=1, keep=1, best="score")
     norms = run(group, first)
     assert [path.name for path in saved_steps(first.directory)] == ["step-00000004", "step-00000002"]
+    best = hf.Checkpoints(tmp_path / "kept", best="score").best_checkpoint
+    assert best is not None
+    assert best[0].name == "step-00000002"
+    assert hf.Checkpoints(tmp_path / "kept").best_checkpoint is None
+    assert hf.Checkpoints(tmp_path / "kept", best="-absent").best_checkpoint is None
     again = hf.Checkpoints(tmp_path / "kept", every=1, keep=3, resume=first.directory / "step-00000002")
     assert run(group, again) == norms[2:]
     assert (tmp_path / "kept.1" / "step-00000004").is_dir()  # not the past of this run

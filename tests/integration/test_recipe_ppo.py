@@ -50,7 +50,8 @@ def run(task, tmp_path_factory) -> Finished:
     """A short run of the recipe in a directory of its own."""
     home = tmp_path_factory.mktemp("recipe")
     (home / ".cache").symlink_to(ROOT / ".cache")
-    done = start(home, f"steps={STEPS}", "batch_size=32", "actor.optim.weight_decay=0.1", "name=short")
+    evaluated = ("--evaluate-every", "1", "checkpoint_every=1")
+    done = start(home, f"steps={STEPS}", "batch_size=32", "actor.optim.weight_decay=0.1", "name=short", *evaluated)
     assert done.returncode == 0, done.stdout + done.stderr
     return Finished(home / "runs/short", done.stdout)
 
@@ -75,6 +76,16 @@ def test_what_a_run_shows_and_keeps(run):
     assert set(notes) >= {"accuracy_before", "accuracy_after"}
     samples = [json.loads(line) for line in (run.home / "samples.jsonl").read_text().splitlines()]
     assert all({"prompt", "response", "answer", "rewards"} <= set(sample) for sample in samples)
+
+
+def test_a_run_shows_its_start_and_says_where_everything_is(run):
+    said = run.output
+    stages = ("loading libraries", "checking the settings", "starting Ray", "starting host processes", "actor: loading")
+    places = [said.index(text) for text in (*stages, "first iteration", "step 1 ", "The run has ended")]
+    assert places == sorted(places)
+    scores = [json.loads(line)["held_out/reward"] for line in (run.home / "metrics.jsonl").read_text().splitlines()]
+    assert f"held_out/reward {max(scores):.3f}" in said
+    assert "weight_decay: 0.1" in (run.home / "config.yaml").read_text()
 
 
 def test_the_trained_model_is_a_hugging_face_directory(run, task):

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
 from ray import cloudpickle
 
 import hybridflow as hf
+from hybridflow.command_line import help_text
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import ConfigError
-from recipes import arithmetic, run_all, safe_rlhf, scorers, settings, task
+from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.tracing.trace import check_driver
+from recipes import arithmetic, grpo, ppo, run_all, safe_rlhf, scorers, settings, task
+from recipes.small_model import SmallModel
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = {"safe_rlhf": 16}
+LINES = {"safe_rlhf": 17, "remax": 12}
 
 
 @pytest.mark.parametrize("recipe", run_all.RECIPES)
@@ -38,12 +47,193 @@ def test_settings_are_named_and_wrong_ones_refused(recipe):
     assert hf.Megatron(**cfg.actor.train).recompute
     for wrong, message in (
         ("stpes=3", "there is no setting 'stpes'. Did you mean 'steps'"),
-        ("actor.optm.lr=1", "there is no setting 'actor.optm.lr'. Did you mean 'optim'"),
+        ("actor.optm.lr=1", "there is no setting 'actor.optm.lr'. Did you mean 'actor.optim.lr'"),
         ("data=x", "replaces the settings prompt, answer"),
         ("steps", "'steps' is no setting: write key=value"),
+        ("steps=many", "steps=many: give a whole number, such as 40"),
+        ("lr=1", "there is no setting 'lr'. Did you mean 'actor.optim.lr'"),
+        ("actor.optim.beta=1", "there is no setting 'actor.optim.beta'. Did you mean 'actor.optim.betas'"),
+        ("actor.train.zero=1", "there is no setting 'actor.train.zero'. Known: tp, pp, dp"),
+        ("actor.optim.lr=-1", r"actor.optim: Adam\(lr=-1\): must be at least 0"),
+        ("evaluate_every=15", "checkpoint_every as a multiple of"),
     ):
         with pytest.raises(ConfigError, match=message):
             settings.read(defaults, [wrong])
+
+
+def test_help_takes_no_library():
+    code = (
+        "import runpy, sys; sys.argv[1:] = ['--help']\n"
+        f"runpy.run_path({str(ROOT / 'recipes' / 'grpo.py')!r}, run_name='__main__')\n"
+        "print(sorted({'torch', 'ray', 'rich', 'transformers', 'vllm'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert done.stdout == help_text(str(grpo.__doc__), settings.COMMON, grpo.DEFAULTS)
+
+
+@pytest.mark.parametrize("recipe", run_all.RECIPES)
+def test_help_describes_every_setting(recipe):
+    found = importlib.import_module(f"recipes.{recipe}")
+    lines = help_text(found.__doc__, settings.COMMON, found.DEFAULTS).splitlines()
+    assert lines[0] == found.__doc__.splitlines()[0]
+    for key, value in (*OmegaConf.create(found.DEFAULTS).items(), *OmegaConf.create(settings.COMMON).items()):
+        shown = [line for line in lines if line.startswith((f"  {key}=", f"  {key}."))]
+        assert shown, key
+        assert isinstance(value, DictConfig) or "   " in shown[0].strip(), f"{key} has no comment"
+    for option in ("micro_tokens=16384", "schedule=constant", "temperature=1.0", "max_length=null"):
+        assert f"  {option}" in lines
+
+
+def read(*arguments: str):
+    return settings.read(grpo.DEFAULTS, arguments)
+
+
+def test_settings_are_written_in_three_ways_and_the_last_wins(tmp_path):
+    for form in (["steps=5"], ["--steps=5"], ["--steps", "5"], ["steps=7", "--steps", "5"]):
+        assert read(*form).steps == 5
+    assert read("--batch-size", "4", "--actor.optim.lr", "-0").batch_size == 4
+    (tmp_path / "my.yaml").write_text(
+        "steps: 9\nactor: {optim: {lr: 1.0e-3}, train: {pp: 2}}\ndata: {prompt: question}\n"
+    )
+    for form in ([f"config={tmp_path}/my.yaml"], ["--config", f"{tmp_path}/my.yaml"], [f"--config={tmp_path}/my.yaml"]):
+        cfg = read("n=2", "steps=3", *form, "actor.optim.lr=1e-4")
+        assert (cfg.n, cfg.steps, cfg.actor.optim.lr, cfg.actor.train) == (2, 9, 1e-4, {"tp": 2, "pp": 2})
+        assert (cfg.data.prompt, cfg.data.answer) == ("question", "answer")
+    (tmp_path / "again.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    assert read(f"config={tmp_path}/again.yaml") == OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("actor: {optim: {warmup: 1}}", "no setting 'actor.optim.warmup'. Did you mean 'actor.optim.warmup_steps'"),
+        ("actor: 3", "actor=3 replaces the settings train, generate, optim"),
+        ("- 3", "write settings as `key: value` lines"),
+        ("just words", "write settings as `key: value` lines|there is no setting 'just words'"),
+        ("a: [", "is not valid YAML"),
+        ("steps: !!python/name:os.system", r"a YAML tag \('!'\) names a type"),
+    ],
+)
+def test_wrong_files_of_settings_are_refused(tmp_path, content, message):
+    (tmp_path / "my.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read(f"config={tmp_path}/my.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read("config=nowhere.yaml")
+
+
+@hypothesis.settings(max_examples=20)
+@given(st.lists(st.sampled_from(["steps", "n", "clip", "actor.optim.lr", "actor.generate.sampling.top_k"]), max_size=8))
+def test_the_last_value_of_each_key_wins(keys):
+    cfg = read(*(f"{'--' * (i % 2)}{key}={i + 1}" for i, key in enumerate(keys)))
+    for key in keys:
+        assert OmegaConf.select(cfg, key) == max(i + 1 for i, other in enumerate(keys) if other == key)
+
+
+def test_schedules_end_with_the_run():
+    assert "total_steps" not in read().actor.optim
+    linear = ("actor.optim.schedule=linear", "steps=30", "minibatches=4")
+    assert read(*linear).actor.optim.total_steps == 120
+    assert read(*linear, "actor.optim.total_steps=50").actor.optim.total_steps == 50
+    assert settings.read(ppo.DEFAULTS, [*linear, "epochs=2"]).actor.optim.total_steps == 240
+    assert settings.read(safe_rlhf.DEFAULTS, linear).actor.optim.total_steps == 150  # and one on texts each
+
+
+def test_the_directory_of_a_run_is_its_name_or_a_path(tmp_path):
+    assert settings.directory(read()) == Path("runs/grpo")
+    assert settings.directory(read("name=a/b")) == Path("a/b")
+    assert settings.directory(read(f"name={tmp_path}")) == tmp_path
+    assert settings.directory(read("name=./b")) == Path("runs/b")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> list[str]:
+    """Arguments for a model without training, and prompts for it."""
+    home = tmp_path_factory.mktemp("small")
+    SmallModel(steps=0).write(home / "model", lambda rng: ("1+1=", "2"))
+    (home / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 20)
+    return [f"model={home}/model", f"prompts={home}/train.jsonl", f"name={home}/run"]
+
+
+@pytest.mark.parametrize("recipe", run_all.RECIPES)
+def test_a_recipe_is_tried_before_anything_starts(recipe, small):
+    check_driver(importlib.import_module(f"recipes.{recipe}").main, small)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("minibatches=7", r"minibatches=7\): the batch has 128 rows, which would be 2 mini-batches of 19 rows"),
+        ("minibatches=500", "every mini-batch needs a row"),
+        ("n=1", "reads 'group_id'"),
+        ("n=0", r"Sampling\(n=0\)"),
+        ("clip=-1", r"PPO\(clip=-1\)"),
+        ("actor.generate.sampling.max_tokens=64", "max_tokens=64 leaves no room for a prompt"),
+        ("actor.train.tp=3", "the pool has 2"),
+        ("actor.generate.tp=2", ""),
+        ("model=nowhere", "the checkpoint directory nowhere does not exist|nowhere"),
+        ("evaluate_every=5", "needs held-out prompts"),
+    ],
+)
+def test_settings_of_later_calls_are_refused_before_anything_starts(wrong, message, small):
+    with nullcontext() if not message else pytest.raises(HybridFlowError, match=message):
+        check_driver(grpo.main, [*small, wrong])
+
+
+def test_drivers_that_cannot_be_tried_are_not_refused():
+    def unlucky() -> None:
+        hf.ResourcePool(1)
+        raise ZeroDivisionError
+
+    check_driver(unlucky)
+    check_driver(lambda: hf.ResourcePool(1).events())
+
+
+def test_errors_of_settings_are_a_paragraph_and_others_keep_their_traceback(tmp_path):
+    program = tmp_path / "mine.py"
+    program.write_text(PROGRAM)
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(program), *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    wrong = start("--step=3")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "mine.py: there is no setting 'step'. Did you mean 'steps'?\n"
+    refused = start("fails=config")
+    assert (refused.returncode, refused.stderr) == (2, "mine.py, line 7: two words\n")
+    failed = start("fails=else")
+    assert failed.returncode == 1
+    assert "Traceback" in failed.stderr
+    assert "loading libraries" in failed.stdout
+
+
+PROGRAM = """'Mine.'
+from hybridflow.errors import ConfigError
+from recipes import launch, settings
+DEFAULTS = "{name: mine, steps: 3, fails: nothing}"
+def main(arguments):
+    if settings.read(DEFAULTS, arguments).fails == "config":
+        raise ConfigError("two\\n  words")
+    raise ZeroDivisionError
+launch.run(main)
+"""
+
+
+def test_a_run_ends_by_saying_where_everything_is(tmp_path, capsys):
+    cfg = read(f"name={tmp_path}/run", "evaluate_every=5")
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
+    tracker.note(accuracy_before=0.5)
+    settings.finish(tracker, checkpoints)
+    said = capsys.readouterr().out
+    assert f"settings     {tmp_path}/run/config.yaml" in said
+    assert f"metrics      {tmp_path}/run/metrics.jsonl" in said
+    assert "model" not in said
+    assert checkpoints.best == settings.BEST
+    assert read(f"config={tmp_path}/run/config.yaml").actor == cfg.actor
 
 
 def config(*arguments: str):

@@ -101,6 +101,27 @@ def test_a_run_restarts_several_times_in_one_process(tmp_path):
         tracker.log({})
 
 
+def test_the_settings_of_a_run_and_of_the_one_that_continues_it_are_kept(tmp_path):
+    first = Tracker(tmp_path, console=False, config={"steps": 3, "actor": {"lr": 0.1}})
+    assert not (tmp_path / "config.yaml").exists()  # the run may still continue another
+    run(first, 1, 3)
+    state = first.state()
+    first.finish()
+    assert (tmp_path / "config.yaml").read_text() == "steps: 3\nactor:\n  lr: 0.1\n"
+    for _ in range(2):
+        again = Tracker(tmp_path, console=False, config={"steps": 5})
+        again.load_state(state)
+        again.load_state(state)
+        assert (tmp_path / "config.yaml").read_text() == "steps: 5\n"
+        assert (tmp_path / "config.1.yaml").read_text().startswith("steps: 3")
+        again.finish()
+    assert sorted(path.name for path in tmp_path.glob("config*")) == ["config.1.yaml", "config.yaml"]
+    with Tracker(tmp_path, console=False, config={"steps": 7}) as anew:
+        anew.note(more=1)
+    texts = sorted(path.read_text() for path in tmp_path.glob("config*.yaml"))
+    assert [text.splitlines()[0] for text in texts] == ["steps: 3", "steps: 5", "steps: 7"]
+
+
 def test_flush_writes_the_pending_iteration(tmp_path):
     tracker = Tracker(tmp_path, console=False)
     assert tracker.written == 0
