@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hybridflow as hf
 
@@ -56,22 +56,20 @@ def main(arguments: list[str]) -> None:
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(actor, reward, job, tracker)
 
-    def learn(batch: hf.BatchRef, minibatches: int = 1) -> Any:
-        if cfg.top_k:
-            batch |= reference.compute_ref_top_k(batch, k=cfg.top_k)
-        else:
-            batch |= reference.compute_ref_hidden_states(batch)
-        over = "top_k" if cfg.top_k else "vocabulary"
-        return actor.update_actor(batch, loss="gkd", beta=cfg.beta, over=over, minibatches=minibatches)
+    teach, over = reference.compute_ref_hidden_states, "vocabulary"
+    if cfg.top_k:
+        teach, over = partial(reference.compute_ref_top_k, k=cfg.top_k), "top_k"
+    loss = hf.algorithms.GKD(beta=cfg.beta, over=over)
 
     batches = checkpoints.resume(loader)
     if not checkpoints.done:
         accuracy.measure("before")
     for prompts, examples in zip(batches, text, strict=False):
         if examples is not None:
-            learn(examples)
+            actor.update_actor(examples | teach(examples), loss=loss)
         batch = actor.generate_sequences(prompts)
-        metrics = learn(batch, cfg.minibatches)
+        batch |= teach(batch)
+        metrics = actor.update_actor(batch, loss=loss, minibatches=cfg.minibatches)
         batch |= reward.compute_reward(batch)  # only to look at
         tracker.log(batch.metrics(), metrics)
         checkpoints.step()

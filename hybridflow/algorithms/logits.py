@@ -17,8 +17,8 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
 
 BLOCK_BYTES = 16 << 20
-"""Size of a float32 block [n, C]. A `sum` and its backward pass have up to 20 of them at a time (as its function needs),
-whatever the number of tokens."""
+"""Size of a float32 block [n, C]. `sum` and its backward pass hold as many as its function has intermediate results,
+whatever the number of tokens: up to 20 in GKD's."""
 LEAST = 1e-30  # probability of the rest of the vocabulary, where it has none
 _LOWEST = -1e4  # log-probability of a token that cannot be drawn; its probability is 0
 
