@@ -22,10 +22,11 @@ from hybridflow.models.spec import FAMILIES, ModelSpec, read_config
 
 
 class TeacherHead:
-    """Reads this rank's rows of the output layer of `teacher` once, into host memory; nothing before its first use."""
+    """Reads this rank's rows of the output layer of `teacher` into host memory, on first use."""
 
     def __init__(self, context: RankContext, teacher: str | os.PathLike[str] | None) -> None:
-        self._context, self._teacher, self._weight = context, teacher, None
+        self._context, self._teacher = context, teacher
+        self._rows: dict[tuple[int, int], Tensor] = {}  # by the range of token ids, which another layout changes
 
     @contextmanager
     def on(self, engine: TrainEngine) -> Iterator[None]:
@@ -33,8 +34,9 @@ class TeacherHead:
 
         def load() -> None:
             if engine.last_stage:
-                self._weight = self._read(engine) if self._weight is None else self._weight
-                engine.tokens.teacher = self._weight.to(engine.device)
+                if (part := engine.tokens.vocabulary) not in self._rows:
+                    self._rows = {part: self._read(engine)}
+                engine.tokens.teacher = self._rows[part].to(engine.device)
 
         try:
             agree(self._context, load)

@@ -75,6 +75,8 @@ def test_a_student_learns_from_a_teacher_in_another_layout(pool, student, teache
     broken["ref_hidden_states"].values[5] = float("nan")
     skipped = actor.update_actor(hf.BatchRef.from_batch(broken), loss="gkd", minibatches=1).get()
     assert skipped["actor/skipped"] == 1
+    half = rows.with_columns(ref_hidden_states=batch.get()["ref_hidden_states"].to(torch.bfloat16))
+    assert actor.update_actor(hf.BatchRef.from_batch(half), loss="gkd").get()["actor/skipped"] == 0
     actor.close()
     reference.close()
 
