@@ -117,7 +117,7 @@ def splits(split: Split) -> dict[str, Split]:
 
 def measure(engine: Any, batch: hf.Batch, repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Tokens/s of each method, and the positions that it computes per token."""
-    device, ways = engine.device, splits(engine._tokens.split)
+    device, ways = engine.device, splits(engine.tokens.split)
     work: dict[str, Callable[[], Any]] = {
         "train": lambda: engine.forward_backward(batch, loss, ("log_probs",)),
         "log_probs": lambda: engine.forward(batch, ("log_probs",)),
@@ -125,7 +125,7 @@ def measure(engine: Any, batch: hf.Batch, repeats: int, clock: Callable[[], floa
     seconds: dict[tuple[str, str], list[float]] = {(kind, way): [] for kind in work for way in WAYS}
     for turn in range(repeats + 1):
         for way in WAYS:
-            engine._tokens.split = ways[way]
+            engine.tokens.split = ways[way]
             for kind, run in work.items():
                 synchronise(device)
                 start = clock()

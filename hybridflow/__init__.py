@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from hybridflow.tracing.trace import trace_spec as trace_spec
     from hybridflow.tracker import Tracker as Tracker
     from hybridflow.workers.actor import ActorWorker as ActorWorker
-    from hybridflow.workers.actor import ReferenceWorker as ReferenceWorker
     from hybridflow.workers.critic import CriticWorker as CriticWorker
+    from hybridflow.workers.reference import ReferenceWorker as ReferenceWorker
     from hybridflow.workers.reward import CostWorker as CostWorker
     from hybridflow.workers.reward import RewardWorker as RewardWorker
     from hybridflow.workers.rollout import RolloutWorker as RolloutWorker
@@ -94,8 +94,9 @@ _WHERE = {
     "tracing.auto": ("auto",),
     "tracing.trace": ("trace", "trace_spec"),
     "tracker": ("Tracker",),
-    "workers.actor": ("ActorWorker", "ReferenceWorker"),
+    "workers.actor": ("ActorWorker",),
     "workers.critic": ("CriticWorker",),
+    "workers.reference": ("ReferenceWorker",),
     "workers.reward": ("CostWorker", "RewardWorker"),
     "workers.rollout": ("RolloutWorker",),
     "workers.worker": ("Worker", "place"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo", "async_grpo")
+RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo", "async_grpo", "distill")
 RISE, LIMIT, FIRST, LAST = 0.3, 0.25, 3, 5
 _TIMEOUT = 1200.0
 

@@ -52,6 +52,16 @@ def of(cfg: Any) -> Task:
     )
 
 
+def teacher(cfg: Any) -> str | Path:
+    """The teacher in `cfg`, or for the arithmetic task a small model whose answers are right.
+
+    Errors: ConfigError for a model without a teacher.
+    """
+    if cfg.teacher is None and cfg.model is not None:
+        raise ConfigError(f"model={cfg.model} learns from a teacher: give teacher=, a model with the same tokenizer.")
+    return cfg.teacher or arithmetic.make(".cache", arithmetic.Arithmetic(right=1.0, slip=0.0)).model
+
+
 def texts(cfg: Any, job: Task) -> hf.TextLoader:
     """Texts for the language-model loss: `texts=...` with a column `text`, otherwise prompts with their answers.
 

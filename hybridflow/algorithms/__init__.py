@@ -6,12 +6,14 @@ file and name it there. A user's function can replace each.
 
 from hybridflow.algorithms.advantages.safe_rlhf import Lagrange as Lagrange
 from hybridflow.algorithms.kl import AdaptiveKL as AdaptiveKL
+from hybridflow.algorithms.logits import Logits as Logits
 from hybridflow.algorithms.losses.loss import Totals as Totals
 from hybridflow.algorithms.losses.policy import TokenLoss as TokenLoss
 from hybridflow.algorithms.losses.rollout_correction import RolloutCorrection as RolloutCorrection
 from hybridflow.algorithms.registry import CISPO as CISPO
 from hybridflow.algorithms.registry import GAE as GAE
 from hybridflow.algorithms.registry import GDPO as GDPO
+from hybridflow.algorithms.registry import GKD as GKD
 from hybridflow.algorithms.registry import GMPO as GMPO
 from hybridflow.algorithms.registry import GPG as GPG
 from hybridflow.algorithms.registry import GRPO as GRPO

@@ -20,6 +20,7 @@ from hybridflow.algorithms.advantages.remax import ReMax
 from hybridflow.algorithms.advantages.rloo import RLOO
 from hybridflow.algorithms.advantages.safe_rlhf import SafeRLHF
 from hybridflow.algorithms.losses.cispo import CISPO
+from hybridflow.algorithms.losses.distillation import GKD
 from hybridflow.algorithms.losses.geo_mean import GMPO
 from hybridflow.algorithms.losses.gspo import GSPO
 from hybridflow.algorithms.losses.loss import Loss, UserLoss
@@ -57,6 +58,7 @@ POLICY_LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
         "sapo": SAPO,
         "reinforce": ReinforceLoss,
         "pretrain": PretrainLoss,
+        "gkd": GKD,
     }
 )
 VALUE_LOSSES: Mapping[str, type[Loss]] = MappingProxyType({"value": ValueLoss})
@@ -78,14 +80,15 @@ def find_estimator(estimator: str | Estimator | Callable[..., Any], options: Map
 def policy_loss(loss: str | Loss | Callable[..., Any] = "ppo", **options: Any) -> Loss:
     """The loss of an actor: a value such as `PPO(clip=0.2)`, a name with options, or a user's function.
 
-    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain". All but "pretrain" have, besides their
-    own options, those of `PolicyLoss`. A user's function has one of two forms:
+    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain", "gkd". All but the last two have,
+    besides their own options, those of `PolicyLoss`. A user's function has one of two forms:
 
     `f(log_probs, old_log_probs, advantages, mask, **options)` gives the loss of each token: a tensor [N], ragged
     [B, R], or `TokenLoss`. Its first parameter is called log_probs; parameters without a default name what it reads,
-    so it may read less or more (`entropy` of the engine; any column of the batch). Columns of floats with one value per
-    response token come ragged [B, R] and 0 at masked tokens; all others, such as [B] or integers, as they are. The
-    loss is aggregated, by "token-mean" or its attribute `aggregation`, and takes the options of `PolicyLoss` as well.
+    so it may read less or more (`entropy`, `logits` and `ref_logits` of the engine; any column of the batch). Columns
+    of floats with one value per response token come ragged [B, R] and 0 at masked tokens; all others, such as [B] or
+    integers, as they are. The loss is aggregated, by "token-mean" or its attribute `aggregation`, and takes the options
+    of `PolicyLoss` as well.
 
     `f(outputs, rows, totals, **options)` gives the micro-batch's share of the whole loss, a scalar or (scalar,
     metrics). It may carry attributes `reads` (default: every column) and `outputs` (default: "log_probs").

@@ -13,7 +13,8 @@ from hybridflow.config import Sampling, Until
 from hybridflow.engine3d.interfaces import Generator
 from hybridflow.topology import GenerationGrid
 
-Output = Literal["log_probs", "entropy", "values"]
+Output = Literal["log_probs", "entropy", "values", "logits", "ref_logits"]
+"""Outputs that a loss can ask for; `logits` and `ref_logits` (the teacher's) are `algorithms.logits.Logits`."""
 TrainState = Literal["parameters", "optimizer", "gradients"]
 """State of a train engine that can move between device and host memory."""
 

@@ -87,8 +87,13 @@ class MicroBatchLoop(Protocol):
 
     last_stage: bool
 
-    def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
-        """`read(micro-batch, head [N or more, C])` of each, without gradients; on the last stage."""
+    def infer(
+        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
+    ) -> list[Any]:
+        """`read(micro-batch, head [N or more, C])` of each, without gradients; on the last stage.
+
+        With `hidden` it reads the hidden states [N or more, H] that the output layer takes, and that is not computed.
+        """
         ...
 
     def train(
@@ -134,9 +139,11 @@ class PlainLoop:
         self._shards, self._replicas, self._empty, self._device = shards, Replicas(context), empty, context.device
 
     @torch.no_grad()
-    def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
+    def infer(
+        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
+    ) -> list[Any]:
         self._shards.model.eval()
-        found = [read(micro, self._head(micro)) for micro in self._padded(micro_batches)]
+        found = [read(micro, self._head(micro, hidden)) for micro in self._padded(micro_batches)]
         self._shards.after_pass()
         return found[: len(micro_batches)]
 
@@ -158,6 +165,6 @@ class PlainLoop:
         missing = self._replicas.most(len(micro_batches)) - len(micro_batches)
         return [micro.to(self._device) for micro in (*micro_batches, *[self._empty()] * missing)]
 
-    def _head(self, micro: MicroBatch) -> Tensor:
-        """What the head gives at the positions of a micro-batch, [N or 1, C]."""
-        return self._shards.model(micro.ids, micro.index, micro.positions, micro.sequences).flatten(0, -2)
+    def _head(self, micro: MicroBatch, hidden: bool = False) -> Tensor:
+        """The output of the head at the positions of a micro-batch, [N or 1, C], or its input."""
+        return self._shards.model(micro.ids, micro.index, micro.positions, micro.sequences, hidden).flatten(0, -2)

@@ -1,6 +1,7 @@
 """TokenOutputs: turns rows into micro-batches, and the head's outputs into log-probabilities, entropy and values.
 
-Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, V this rank's columns of the vocabulary.
+Shapes: B rows, R response tokens, N tokens of a micro-batch that are read, V this rank's columns of the vocabulary, H
+hidden (of a teacher).
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.algorithms.logits import Columns, Logits
+from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.algorithms.masked import response_mask, token_column
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.contract import Output
 from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
 from hybridflow.errors import BatchError, ModelError
@@ -22,18 +26,24 @@ from hybridflow.models.hf_spec import Decoder
 
 class TokenOutputs:
     """Outputs of one rank's model (`role`): `vocabulary` is the range of token ids whose columns it has, and `group`
-    the ranks that share the vocabulary."""
+    the ranks that share the vocabulary.
+
+    `teacher` [V, H] are the same columns of a teacher's output layer, on the device; set where a loss reads
+    `ref_logits`.
+    """
 
     def __init__(
         self, role: str, spec: Decoder, split: Split, vocabulary: tuple[int, int], group: dist.ProcessGroup
     ) -> None:
         self.role, self.spec, self.split, self.vocabulary, self.group = role, spec, split, vocabulary, group
+        self.columns = Columns(*vocabulary, spec.vocab, group)
+        self.teacher: Tensor | None = None
 
     def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
         """Without any collective. Errors: ModelError for an output that the model's head does not give, BatchError for
         a temperature of 0, a row without a prompt, or longer than the positions that the model has learned, an unknown
         token id, or a mask that does not fit the response."""
-        given = ("values",) if self.spec.head == "value" else ("log_probs", "entropy")
+        given = ("values",) if self.spec.head == "value" else ("log_probs", "entropy", "logits", "ref_logits")
         if not outputs or (wrong := [name for name in outputs if name not in given]):
             asked = ", ".join(map(repr, wrong if outputs else outputs)) or "no output"
             raise ModelError(
@@ -45,6 +55,13 @@ class TokenOutputs:
         self.split.check(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"))
         _ = response_mask(batch)
         self._check_lengths(batch)
+        if "ref_logits" in outputs and self.teacher is not None:
+            states = token_column(batch, TEACHER, token_column(batch, "response_ids"))
+            if states.values.shape[1:] != self.teacher.shape[1:]:
+                raise BatchError(
+                    f"{TEACHER} has {list(states.values.shape[1:])} numbers per token, the output layer of the teacher "
+                    f"of {self.role} takes {self.teacher.shape[1]}. Give the reference and teacher= the same model."
+                )
 
     def _check_lengths(self, batch: Batch) -> None:
         if not self.spec.learned_positions or not len(batch):
@@ -60,6 +77,36 @@ class TokenOutputs:
     def micro_batches(self, batch: Batch, at: Positions = "before") -> list[MicroBatch]:
         """The batch as micro-batches that say which positions are read."""
         return self.split.micro_batches(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"), at)
+
+    def ragged(
+        self, micro: MicroBatch, head: Tensor, rows: Batch, names: Sequence[Output], temperature: float
+    ) -> dict[str, Ragged | Logits]:
+        """Each asked output of a micro-batch with these `rows`, for a loss: ragged [R], or `Logits`."""
+        asked, found = [name for name in names if name not in ("logits", "ref_logits")], dict[str, Ragged | Logits]()
+        if len(asked) == len(names):
+            flat = self.read(micro, head, names, temperature)
+        else:  # the blocks of `logits` are the only ones, so they give the other outputs as well
+            logits = found["logits"] = self.logits(micro, head, temperature)
+            flat = {name: logits.entropy() if name == "entropy" else logits.log_probs(micro.targets) for name in asked}
+        if "ref_logits" in names:
+            assert self.teacher is not None
+            states = token_column(rows, TEACHER).values.to(self.teacher.device)
+            found["ref_logits"] = Logits(states, self.columns, temperature, weight=self.teacher)
+        return found | {name: Ragged.from_lengths(value, micro.lengths) for name, value in flat.items()}
+
+    def logits(self, micro: MicroBatch, head: Tensor, temperature: float) -> Logits:
+        """The distributions of a micro-batch, from the output layer's [N or more, V or more]."""
+        return Logits(head, self.columns, temperature, tokens=micro.selected)
+
+    def top_k(self, micro: MicroBatch, head: Tensor, k: int, temperature: float) -> dict[str, Tensor]:
+        """The k most probable tokens at each position: see `Logits.top_k`."""
+        ids, log_probs, rest = self.logits(micro, head, temperature).top_k(k)
+        return {"top_ids": ids.to(torch.int32), "top_log_probs": log_probs, "tail_log_probs": rest}
+
+    @staticmethod
+    def hidden_states(micro: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
+        """[N, H] of a micro-batch, from the input of the output layer."""
+        return {"hidden_states": rows[: micro.selected]}
 
     def read(self, micro: MicroBatch, rows: Tensor, names: Sequence[Output], temperature: float) -> dict[str, Tensor]:
         """Each asked output [N] float32 of a micro-batch from the output layer's [N or more, V or more]."""

@@ -37,6 +37,7 @@ from hybridflow.engines.sharded_model import ShardedModel
 from hybridflow.errors import ConfigError
 from hybridflow.models.hf_spec import Decoder
 
+ReadHead = Callable[[MicroBatch, Tensor], Mapping[str, Tensor]]
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
 
 
@@ -77,7 +78,7 @@ class TrainEngine:
         self._gradients: Literal["zero", "own", "summed"] = "zero"  # "own": not yet added up over ranks
         try:
             model: ShardedModel = build(context, strategy, spec, optimizer)
-            self._model, self._shards, self._tokens, self.adapters = model, model.shards, model.tokens, model.adapters
+            self._model, self._shards, self.tokens, self.adapters = model, model.shards, model.tokens, model.adapters
             self._layout, self._optimizer_layout = model.layout, model.optimizer_layout
             if optimizer:
                 self._optimizer = ShardOptimizer(optimizer, model.shards, model.no_decay, model.parts, model.fp16)
@@ -102,19 +103,15 @@ class TrainEngine:
 
         Errors: BatchError naming the row, ModelError for an output that the model's head does not give.
         """
-        self._tokens.check(batch, outputs, temperature)
+        self.tokens.check(batch, outputs, temperature)
 
     def forward(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> dict[str, Ragged] | None:
         """Without gradients: each output ragged [B, R] float32 on the CPU, rows in order; None off the last stage.
 
         `values` are at the positions that predict each response token. Errors: those of `check`.
         """
-        self._tokens.check(batch, outputs, temperature)
-        read = partial(self._tokens.read, names=outputs, temperature=temperature)
-        micro_batches, flat = self._infer(batch, "before", read)
-        if flat is None:
-            return None
-        return {name: in_order(micro_batches, [part[name].float() for part in flat]) for name in outputs}
+        self.tokens.check(batch, outputs, temperature)
+        return self.infer(batch, partial(self.tokens.read, names=outputs, temperature=temperature))
 
     def score(self, batch: Batch, tokens: bool = False) -> Tensor | Ragged | None:
         """[B] float32 on the CPU: the value head at the last token; None off the last stage.
@@ -122,23 +119,28 @@ class TrainEngine:
         With `tokens` ragged [B, R] float32, a score for each response token: the head at the token's own position,
         where the model has read it (one behind those of `values`, which are what is expected before it).
         """
-        self._tokens.check(batch, ("values",))
-        micro_batches, parts = self._infer(
-            batch, "own" if tokens else "last", lambda micro, rows: rows[: micro.selected, 0].float()
-        )
-        if parts is None:
-            return None
-        scores = in_order(micro_batches, parts)
-        return scores if tokens else scores.values
+        self.tokens.check(batch, ("values",))
+        read = partial(self.tokens.read, names=("values",), temperature=1.0)
+        found = self.infer(batch, read, "own" if tokens else "last")
+        return found and (found["values"] if tokens else found["values"].values)
 
-    def _infer(
-        self, batch: Batch, at: Positions, read: Callable[[MicroBatch, Tensor], Any]
-    ) -> tuple[list[MicroBatch], list[Any] | None]:
-        """The batch's micro-batches, and `read(micro-batch, rows)` of each; None off the last stage."""
+    def infer(self, batch: Batch, read: ReadHead, at: Positions = "before", hidden: bool = False) -> Any:
+        """Name -> ragged output on the CPU, rows in order; None off the last stage. Does not check the batch.
+
+        `read(micro-batch, rows)`, such as a method of `tokens`, is given the rows of the head at the positions `at`,
+        with `hidden` those of its input.
+        """
         self._require("parameters")
-        micro_batches = self._tokens.micro_batches(batch, at)
-        found = self._model.loop.infer(micro_batches, read)
-        return micro_batches, found if self._model.loop.last_stage else None
+        micro_batches = self.tokens.micro_batches(batch, at)
+        found = self._model.loop.infer(micro_batches, read, hidden)
+        if not self.last_stage:
+            return None
+        return {name: in_order(micro_batches, [part[name] for part in found]) for name in found[0]}
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank has the head."""
+        return self._model.loop.last_stage
 
     # Training
 
@@ -160,20 +162,19 @@ class TrainEngine:
         """
         optimizer, last_stage = self._training(), self._model.loop.last_stage
         self._require("parameters", "gradients")
-        self._tokens.check(batch, outputs, temperature)
-        _, micro_batches = self._announced.get(id(batch)) or (batch, self._tokens.micro_batches(batch))
+        self.tokens.check(batch, outputs, temperature)
+        _, micro_batches = self._announced.get(id(batch)) or (batch, self.tokens.micro_batches(batch))
         self._check.begin(batch, loss)
         totals = self._replicas.totals(batch) if last_stage else None
         metrics: list[dict[str, Tensor]] = []
 
         def share(micro: MicroBatch, head_NC: Tensor) -> Tensor:
             nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
-            values = self._tokens.read(micro, head_NC, outputs, temperature)
             if not len(micro.rows):
                 return nothing
-            rows = batch if len(micro_batches) == 1 else batch.reorder(micro.rows)
-            ragged = {name: Ragged.from_lengths(value, micro.lengths) for name, value in values.items()}
-            given = self._check.share(loss, ragged, rows.to(self.device), totals)  # type: ignore[arg-type]
+            rows = (batch if len(micro_batches) == 1 else batch.reorder(micro.rows)).to(self.device)
+            found = self.tokens.ragged(micro, head_NC, rows, outputs, temperature)
+            given = self._check.share(loss, found, rows, totals)  # type: ignore[arg-type]
             if given is None:
                 return nothing
             metrics.append(given[1])
@@ -205,7 +206,7 @@ class TrainEngine:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             once = {id(batch): batch for batch in minibatches}  # epochs repeat them
-            self._announced = {key: (batch, self._tokens.micro_batches(batch)) for key, batch in once.items()}
+            self._announced = {key: (batch, self.tokens.micro_batches(batch)) for key, batch in once.items()}
             micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))

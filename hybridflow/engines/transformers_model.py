@@ -92,8 +92,15 @@ class TransformersModel(nn.Module):
                 module.train(mode)
         return self
 
-    def forward(self, ids_bS: Tensor, index_N: Tensor, positions_bS: Tensor, sequences: Sequences | None) -> Tensor:
-        """[N, C]: the head at `index_N`, positions in the flattened [b * S].
+    def forward(
+        self,
+        ids_bS: Tensor,
+        index_N: Tensor,
+        positions_bS: Tensor,
+        sequences: Sequences | None,
+        hidden: bool = False,
+    ) -> Tensor:
+        """[N, C]: the head at `index_N`, positions in the flattened [b * S]; with `hidden` its input, [N, H].
 
         `ids_bS` and `positions_bS`, each token's place in its row, int64. With `sequences` ids are one packed row;
         else rows are padded on the right, where a causal mask needs no other.
@@ -105,8 +112,9 @@ class TransformersModel(nn.Module):
             assert self.packable, "rows of this model are not packed"
             given["sequences"] = sequences
         self._index = index_N
-        if self._value:
-            return self.score(self._read(self.decoder(**given)[0]))
+        if self._value or hidden:
+            rows = self._read(self.decoder(**given)[0])
+            return rows if hidden else self.score(rows)
         return self._whole[0](**given).logits
 
     def _read(self, hidden_bSH: Tensor) -> Tensor:

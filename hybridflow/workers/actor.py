@@ -1,4 +1,4 @@
-"""ActorWorker: the policy that generates and trains; ReferenceWorker: a frozen policy (paper, table 4)."""
+"""ActorWorker: the policy that generates and trains (paper, table 4)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from hybridflow.workers.generation import Generation, RowSession, check_alone, g
 from hybridflow.workers.lora_options import lora_of
 from hybridflow.workers.model_worker import ModelWorker, UpdateCall
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.teacher import TeacherHead, check_teacher
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:
@@ -79,7 +80,8 @@ class ActorWorker(RowSession, ModelWorker):
     state to host memory: "optimizer" and "gradients" while generating, "generation" (its weights) while training; True,
     for an actor that neither trains nor generates, moves everything between calls. `overlap=True` moves the weights to
     generation during the last optimizer step of an update (PUZZLE, section 5.2); both copies stay in memory from then
-    on.
+    on. `teacher` is the model of a ReferenceWorker, for losses that read `ref_logits`: only its output layer is loaded,
+    cut as the actor's is, and it is in device memory during those updates only.
     """
 
     role = "actor"
@@ -101,6 +103,7 @@ class ActorWorker(RowSession, ModelWorker):
     @classmethod
     def check(cls, grid: RankGrid, settings: Mapping[str, Any], device_type: str) -> None:
         super().check(grid, settings, device_type)
+        check_teacher(cls.model_spec(settings), settings)
         if settings["generate"] is not None:
             check_vllm(cls.model_spec(settings), settings["generate"], device_type)
 
@@ -138,8 +141,10 @@ class ActorWorker(RowSession, ModelWorker):
         offload: Collection[Offloaded] | bool = (),
         overlap: bool = False,
         bucket_mb: float | None = None,
+        teacher: str | os.PathLike[str] | None = None,
     ) -> None:
         self._build(model, train, optim, offload is True)
+        self._teacher = TeacherHead(self.context, teacher)
         self._bucket_bytes = None if bucket_mb is None else int(bucket_mb * 1e6)
         self.strategy, self._overlap = generate, overlap
         self._offload: Collection[Offloaded] = () if isinstance(offload, bool) else offload
@@ -289,7 +294,9 @@ class ActorWorker(RowSession, ModelWorker):
         with self.resident():
             if self.hybrid is not None:
                 self.hybrid.trained()  # first: a failed update may have changed the weights
-            return self._update(batch, policy_loss(loss, **options), epochs)
+            found = policy_loss(loss, **options)
+            with self._teacher.on(self.engine) if "ref_logits" in found.outputs else nullcontext():
+                return self._update(batch, found, epochs)
 
     def _step(self, last: bool) -> dict[str, float]:
         if last and self._overlap and self.hybrid is not None:
@@ -311,28 +318,3 @@ class ActorWorker(RowSession, ModelWorker):
     def close(self) -> None:
         self.close_generation(keep_weights=False)
         super().close()
-
-
-class ReferenceWorker(ModelWorker):
-    """One rank of a frozen language model; `offload=True` keeps it in host memory between calls."""
-
-    role = "reference"
-
-    def __init__(
-        self,
-        *,
-        model: str | os.PathLike[str],
-        train: TrainStrategy = Megatron(),  # noqa: B008  a frozen value
-        offload: bool = False,
-    ) -> None:
-        self._build(model, train, None, offload)
-
-    @register(
-        THREE_D_PROTO,
-        reads=("prompt_ids", "response_ids", "temperature?"),
-        writes=("ref_log_probs",),
-        balance="num_tokens",
-    )
-    def compute_ref_log_prob(self, batch: Batch) -> Batch | None:
-        """`ref_log_probs` ragged [B, R] float32, with logits divided by the actor's sampling temperature."""
-        return self._computed(batch, "log_probs", "ref_log_probs")

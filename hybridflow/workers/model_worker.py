@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.batch.batch import Batch
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 ALL_RANKS_FIRST_OUTPUT = Protocol("ALL_RANKS_FIRST_OUTPUT", ONE_TO_ALL.distribute, ONE_TO_ONE.collect)
 """All ranks compute together; rank 0 returns the result."""
 _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
-_CHECKPOINTS = ("model", "tokenizer")  # settings that name a directory or hub model
+_CHECKPOINTS = ("model", "tokenizer", "teacher")  # settings that name a directory or hub model
 
 
 def find_checkpoint(model: str | os.PathLike[str], files: Sequence[str] = _CHECKPOINT_FILES) -> Path:
@@ -99,8 +100,11 @@ class UpdateCall:
     also_reads: tuple[str, ...] = ()
 
     def reads(self, settings: Settings, call: Settings) -> tuple[str, ...] | None:
-        own = self._loss(call).reads
-        return None if own is None else ("prompt_ids", "response_ids", *own, *self.also_reads, "row_id?")
+        loss = self._loss(call)
+        teacher = (TEACHER,) if "ref_logits" in loss.outputs else ()
+        if (own := loss.reads) is None:
+            return None
+        return ("prompt_ids", "response_ids", *own, *teacher, *self.also_reads, "row_id?")
 
     def check(self, settings: Settings, call: Settings) -> None:
         """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and
@@ -114,7 +118,9 @@ class UpdateCall:
             good = type(call[name]) is int and call[name] >= 1
             require(good, f"{name}={call[name]!r} must be a whole number of at least 1.")
         self._check_even(call)
-        _ = self._loss(call)
+        asks = "ref_logits" in self._loss(call).outputs
+        good = not asks or settings.get("teacher") is not None
+        require(good, f"this loss reads the logits of a teacher: give {worker}.on(..., teacher=), its model.")
 
     def _loss(self, call: Settings) -> Loss:
         return self.find_loss(call["loss"], **{name: value for name, value in call.items() if name not in _OWN})

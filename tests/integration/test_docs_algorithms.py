@@ -52,7 +52,11 @@ def names(cluster, settle) -> Any:
     optim = hf.Adam(lr=1e-5)
     groups = {
         "actor": hf.ActorWorker.on(
-            pool, model=task.model, optim=optim, generate=hf.VLLM(sampling=hf.Sampling(max_tokens=5))
+            pool,
+            model=task.model,
+            optim=optim,
+            generate=hf.VLLM(sampling=hf.Sampling(max_tokens=5)),
+            teacher=task.model,
         ),
         "reference": hf.ReferenceWorker.on(pool, model=task.model),
         "critic": hf.CriticWorker.on(pool, model=task.model, optim=optim),

@@ -20,8 +20,8 @@ from hybridflow.errors import BatchError, ConfigError, nearest
 from hybridflow.settings import Positive, settings
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-Outputs = Mapping[str, Ragged]
-"""The engine's differentiable outputs for one micro-batch, ragged [B, R]."""
+Outputs = Mapping[str, Any]
+"""The engine's differentiable outputs for one micro-batch: ragged [B, R]; `logits` and `ref_logits` are `Logits`."""
 Share = tuple[Tensor, dict[str, Tensor]]
 """A scalar and metrics, each a micro-batch's *share* of a global quantity (sums divided by `Totals`), so that adding
 over micro-batches and ranks gives the value of the whole mini-batch."""

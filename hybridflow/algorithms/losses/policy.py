@@ -23,7 +23,7 @@ from hybridflow.errors import BatchError, ConfigError
 from hybridflow.settings import Finite, NonNegative, settings
 
 PER_TOKEN = ("old_log_probs", "advantages", "response_mask", "ref_log_probs", "log_probs")
-_FROM_ENGINE = ("log_probs", "entropy")
+_FROM_ENGINE = ("log_probs", "entropy", "logits", "ref_logits")
 
 
 class TokenLoss(NamedTuple):
@@ -91,8 +91,8 @@ class PolicyLoss(AggregatedLoss):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        entropy = "entropy" in self.inputs or self.entropy_coef != 0.0
-        return ("log_probs", "entropy") if entropy else ("log_probs",)
+        asked = {"log_probs", *self.inputs} | ({"entropy"} if self.entropy_coef != 0.0 else set())
+        return tuple(name for name in _FROM_ENGINE if name in asked)
 
     @property
     def per_token(self) -> tuple[str, ...]:

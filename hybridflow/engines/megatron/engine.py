@@ -37,7 +37,7 @@ from hybridflow.engines.megatron.layout import (
     weights_layout,
 )
 from hybridflow.engines.megatron.messages import StageMessages
-from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config
+from hybridflow.engines.megatron.model import build_gpt, sequence_parallel, transformer_config, without_output_layer
 from hybridflow.engines.megatron.stage_pass import StagePass
 from hybridflow.engines.micro_batches import MicroBatch, Split
 from hybridflow.engines.pipeline_turn import PipelineTurn
@@ -199,9 +199,12 @@ class PipelineLoop:
         self.last_stage = self.at == self.stages - 1
         self._messages, self._context, self._passes = StageMessages(context), context, 0
 
-    def infer(self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any]) -> list[Any]:
+    def infer(
+        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
+    ) -> list[Any]:
         """Without gradients, by the same schedule with `forward_only`."""
-        return self._run(micro_batches, lambda micro, out, **_: read(micro, out[0]), forward_only=True)
+        with without_output_layer(self.model) if hidden and self.last_stage else nullcontext():
+            return self._run(micro_batches, lambda micro, out, **_: read(micro, out[0]), forward_only=True)
 
     def train(
         self,

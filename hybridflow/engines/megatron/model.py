@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -125,6 +127,16 @@ def build_gpt(
     if device.type == "cpu" and config.params_dtype == torch.float32:
         use_onednn(model)
     return model, selection
+
+
+@contextmanager
+def without_output_layer(model: GPTModel) -> Iterator[None]:
+    """Inside, the model returns the selected hidden states, [1, N, H], which its output layer would take."""
+    model.output_layer.forward = lambda rows, *args, **kwargs: (rows, None)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.output_layer.forward
 
 
 def _block(spec: ModelSpec, config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:

@@ -1,0 +1,83 @@
+"""GKD (Agarwal et al. 2024): a student learns the whole distribution of a teacher on its own samples, without rewards.
+
+    python recipes/distill.py                                           arithmetic with generated small models
+    python recipes/distill.py model=DIR teacher=DIR prompts=FILE.jsonl devices=[8] actor.train.tp=4 top_k=64
+
+All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+
+import hybridflow as hf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes import settings, task
+from recipes.accuracy import Accuracy
+
+DEFAULTS = """
+name: distill         # metrics, checkpoints and the trained model go to runs/<name>
+steps: 40
+batch_size: 64        # prompts
+minibatches: 2
+devices: [2]          # devices per node
+teacher: null         # a Hugging Face directory or hub name; null: a small model that answers right
+beta: 1.0             # 0: KL(teacher || student); 1: KL(student || teacher); between them GKD's divergence
+top_k: 0              # of the teacher's distribution; 0: the whole vocabulary
+supervised: false     # also learn the teacher's distribution on texts, in an update of their own
+texts: null           # these texts; null: prompts with their answers
+text_tokens: 64       # maximum length
+actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+        optim: {lr: 5.0e-4, warmup_steps: 5}}
+reference: {train: {tp: 2}}
+"""
+
+
+def main(arguments: list[str]) -> None:
+    cfg = settings.read(DEFAULTS, arguments)
+    job, teacher = task.of(cfg), task.teacher(cfg)
+    loader = hf.PromptLoader(job.train, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed, **job.columns)
+    pool = hf.ResourcePool(cfg.devices)
+    actor = hf.ActorWorker.on(
+        pool,
+        model=job.model,
+        train=hf.Megatron(**cfg.actor.train),
+        optim=hf.Adam(**cfg.actor.optim),
+        generate=hf.VLLM(**cfg.actor.generate),
+        teacher=None if cfg.top_k else teacher,
+    )
+    reference = hf.ReferenceWorker.on(pool, model=teacher, train=hf.Megatron(**cfg.reference.train))
+    reward = hf.RewardWorker.on(pool, **job.reward)
+    text = task.texts(cfg, job) if cfg.supervised else itertools.repeat(None)
+    tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
+    accuracy = Accuracy(actor, reward, job, tracker)
+
+    teach, over = reference.compute_ref_hidden_states, "vocabulary"
+    if cfg.top_k:
+        teach, over = partial(reference.compute_ref_top_k, k=cfg.top_k), "top_k"
+    loss = hf.algorithms.GKD(beta=cfg.beta, over=over)
+
+    batches = checkpoints.resume(loader)
+    if not checkpoints.done:
+        accuracy.measure("before")
+    for prompts, examples in zip(batches, text, strict=False):
+        if examples is not None:
+            actor.update_actor(examples | teach(examples), loss=loss)
+        batch = actor.generate_sequences(prompts)
+        batch |= teach(batch)
+        metrics = actor.update_actor(batch, loss=loss, minibatches=cfg.minibatches)
+        batch |= reward.compute_reward(batch)  # only to look at
+        tracker.log(batch.metrics(), metrics)
+        checkpoints.step()
+    accuracy.measure("after")
+    actor.save(f"runs/{cfg.name}/model")
+    tracker.finish()
+    hf.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
