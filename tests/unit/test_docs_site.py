@@ -11,15 +11,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from omegaconf import OmegaConf
 
 import hybridflow as hf
 from hybridflow import errors
+from recipes.settings import COMMON
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = {name: getattr(hf, name) for name in ("algorithms", "errors", "planner", "protocols", "rewards")}
-ERRORS = sorted(
-    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)
-)
+ERRORS = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
 
 
 class Page(HTMLParser):
@@ -81,16 +81,11 @@ def test_no_page_needs_the_network(site: dict[str, Page]):
 
 def test_the_reference_has_every_public_name(site: dict[str, Page]):
     ids = set().union(*(page.ids for path, page in site.items() if path.startswith("reference/")))
-    public = {
-        f"hybridflow.{name}" for name in hf.__all__ if name not in NAMESPACES and not hasattr(hf.algorithms, name)
-    }
-    for name, module in NAMESPACES.items():
-        if name in ("planner", "rewards"):
-            public |= {f"hybridflow.{name}.{member}" for member in module.__all__}
-    public |= {f"hybridflow.errors.{name}" for name in ERRORS}
-    classes = [name for name, value in vars(hf.algorithms).items() if isinstance(value, type)]
-    public |= {f"hybridflow.algorithms.{name}" for name in classes}
-    missing = sorted(public - ids)
+    names = {name for name in hf.__all__ if name not in NAMESPACES and not hasattr(hf.algorithms, name)}
+    names |= {f"{space}.{name}" for space in ("planner", "rewards") for name in NAMESPACES[space].__all__}
+    names |= {f"errors.{name}" for name in ERRORS}
+    names |= {f"algorithms.{name}" for name, value in vars(hf.algorithms).items() if isinstance(value, type)}
+    missing = sorted({f"hybridflow.{name}" for name in names} - ids)
     assert not missing, f"add `::: NAME` to a page of docs/reference for {missing}"
 
 
@@ -101,3 +96,8 @@ def test_troubleshooting_names_every_error():
     for name, section in zip(found, re.split(r"^### \w+$", text, flags=re.MULTILINE)[1:], strict=True):
         assert "**Cause.**" in section, name
         assert "**Cure.**" in section, name
+
+
+def test_recipes_name_every_common_setting():
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    assert not [key for key in OmegaConf.create(COMMON) if f"`{key}" not in text]
