@@ -19,7 +19,6 @@ from recipes.settings import COMMON
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = {name: getattr(hf, name) for name in ("algorithms", "errors", "planner", "protocols", "rewards")}
-pytestmark = pytest.mark.xdist_group("site")  # built once
 ERRORS = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
 
 
