@@ -16,7 +16,7 @@ BENCHMARKS := controller iteration generation transition reallocation packing tr
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help quickstart recipes test lint format bench clean
+.PHONY: help quickstart recipes test lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test [TESTS=path] [WORKERS=2] [ARGS=...]   the tests (pytest), on two processes"
 	@echo "make lint                   ruff and pyright"
 	@echo "make format                 let ruff rewrite what it can"
+	@echo "make docs                   the documentation as a site, in build/site"
 	@echo "make bench                  the benchmark programs, one JSON line each"
 	@echo "make clean                  remove the environment and caches; runs/ stays"
 
@@ -51,6 +52,9 @@ lint: $(DEV_ENV)
 format: $(DEV_ENV)
 	$(PY) -m ruff check --fix $(CODE)
 	$(PY) -m ruff format $(CODE)
+
+docs: $(DEV_ENV)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 bench: $(RUN_ENV)
 	@for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || exit 1; done

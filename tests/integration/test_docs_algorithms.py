@@ -1,4 +1,4 @@
-"""Every page of docs/algorithms: its loop runs as it is printed, on one small model, and is as short as it says."""
+"""Every page of docs/algorithms, and coming_from_*: its loop runs as printed, on one small model, and is short."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from recipes import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(page for page in (ROOT / "docs/algorithms").glob("*.md") if page.name != "README.md")
+PAGES += sorted((ROOT / "docs").glob("coming_from_*.md"))
 LOOP = re.compile(r"^```python loop\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = 4
 
