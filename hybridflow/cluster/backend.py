@@ -26,13 +26,15 @@ class Deadlines:
 @dataclass(frozen=True)
 class HostProcess:
     """The process of one device: its `handle`, a reference to the `address` of its `LivenessServer`, the index of its
-    node in the pool, the cluster's own name of that node, and its host name."""
+    node in the pool, the cluster's own name of that node, its host name, and a reference to what it tells `about` its
+    device."""
 
     handle: Any = field(repr=False)
     address: Any = field(default=None, repr=False)
     node: int = 0
     machine: str = ""
     node_name: str = ""
+    about: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class RankGroup:
 @dataclass(frozen=True)
 class RankCall:
     """One call on one rank, issued in iteration `step` of the driver's loop. Its result has `rows` rows; `span` is the
-    range of its input rows in the call's batch.
+    range of its input rows in the call's batch, `phase` the kind of its operation.
 
     The ranks in `agree` tell each other whether they have their inputs before any of them begins.
     """
@@ -74,6 +76,7 @@ class RankCall:
     rows: int | None = None
     span: tuple[int, int] | None = None
     step: int | None = None
+    phase: str = ""
 
 
 class SessionBackend(Protocol):

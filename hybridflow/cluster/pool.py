@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+import ray.exceptions
+
 from hybridflow.cluster.backend import HostProcess, RankGroup
 from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.host import Event
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import CONTROLLER, Session
+from hybridflow.engines.call_events import Event
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -150,6 +156,20 @@ class ResourcePool:
         ]
         found = fetch([output.ref for output in outputs], outputs, self.session.backend.deadlines.peers)
         return sorted({event for host in found for event in host}, key=lambda e: (e.start, e.rank))
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Of each device of the whole pool: `pool`, `rank`, `node`, `device`, `name` and `memory` in bytes, as its
+        process has told; empty where a process has not answered yet, or is lost."""
+        found = []
+        for rank, host in enumerate(self.hosts):
+            known: Any = {"node": host.node_name, "device": "", "name": "", "memory": None}
+            try:
+                if host.about is not None and ray.wait([host.about], timeout=0)[0]:
+                    known = ray.get(host.about)
+            except ray.exceptions.RayError:
+                logger.debug("rank %d of %s is lost", rank, self.name, exc_info=True)
+            found.append({"pool": self.name, "rank": rank, **known})
+        return found
 
     def close(self) -> None:
         """Free all models and devices of the whole pool. Can be called again."""
