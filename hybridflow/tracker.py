@@ -45,7 +45,8 @@ class Tracker:
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
       figures of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
-    - `events.jsonl`: every call on every device, see `hybridflow.report.record`; the session's first tracker writes it.
+    - `events.jsonl`: every call on every device, see `hybridflow.report.record`. Of several trackers
+      that are open, the first writes it.
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
     - `to`: "tensorboard" (event files in the directory), "wandb" and "mlflow" (extras of the package), or objects of
       `hybridflow.metric_loggers.MetricLogger`. Each is called in a thread of its own.
@@ -259,9 +260,9 @@ class Tracker:
             session.run_directory = session.run_directory or self.directory
             here = (n for n, part in session.parts.items() if getattr(part, "directory", None) == self.directory)
             session.attach(self, next(here, None))
-            if session.run_directory == self.directory and not session.traces:
-                known = self._recorder is not None and self._recorder.session is session
-                self._recorder = self._recorder if known else EventRecorder(session)
+            if not session.traces and (self._recorder is None or self._recorder.session is not session):
+                others = [part for part in session.parts.values() if isinstance(part, Tracker) and part is not self]
+                self._recorder = None if any(other._recorder for other in others) else EventRecorder(session)
         return session
 
     def _end_first(self) -> None:
@@ -274,6 +275,9 @@ class Tracker:
         atexit.unregister(self._finish_late)
         self._closed = True
         self._take_events(self._step, None, {})
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
         self._files.write()
         if missing := self._files.missing():
             logger.warning("%s lacks what could not be written: %s.", self.directory, missing)

@@ -28,7 +28,7 @@ class EventRecorder:
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """The records since the last `take`, and the metrics of the `iteration` of the session, which is `step` of the
         run and took `seconds`. Without an iteration the run has ended, and this was its last step."""
-        waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events
+        waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events or deque()
         taken = [waiting.popleft() for _ in range(len(waiting))]
         later = [0 if iteration is None else number - iteration for number, _ in taken]
         found = [(event, self._step(event, step, n)) for n, (_, event) in zip(later, taken, strict=True)]
@@ -36,6 +36,10 @@ class EventRecorder:
         own = [event for event, at in found if at == step and isinstance(event, Event)]
         run = [] if iteration is None else self._run(step)
         return [*run, *(as_record(event, at) for event, at in found)], self._metrics(own, seconds)
+
+    def close(self) -> None:
+        """Collect no further events."""
+        self.session.iterations.events = None
 
     def forget(self, step: int) -> None:
         """Drop the events of iterations after `step`, which are done again."""
