@@ -26,15 +26,13 @@ class Deadlines:
 @dataclass(frozen=True)
 class HostProcess:
     """The process of one device: its `handle`, a reference to the `address` of its `LivenessServer`, the index of its
-    node in the pool, the cluster's own name of that node, its host name, and a reference to what it tells `about` its
-    device."""
+    node in the pool, the cluster's own name of that node, and its host name."""
 
     handle: Any = field(repr=False)
     address: Any = field(default=None, repr=False)
     node: int = 0
     machine: str = ""
     node_name: str = ""
-    about: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

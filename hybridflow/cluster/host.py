@@ -150,15 +150,17 @@ class Host:
         context.step, context.call = call.step, call.seq
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
-        ready, before, work, sizes = start, self._new_peak(context), Work(), (0, 0)
+        ready, before, work, sizes, output = start, self._new_peak(context), Work(), (0, 0), None
         result = inputs = self._inputs(member, call)
         if not isinstance(inputs, Failure):
             ready = time.time()
             result, output = self._run(member, call, inputs)
-            work = work_of(member.worker, call.phase, context.grid, inputs, output)
+        end = time.time()
+        if not isinstance(inputs, Failure):
+            work = self._work(member, call, inputs, output)
             sizes = bytes_of(inputs.values()), bytes_of((output,))
         failure = result if isinstance(result, Failure) else None
-        own = (call.step, call.seq, member.role, call.method, self.pool, self.rank, start, ready, time.time())
+        own = (call.step, call.seq, member.role, call.method, self.pool, self.rank, start, ready, end)
         memory = before, memory_used(self.device), torch.cuda.max_memory_allocated() if self.use_cuda else None
         event = Event("call", *own, *sizes, *memory, failure is not None, call.phase, work)
         events, skipped = (*events_of(context.stages, event), event), tuple(context.skipped)
@@ -169,10 +171,18 @@ class Host:
 
     def _new_peak(self, context: RankContext) -> int:
         """Memory now. A call's peak is measured from here."""
-        if self.use_cuda:
+        if self.use_cuda and torch.cuda.is_initialized():
             context.peak = self._peak = max(self._peak, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         return memory_used(self.device)
+
+    def _work(self, member: Member, call: RankCall, inputs: dict[str, Any], output: Any) -> Work:
+        """A worker's own columns may be anything: without figures a call is still a call."""
+        try:
+            return work_of(member.worker, call.phase, member.context.grid, inputs, output)
+        except Exception:
+            logger.debug("the work of %s.%s is unknown", member.role, call.method, exc_info=True)
+            return Work()
 
     def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
         """Read the inputs and agree with the other ranks that all have theirs; else return a rank's error."""
@@ -318,7 +328,7 @@ class Host:
         return list(self._events)
 
     def about(self) -> dict[str, Any]:
-        """The device: `node`, `device`, its `name`, and its `memory` in bytes (None on the CPU)."""
+        """The device: `node`, `device`, its `name`, and its `memory` in bytes (None on the CPU). Initializes CUDA."""
         if not self.use_cuda:
             return {"node": self._node, "device": "cpu", "name": platform.machine(), "memory": None}
         found = torch.cuda.get_device_properties(self.device)

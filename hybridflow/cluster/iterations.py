@@ -28,7 +28,7 @@ from hybridflow.engines.call_events import Event
 
 T = TypeVar("T")
 _KEPT = 64
-_MOST_EVENTS = 1 << 18
+_MOST_EVENTS = 1 << 17
 _LOOK_BACK = 256  # statuses held before the driver looks for finished calls
 _MOST = 16384  # ... and before it waits
 
@@ -70,7 +70,8 @@ class _Iteration:
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
 
-    `events`, unless None, collects the events of finished calls, each with the number of its iteration.
+    `events`, unless None, collects the events of finished calls, each with the number of its iteration; the oldest are
+    dropped if they are not taken. `looped`: iterations are those of a loader's loop, of which the last may have ended.
 
     `current` is the index of the driver's iteration, `done_before` the steps of its loop that an earlier run made.
     `defer` returns whether the loop handles an error of a call. `held` are calls that are not sent yet.
@@ -141,6 +142,7 @@ class Iterations:
         found = StageSeconds(self, self.current)
         if not self._has_loader:
             self._next(in_flight=2)
+            self.looped = False
         return found
 
     def unsettled(self) -> list[RankOutput]:

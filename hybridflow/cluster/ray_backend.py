@@ -90,7 +90,7 @@ class RayBackend:
     def start_hosts(self, pool: str, per_node: Sequence[int]) -> tuple[tuple[HostProcess, ...], PlacementGroup | None]:
         if not per_node:
             host = self._start({"num_cpus": 0}, pool, 0, 0, False, 1)
-            processes = (HostProcess(host, host.address.remote(), about=host.about.remote()),)
+            processes = (HostProcess(host, host.address.remote()),)
             self.monitor.watch(pool, processes)
             return processes, None
         reserved = self._reserve(per_node)
@@ -108,7 +108,7 @@ class RayBackend:
         machines = placement_group_table(reserved)["bundles_to_node_id"]
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
         processes = tuple(
-            HostProcess(host, address, node, machines[node], names.get(machines[node], ""), host.about.remote())
+            HostProcess(host, address, node, machines[node], names.get(machines[node], ""))
             for host, address, node in zip(hosts, addresses, nodes, strict=True)
         )
         self.monitor.watch(pool, processes)

@@ -20,8 +20,10 @@ class EventRecorder:
     def __init__(self, session: Session) -> None:
         self.session = session
         session.iterations.listen()
-        self._described: object = None
+        self._described: tuple[dict[str, list[str]], list[dict[str, Any]]] | None = None
         self._devices: list[dict[str, Any]] = []
+        if session.groups.keys() - {CONTROLLER}:
+            self._ask()  # hosts answer between two calls
 
     def take(
         self, step: int, iteration: int | None = None, seconds: float = 0.0
@@ -58,13 +60,19 @@ class EventRecorder:
         """The record of devices, groups and the plan, if they have changed."""
         session = self.session
         groups = {name: [ranks.key for ranks in group.all_ranks] for name, group in session.groups.items()}
-        now = ([pool.name for pool in self._pools()], groups)
+        known = self._described is not None and groups == self._described[0]
+        if not known or not all(device["name"] for device in self._devices):
+            self._ask()
+        now = (groups, self._devices)
         if now == self._described:
             return []
-        self._described, self._devices = now, [device for pool in self._pools() for device in pool.devices()]
+        self._described = now
         roles = {name: _role(group) for name, group in session.groups.items()}
         record = {"kind": "run", "step": step - 1, "time": time.time(), "devices": self._devices, "roles": roles}
         return [record | {"plan": self._plan()}]
+
+    def _ask(self) -> None:
+        self._devices = [device for pool in self._pools() for device in pool.devices()]
 
     def _pools(self) -> Sequence[Any]:
         return [pool for pool in (*self.session.pools, self.session.controller_pool) if pool is not None]
