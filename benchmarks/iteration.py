@@ -29,7 +29,7 @@ import hybridflow as hf
 from hybridflow.cluster import host
 from hybridflow.cluster.future import Future
 from hybridflow.engines import process_groups
-from hybridflow.engines.call_events import Work
+from hybridflow.engines.call_events import CallWork
 
 SIZES = {
     "vocab_size": 64,
@@ -140,7 +140,7 @@ class Recording:
     def record(self, on: bool) -> None:
         memory, work, stage_memory = self._before
         host.memory_used = memory if on else lambda device: 0
-        host.work_of = work if on else lambda *given: Work()
+        host.work_of = work if on else lambda *given: CallWork()
         process_groups.memory_used = stage_memory if on else lambda device: 0
 
 

@@ -132,9 +132,9 @@ def _add_timeline(commands: Any) -> None:
 
 
 def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.report.chrome_trace import write_timeline
     from hybridflow.report.limits import find_limits
     from hybridflow.report.record import read_events
-    from hybridflow.report.timeline import write_timeline
 
     if rest:
         raise ConfigError(f"timeline takes one run, got {rest[0]!r} as well.")

@@ -35,7 +35,7 @@ from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines.agreement import agree_on
-from hybridflow.engines.call_events import Event, Work, bytes_of, events_of, memory_used, work_of
+from hybridflow.engines.call_events import CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.time_sharing import SharedStages
 from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError, PlacementError
@@ -150,7 +150,7 @@ class Host:
         context.step, context.call = call.step, call.seq
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
-        ready, before, work, sizes, output = start, self._new_peak(context), Work(), (0, 0), None
+        ready, before, work, sizes, output = start, self._new_peak(context), CallWork(), (0, 0), None
         result = inputs = self._inputs(member, call)
         if not isinstance(inputs, Failure):
             ready = time.time()
@@ -176,13 +176,13 @@ class Host:
             torch.cuda.reset_peak_memory_stats()
         return memory_used(self.device)
 
-    def _work(self, member: Member, call: RankCall, inputs: dict[str, Any], output: Any) -> Work:
+    def _work(self, member: Member, call: RankCall, inputs: dict[str, Any], output: Any) -> CallWork:
         """A worker's own columns may be anything: without figures a call is still a call."""
         try:
             return work_of(member.worker, call.phase, member.context.grid, inputs, output)
         except Exception:
             logger.debug("the work of %s.%s is unknown", member.role, call.method, exc_info=True)
-            return Work()
+            return CallWork()
 
     def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
         """Read the inputs and agree with the other ranks that all have theirs; else return a rank's error."""

@@ -31,7 +31,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CallWork:
     """What a call computed on one rank: its rows, their tokens, its optimizer steps, and its own share of the
     arithmetic [FLOP]. `longest` is the longest response in tokens, `tail` the share of the decode steps in which at
     most a quarter of the rows are unfinished (calls that generate)."""
@@ -44,7 +44,7 @@ class Work:
     tail: float = 0.0
 
 
-_NO_WORK = Work()
+_NO_WORK = CallWork()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Event:
     peak: int | None = None
     failed: bool = False
     phase: str = ""
-    work: Work = _NO_WORK
+    work: CallWork = _NO_WORK
 
     @property
     def seconds(self) -> float:
@@ -111,7 +111,7 @@ def memory_used(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def work_of(worker: Any, phase: OperationKind | str, grid: RankGrid, settings: dict[str, Any], result: Any) -> Work:
+def work_of(worker: Any, phase: OperationKind | str, grid: RankGrid, settings: dict[str, Any], result: Any) -> CallWork:
     """The work of a call with these inputs and this result; columns of unexpected types count as no tokens."""
     batch = next((value for value in settings.values() if isinstance(value, Batch)), None)
     generates = phase == "generation"
@@ -129,7 +129,7 @@ def work_of(worker: Any, phase: OperationKind | str, grid: RankGrid, settings: d
         flops = forward(lengths) * passes * (3 if phase == "training" else 1) / share
     longest, tail = _tail(rows) if generates else (0, 0.0)
     tokens = 0 if lengths is None else int(lengths.sum())
-    return Work(rows.rows, tokens, flops, minibatches, longest, tail)
+    return CallWork(rows.rows, tokens, flops, minibatches, longest, tail)
 
 
 def _lengths(batch: Batch) -> Tensor | None:

@@ -14,16 +14,17 @@ import torch
 
 import hybridflow as hf
 from hybridflow.errors import WorkerError
+from hybridflow.report.chrome_trace import trace
 from hybridflow.report.limits import find_limits
 from hybridflow.report.record import read_events
-from hybridflow.report.timeline import trace
+from hybridflow.workers.worker import Worker
 from tests import tiny_models
 from tests.tiny_models import make_rows
 
 STEPS, ROWS = 4, 8
 
 
-class Staged:
+class Staged(Worker):
     """Stands for the workers of a loop: calls sleep as they are asked to, `slower` times as long on the last rank."""
 
     def __init__(self, slower: float = 1.0) -> None:
@@ -183,7 +184,7 @@ def test_tiny_minibatches_limit(pool, policy, recorded):
 
 
 def test_weight_transfers_limit(pool, place, recorded, tmp_path_factory):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     model = tiny_models.make_policy(tmp_path_factory.mktemp("larger"), **sizes)
     source = hf.ActorWorker.on(pool[0:1], model=model, train=hf.FSDP(), name="source")
     target = hf.ReferenceWorker.on(pool[1:2], model=model, train=hf.FSDP(), name="target")

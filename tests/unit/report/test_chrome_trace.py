@@ -10,10 +10,10 @@ import pytest
 
 from hybridflow.cli import main
 from hybridflow.cluster.iterations import Incident
-from hybridflow.engines.call_events import Event, Work
+from hybridflow.engines.call_events import CallWork, Event
 from hybridflow.errors import ConfigError
+from hybridflow.report.chrome_trace import trace, write_timeline
 from hybridflow.report.record import as_record, read_events
-from hybridflow.report.timeline import trace, write_timeline
 from hybridflow.report.utilization import mfu, peak_flops
 
 
@@ -41,7 +41,7 @@ RUN = {
 def test_events_are_read_as_they_were_written(tmp_path):
     records = [
         RUN,
-        as_record(event(work=Work(4, 40, 1e6, 2)), 3),
+        as_record(event(work=CallWork(4, 40, 1e6, 2)), 3),
         as_record(Incident("wait", 3, "loader", 90.0, 91.0), 3),
     ]
     found = read_events(written(tmp_path, *records, tail='{"kind": "ca'))
@@ -93,9 +93,9 @@ def test_the_command_writes_the_trace_and_names_the_limit(tmp_path, capsys):
 
 def test_utilization_is_the_share_of_the_peak():
     """Two devices of 100 FLOP/s: 60 of the 800 FLOP of 4 s, and 60 of those of their calls' 2 x 0.75 s."""
-    done = [event(rank=rank, work=Work(flops=30.0)) for rank in (0, 1)]
+    done = [event(rank=rank, work=CallWork(flops=30.0)) for rank in (0, 1)]
     peaks = {("pool", 0): 100.0, ("pool", 1): 100.0}
-    found = mfu([*done, event(work=Work())], 4.0, peaks)
+    found = mfu([*done, event(work=CallWork())], 4.0, peaks)
     assert found == {"perf/mfu": pytest.approx(60 / 800), "perf/mfu/actor.update_actor": pytest.approx(60 / 150)}
     assert mfu(done, 4.0, {}) == {}
     assert mfu([], 4.0, peaks) == {}
