@@ -13,24 +13,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.iterations import Incident
-from hybridflow.engines.call_events import Event
+from hybridflow.engines.call_events import CallWork, Event
 from hybridflow.errors import ConfigError
 
 EVENTS = "events.jsonl"
 CALLS = ("call", "transfer", "switch", "stage")
+_NAMES = {of: tuple(one.name for one in fields(of) if one.name != "work") for of in (Event, Incident, CallWork)}
 
 
 def as_record(event: Event | Incident, step: int) -> dict[str, Any]:
     """The JSON object of an event; figures of its work only where there are some."""
-    found = asdict(event) | {"step": step}
-    work = asdict(event.work) if isinstance(event, Event) else {}
-    found.pop("work", None)
-    return found | {name: value for name, value in work.items() if value}
+    found = {name: getattr(event, name) for name in _NAMES[type(event)]} | {"step": step}
+    if isinstance(event, Event):
+        found |= {name: value for name in _NAMES[CallWork] if (value := getattr(event.work, name))}
+    return found
 
 
 def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
