@@ -45,8 +45,8 @@ class Tracker:
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
       figures of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
-    - `events.jsonl`: every call on every device, see `hybridflow.report.record`. Of several trackers
-      that are open, the first writes it.
+    - `events.jsonl`: every call on every device, see `hybridflow.report.record`. Of several trackers,
+      the newest writes it.
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
     - `to`: "tensorboard" (event files in the directory), "wandb" and "mlflow" (extras of the package), or objects of
       `hybridflow.metric_loggers.MetricLogger`. Each is called in a thread of its own.
@@ -96,7 +96,7 @@ class Tracker:
         self._session: Session | None = None
         self._recorder: EventRecorder | None = None
         self._lock = threading.RLock()  # a checkpoint's thread asks for the state
-        self._register()
+        self._register(newest=True)
 
     @property
     def written(self) -> int:
@@ -252,7 +252,19 @@ class Tracker:
             found["perf/tokens_per_second_per_device"] = line["perf/tokens_per_second"] / recorder.devices
         return found
 
-    def _register(self) -> Session | None:
+    def _record(self, session: Session, newest: bool) -> None:
+        """Write the session's events, unless another tracker does; the `newest` one takes over."""
+        if session.traces or (self._recorder is not None and self._recorder.session is session):
+            return
+        known = [part for part in session.parts.values() if isinstance(part, Tracker) and part is not self]
+        for other in [part for part in known if part._recorder is not None and part._recorder.session is session]:
+            if not newest:
+                return
+            other._take_events(other._step, None, {})
+            other._recorder = None
+        self._recorder = EventRecorder(session)
+
+    def _register(self, newest: bool = False) -> Session | None:
         """Note this tracker in the session, if there is one, and for the end of the program."""
         self._end_first()
         session = Session.existing()
@@ -260,9 +272,7 @@ class Tracker:
             session.run_directory = session.run_directory or self.directory
             here = (n for n, part in session.parts.items() if getattr(part, "directory", None) == self.directory)
             session.attach(self, next(here, None))
-            if not session.traces and (self._recorder is None or self._recorder.session is not session):
-                others = [part for part in session.parts.values() if isinstance(part, Tracker) and part is not self]
-                self._recorder = None if any(other._recorder for other in others) else EventRecorder(session)
+            self._record(session, newest)
         return session
 
     def _end_first(self) -> None:

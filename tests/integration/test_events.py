@@ -140,6 +140,25 @@ def test_a_failed_call_is_recorded(pool, place, recorded, tmp_path):
     assert {e["method"] for e in calls if e["failed"]} == {"update_actor"}
 
 
+def test_the_newest_tracker_records(pool, place, settle, tmp_path):
+    """A notebook's cell that made a tracker runs again."""
+    settle()
+    group = place(Staged, pool[0:1], name="actor")
+    trackers = []
+    for name in ("one", "other"):
+        trackers.append(hf.Tracker(tmp_path / name, console=False))
+        for batch in prompts(steps=2):
+            trackers[-1].log(*loop(group)(batch))
+    for tracker in trackers:
+        tracker.finish()
+    for name in ("one", "other"):
+        calls = [e for e in read_events(tmp_path / name) if e["kind"] == "call"]
+        assert {e["step"] for e in calls} >= {1}
+        assert len({(e["seq"], e["method"]) for e in calls}) == len(calls)
+    seqs = [{e["seq"] for e in read_events(tmp_path / name) if e["kind"] == "call"} for name in ("one", "other")]
+    assert not seqs[0] & seqs[1]
+
+
 def test_a_slow_reward_limits(pool, place, recorded):
     assert first(recorded(prompts(), loop(place(Staged, pool[0:2]), reward={"seconds": 0.1}))) == "reward"
 
