@@ -6,6 +6,10 @@ PPO: actor, critic, reference and reward model, 128 prompts of 16 tokens, exactl
 A stage is the sum of the slowest rank's seconds of its calls, which wait for one another; metrics of the batch are
 computed concurrently. `controller` is the rest of an iteration, in which no rank computes, so all stages add up to
 `mean_seconds`.
+
+`events` is the cost of recording every call: iterations of GRPO in turns with and without (hosts neither measure memory
+nor count the rows' work, the tracker writes no events), the median of the ratios of neighbours, and the driver's own
+milliseconds per iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from typing import Any
 import torch
 
 import hybridflow as hf
+from hybridflow.cluster import host
 from hybridflow.cluster.future import Future
+from hybridflow.engines import process_groups
+from hybridflow.engines.call_events import CallWork
 
 SIZES = {
     "vocab_size": 64,
@@ -123,6 +130,55 @@ def measure(job: Job, step: Callable[[], Sequence[Future]], repeats: int) -> dic
     }
 
 
+class Recording:
+    """Turns the measurements of the host that it is on off and on."""
+
+    def __init__(self) -> None:
+        self._before = (host.memory_used, host.work_of, process_groups.memory_used)
+
+    @hf.register(hf.ONE_TO_ALL, blocking=True)
+    def record(self, on: bool) -> None:
+        memory, work, stage_memory = self._before
+        host.memory_used = memory if on else lambda device: 0
+        host.work_of = work if on else lambda *given: CallWork()
+        process_groups.memory_used = stage_memory if on else lambda device: 0
+
+
+def measure_events(job: Job, step: Callable[[], Sequence[Future]], pairs: int, directory: str) -> dict[str, Any]:
+    """Seconds of iterations with and without events, in pairs of changing order."""
+    switch, iterations = hf.place(Recording, job.pool, name="recording"), job.pool.session.iterations
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    driver: list[float] = []
+    with hf.Tracker(directory, console=False) as tracker:
+        take = tracker._take_events
+
+        def timed(*given: Any) -> dict[str, float]:
+            start = time.perf_counter()
+            found = take(*given)
+            driver.append(time.perf_counter() - start)
+            return found
+
+        tracker._take_events = timed  # type: ignore[method-assign]
+        for number in range(2 * pairs + 2):
+            on = number % 4 in (0, 3)
+            switch.record(on)
+            iterations.listen() if on else setattr(iterations, "events", None)
+            start = time.perf_counter()
+            futures = step()
+            tracker.log(*futures)
+            finish(futures)
+            tracker.flush()
+            if number >= 2:
+                seconds[on].append(time.perf_counter() - start)
+    ratios = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)]
+    return {
+        "with_seconds": round(statistics.median(seconds[True]), 4),
+        "without_seconds": round(statistics.median(seconds[False]), 4),
+        "median_ratio": round(statistics.median(ratios), 4),
+        "driver_ms": round(1000 * max(statistics.median(driver[0::4]), statistics.median(driver[3::4])), 2),
+    }
+
+
 def finish(futures: Sequence[Future]) -> None:
     for future in futures:
         future.get()
@@ -151,6 +207,7 @@ def main() -> None:
             job = Job(devices, policy, reward)
             result[f"ppo_{devices}"] = measure(job, job.ppo, args.iterations)
             result[f"grpo_{devices}"] = measure(job, job.grpo, args.iterations)
+            result[f"events_{devices}"] = measure_events(job, job.grpo, args.iterations, f"{directory}/{devices}")
             job.pool.close()
     hf.shutdown()
     print(json.dumps(result))

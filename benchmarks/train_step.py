@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import resource
 import statistics
 import time
@@ -29,23 +28,7 @@ from hybridflow.engines.contract import UNINITIALIZED
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.train_backends import build_engine
 from hybridflow.models.spec import ModelSpec
-
-# TFLOP/s with dense bfloat16 operands (data sheets often give those with sparsity), by words of a device's name; the
-# first that fits
-PEAKS = {
-    "B200": 2250.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 4090$": 165.0,  # the 4090 D and those of laptops are slower
-}
+from hybridflow.report.utilization import peak_flops
 
 
 def qwen(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocab: int, tied: bool) -> ModelSpec:
@@ -68,12 +51,6 @@ SIZES = {
 }
 BACKENDS = ("fsdp", "zero1", "zero2", "zero3", "megatron")
 OPTIMIZERS = {"adam": hf.Adam(lr=1e-6), "sgd": hf.SGD(lr=1e-6)}
-
-
-def peak_flops(name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a device of this name for operands of `dtype`; None if unknown."""
-    found = (peak for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", name) and dtype != "float32")
-    return next((peak * 1e12 for peak in found), None)
 
 
 def update_flops(spec: ModelSpec, prompt: int, response: int, rows: int) -> float:

@@ -1,4 +1,5 @@
-"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver]`, `profile`, `export`, `doctor`."""
+"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver]`, `profile`, `export`, `timeline`,
+`report`, `doctor`."""
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_profile(commands)
     _add_export(commands)
     _add_doctor(commands)
+    _add_timeline(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -136,6 +138,30 @@ def _doctor(given: argparse.Namespace, rest: Sequence[str]) -> None:
         raise ConfigError(f"doctor takes no arguments, got {rest[0]!r}.")
     if wrong := report(lambda line: print(line, flush=True), run=not given.no_run):
         raise ConfigError(f"{wrong} of the checks failed: the lines above say what to do.")
+
+
+def _add_timeline(commands: Any) -> None:
+    timeline = commands.add_parser(
+        "timeline",
+        help="a run's calls on every device over time, for ui.perfetto.dev",
+        description="Writes the events of a run as a Chrome trace, and says what limits its iterations.",
+    )
+    timeline.set_defaults(run=_timeline)
+    timeline.add_argument("directory", metavar="RUN", help="of hf.Tracker, such as runs/first")
+    timeline.add_argument("--output", metavar="FILE", help="the trace (default: RUN/timeline.json)")
+
+
+def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.report.chrome_trace import write_timeline
+    from hybridflow.report.limits import find_limits
+    from hybridflow.report.record import read_events
+
+    if rest:
+        raise ConfigError(f"timeline takes one run, got {rest[0]!r} as well.")
+    _check_target(given.output)
+    print(f"written to {write_timeline(given.directory, given.output)}; open it in ui.perfetto.dev")
+    for limit in find_limits(read_events(given.directory))[:3]:
+        print(f"{limit.share:4.0%}  {limit.seconds:.3g} s per iteration  {limit.name}: {limit.advice}")
 
 
 def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+_AT_ONCE = 1000  # lines in one write
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class KeptFiles:
         for name, lines in self._lines.items():
             with self.forgiving(self.directory / name):
                 while lines:
-                    self._append(name, lines[0])
-                    lines.pop(0)
+                    self._append(name, b"".join(lines[:_AT_ONCE]))
+                    del lines[:_AT_ONCE]
         for name in list(self._contents):
             with self.forgiving(self.directory / name):
                 self._replace(self.directory / name, self._contents[name])

@@ -45,7 +45,7 @@ class PromptLoader(PromptSource):
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
         session.attach(self)
-        for batch in self.drawn():
+        for batch in session.iterations.timed(self.drawn(), "loader", ahead=1):
             session.iterations.begin(self.in_flight)
             yield BatchRef.from_batch(batch)
         session.iterations.drain()
@@ -75,10 +75,11 @@ class TextLoader(TextSource):
         return self
 
     def __next__(self) -> BatchRef:
-        Session.current().attach(self)
-        self._batches = self._batches or self.drawn()
+        session = Session.current()
+        session.attach(self)
+        batches = self._batches = self._batches or session.iterations.timed(self.drawn(), "loader")
         try:
-            batch = next(self._batches)
+            batch = next(batches)
         except PromptError:
             self._batches = None  # an iterator that raised is exhausted: reusing it would end the loop silently
             raise
@@ -192,7 +193,7 @@ class DynamicSampler:
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
         session.attach(self)
-        source = self.loader.drawn()
+        source = session.iterations.timed(self.loader.drawn(), "loader")
         while self.steps is None or self._done < self.steps:
             session.iterations.begin(self.loader.in_flight)
             found = self._sampled(source, session)

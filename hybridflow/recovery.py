@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -28,6 +29,7 @@ def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> No
 
     Errors: PlacementError when the cluster no longer has the devices, WorkerError when a rank cannot be built.
     """
+    start = time.time()
     pools = [*session.pools, session.controller_pool] if pools is None else pools
     former, groups = {pool.name: pool for pool in pools}, _groups_on(session, pools)
     session.iterations.reset()
@@ -37,6 +39,7 @@ def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> No
         pool.rebuild()
     for group in groups:
         group.rebuild(former)
+    session.iterations.note("restart", f"new hosts of {', '.join(group.name for group in groups)}", start)
 
 
 def needs_moments(session: Session) -> bool:

@@ -215,7 +215,7 @@ class ResponseStream:
             return
         keeps = self._keeps
         session.attach(self)  # asks for a state
-        self._keeps, source = keeps, self.loader.drawn()
+        self._keeps, source = keeps, session.iterations.timed(self.loader.drawn(), "loader")
         self._begin(source)
         with while_waiting(self._queue_meanwhile), self._resumable():
             while True:

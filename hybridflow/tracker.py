@@ -18,10 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
+from hybridflow.cluster.iterations import StageSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.metric_loggers import Destinations, LoggerThread, find_loggers
+from hybridflow.report.recorder import EventRecorder
 from hybridflow.run_display import RunDisplay, drawn_curve
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ class _Resolvable(Protocol):
 Metrics = Mapping[str, float] | _Resolvable
 """A flat dict of metrics, or anything whose `get()` returns one (a future of a group call)."""
 
-_KEPT = ("metrics.jsonl", "samples.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
+_KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
 _FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
 
 
@@ -45,6 +47,8 @@ class Tracker:
     - `metrics.jsonl`: one object per iteration with `step` (from 1), `time/iteration` (s), `time/total` (s) and all
       figures of `log`, in complete lines, so that a running file can be followed. Groups add
       `time/<role>.<method>` (s, of the slowest rank).
+    - `events.jsonl`: every call on every device, see `hybridflow.report.record`. Of several trackers,
+      the newest writes it.
     - `samples.jsonl`: one object per sample row; `notes.json`: single figures; `reward.png`: the reward curve.
     - `config.yaml`: the run's settings, if `config` gives them as plain data; written with the first of the others.
     - `to`: "tensorboard" (event files in the directory), "wandb" and "mlflow" (extras of the package), or objects of
@@ -96,8 +100,9 @@ class Tracker:
         self._notes: dict[str, Any] = {}
         self._run = uuid.uuid4().hex
         self._session: Session | None = None
+        self._recorder: EventRecorder | None = None
         self._lock = threading.RLock()  # a checkpoint's thread asks for the state
-        self._register()
+        self._register(newest=True)
 
     @property
     def written(self) -> int:
@@ -174,6 +179,8 @@ class Tracker:
         self._pending, self._closed = None, False
         self._last = time.perf_counter()
         self._start = self._last - saved.seconds
+        if self._recorder is not None:
+            self._recorder.forget(saved.step)
         notes = as_document(self._notes) if self._notes else b""
         config = {"config.yaml": self._config} if self._config else {}
         self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""} | config)
@@ -227,6 +234,7 @@ class Tracker:
         self._last = now
         if "response/tokens" in line:
             line["perf/tokens_per_second"] = line["response/tokens"] / max(line["time/iteration"], 1e-9)
+        line |= self._take_events(step, metrics[0], line)
         # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
         self._write_config()
@@ -250,7 +258,30 @@ class Tracker:
             self._config_due = False
             self._files.replace("config.yaml", self._config)
 
-    def _register(self) -> Session | None:
+    def _take_events(self, step: int, stages: object, line: Mapping[str, float]) -> dict[str, float]:
+        """Write the events of the calls that have ended; the metrics that follow from them."""
+        if (recorder := self._recorder) is None:
+            return {}
+        iteration = stages.iteration if isinstance(stages, StageSeconds) else None
+        records, found = recorder.take(step, iteration, line.get("time/iteration", 0.0))
+        self._files.append("events.jsonl", [as_line(record) for record in records])
+        if "perf/tokens_per_second" in line and recorder.devices:
+            found["perf/tokens_per_second_per_device"] = line["perf/tokens_per_second"] / recorder.devices
+        return found
+
+    def _record(self, session: Session, newest: bool) -> None:
+        """Write the session's events, unless another tracker does; the `newest` one takes over."""
+        if session.traces or (self._recorder is not None and self._recorder.session is session):
+            return
+        known = [part for part in session.parts.values() if isinstance(part, Tracker) and part is not self]
+        for other in [part for part in known if part._recorder is not None and part._recorder.session is session]:
+            if not newest:
+                return
+            other._take_events(other._step, None, {})
+            other._recorder = None
+        self._recorder = EventRecorder(session)
+
+    def _register(self, newest: bool = False) -> Session | None:
         """Note this tracker in the session, if there is one, and for the end of the program."""
         self._end_first()
         session = Session.existing()
@@ -258,6 +289,7 @@ class Tracker:
             session.run_directory = session.run_directory or self.directory
             here = (n for n, part in session.parts.items() if getattr(part, "directory", None) == self.directory)
             session.attach(self, next(here, None))
+            self._record(session, newest)
         return session
 
     def _end_first(self) -> None:
@@ -269,6 +301,10 @@ class Tracker:
     def _close(self, failed: bool) -> None:
         atexit.unregister(self._finish_late)
         self._closed = True
+        self._take_events(self._step, None, {})
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
         self._files.write()
         if missing := self._files.missing():
             logger.warning("%s lacks what could not be written: %s.", self.directory, missing)

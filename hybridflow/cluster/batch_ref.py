@@ -295,8 +295,8 @@ class LaterBatch:
         out: dict[str, float] = {}
         for status in fetch([one.ref for one in statuses], statuses, follow=False):
             own = defaultdict[str, float](float)
-            for name, seconds in status.seconds:
-                own[name] += seconds
+            for event in status.events:
+                own[event.method] += event.seconds
             out |= {name: max(out.get(name, 0.0), seconds) for name, seconds in own.items()}
         return out
 

@@ -19,6 +19,7 @@ import ray.exceptions
 from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ANSWER_SECONDS, WaitNotice, blamed, unfinished, whom, with_text
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
+from hybridflow.engines.call_events import Event
 from hybridflow.engines.process_groups import SkippedStep, is_communication_error
 from hybridflow.errors import CheckpointError, HostLostError, HybridFlowError, WaitTimeoutError, WorkerError
 
@@ -40,12 +41,11 @@ class Failure:
 class Status:
     """Outcome of a call on one rank, which the driver keeps longer than the data.
 
-    `seconds` are the times of the method, without its wait for inputs, and of the stages that it recorded; `skipped`
-    the optimizer steps that it skipped.
+    `events` are those of the method and of the stages that it recorded; `skipped` the optimizer steps that it skipped.
     """
 
     failure: Failure | None
-    seconds: tuple[tuple[str, float], ...] = ()
+    events: tuple[Event, ...] = ()
     skipped: tuple[SkippedStep, ...] = ()
 
 

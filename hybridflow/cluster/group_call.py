@@ -11,7 +11,7 @@ from hybridflow.cluster.batch_ref import BatchRef, LaterBatch
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.store import Reader
-from hybridflow.protocols import SKIP, Operation
+from hybridflow.protocols import SKIP, Operation, kind_of
 from hybridflow.topology import RankGrid
 
 RankInput = dict[str, Any] | None
@@ -58,7 +58,8 @@ class GroupCall:
             due = None if source is None or self.operation.resizes else source.rows * self.factor
             sent = {name: value.to_rank() if isinstance(value, BatchRef) else value for name, value in mine.items()}
             span = source.span if source else None
-            return RankCall(seq, key, self.operation.name, sent, self.writes, agree, due, span)
+            phase = kind_of(self.operation)
+            return RankCall(seq, key, self.operation.name, sent, self.writes, agree, due, span, phase=phase)
 
         return [None if mine is None else of_rank(mine) for mine in inputs]
 

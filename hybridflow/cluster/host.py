@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
+import platform
 import socket
 import time
 import warnings
@@ -33,6 +35,7 @@ from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines.agreement import agree_on
+from hybridflow.engines.call_events import CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.time_sharing import SharedStages
 from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError, PlacementError
@@ -40,19 +43,6 @@ from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, Mi
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a running store
 _CHATTY = ("megatron", "torch.distributed")  # they warn at import and on every collective about deliberate choices
-
-
-@dataclass(frozen=True)
-class Event:
-    """Times of a call on a host, in seconds since the epoch; `ready`: its inputs have arrived."""
-
-    seq: int
-    role: str
-    method: str
-    rank: int
-    start: float
-    ready: float
-    end: float
 
 
 @dataclass(repr=False)
@@ -73,6 +63,7 @@ class Host:
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
     _joined: bool = False
+    _peak: int = 0
     _node: str = field(default_factory=socket.gethostname)
 
     def __repr__(self) -> str:  # Ray prefixes the process's output with it
@@ -115,7 +106,7 @@ class Host:
 
         Later calls return the same failure.
         """
-        role, rank, start = ranks.name, ranks.members.index(self.rank), time.time()
+        role, rank, start, before = ranks.name, ranks.members.index(self.rank), time.time(), memory_used(self.device)
         groups = ProcessGroups(self._store, ranks.key, ranks.members, rank, self.device, self.deadlines.collective)
         context = RankContext(
             role, rank, ranks.grid, self.device, groups, uninitialized=uninitialized, nodes=nodes, node=self._node
@@ -131,7 +122,9 @@ class Host:
                 worker.__init__(**own_settings(ranks.worker_class, ranks.settings))
         except Exception as error:
             member.failure = self._failure(member, "__init__", None, error)
-        self._events.append(Event(seq, role, "__init__", rank, start, start, time.time()))
+        times, memory = (start, start, time.time()), (before, memory_used(self.device))
+        own = (None, seq, role, "__init__", self.pool, self.rank, *times, 0, 0, *memory)
+        self._events.append(Event("call", *own, failed=member.failure is not None))
         return member.failure
 
     @ray.method(num_returns=2)
@@ -153,26 +146,43 @@ class Host:
 
     def _called(self, call: RankCall) -> tuple[Any, Status]:
         member = self._members[call.group]
-        start = ready = time.time()
-        member.context.step, member.context.call = call.step, call.seq
+        context, start = member.context, time.time()
+        context.step, context.call = call.step, call.seq
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
-        result = self._inputs(member, call)
-        if not isinstance(result, Failure):
+        ready, before, work, sizes, output = start, self._new_peak(context), CallWork(), (0, 0), None
+        result = inputs = self._inputs(member, call)
+        if not isinstance(inputs, Failure):
             ready = time.time()
-            result = self._run(member, call, result)
-        seconds, skipped = self._record(member, call, start, ready), tuple(member.context.skipped)
-        member.context.skipped.clear()
-        return result, Status(result if isinstance(result, Failure) else None, seconds, skipped)
-
-    def _record(self, member: Member, call: RankCall, start: float, ready: float) -> tuple[tuple[str, float], ...]:
-        role, rank = member.role, member.rank
-        stages = member.context.stages
-        events = [Event(call.seq, role, f"{call.method}/{name}", rank, a, a, b) for name, a, b in stages]
-        events.append(Event(call.seq, role, call.method, rank, start, ready, time.time()))
+            result, output = self._run(member, call, inputs)
+        end = time.time()
+        if not isinstance(inputs, Failure):
+            work = self._work(member, call, inputs, output)
+            sizes = bytes_of(inputs.values()), bytes_of((output,))
+        failure = result if isinstance(result, Failure) else None
+        own = (call.step, call.seq, member.role, call.method, self.pool, self.rank, start, ready, end)
+        memory = before, memory_used(self.device), torch.cuda.max_memory_allocated() if self.use_cuda else None
+        event = Event("call", *own, *sizes, *memory, failure is not None, call.phase, work)
+        events, skipped = (*events_of(context.stages, event), event), tuple(context.skipped)
         self._events.extend(events)
-        stages.clear()
-        return tuple((event.method, event.end - event.ready) for event in events)
+        context.stages.clear()
+        context.skipped.clear()
+        return result, Status(failure, events, skipped)
+
+    def _new_peak(self, context: RankContext) -> int:
+        """Memory now. A call's peak is measured from here."""
+        if self.use_cuda and torch.cuda.is_initialized():
+            context.peak = self._peak = max(self._peak, torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        return memory_used(self.device)
+
+    def _work(self, member: Member, call: RankCall, inputs: dict[str, Any], output: Any) -> CallWork:
+        """A worker's own columns may be anything: without figures a call is still a call."""
+        try:
+            return work_of(member.worker, call.phase, member.context.grid, inputs, output)
+        except Exception:
+            logger.debug("the work of %s.%s is unknown", member.role, call.method, exc_info=True)
+            return CallWork()
 
     def _inputs(self, member: Member, call: RankCall) -> dict[str, Any] | Failure:
         """Read the inputs and agree with the other ranks that all have theirs; else return a rank's error."""
@@ -189,14 +199,15 @@ class Host:
         except Exception as error:
             return self._failure(member, call.method, call, error)
 
-    def _run(self, member: Member, call: RankCall, settings: dict[str, Any]) -> Any:
+    def _run(self, member: Member, call: RankCall, settings: dict[str, Any]) -> tuple[Any, Any]:
+        """What the driver gets, and the method's own result (None if it raised)."""
         member.context.method, member.context.failed_stage = call.method, ""
         member.calls[call.method] += 1
         try:
             result = getattr(member.worker, call.method)(**settings)
-            return self._written(result, call) if call.writes else result
+            return self._written(result, call) if call.writes else result, result
         except Exception as error:
-            return self._failure(member, call.method, call, error)
+            return self._failure(member, call.method, call, error), None
 
     def _written(self, result: Any, call: RankCall) -> Manifest:
         if result is None:  # a rank whose output no protocol collects, e.g. not the last pipeline stage
@@ -246,24 +257,28 @@ class Host:
     @ray.method(num_returns=2)
     def transfer(self, task: TransferTask, setup: Setup | None) -> tuple[Any, Status]:
         """Take part in a weight transfer. Returns bytes and seconds, or a Failure, and the status."""
-        start = time.time()
+        start, before = time.time(), memory_used(self.device)
         sender, receiver = self._members.get(task.source), self._members.get(task.destination)
         mine = sender or receiver
         assert mine is not None
-        mine.context.step = task.step
+        mine.context.step, received = task.step, 0
         failed = partial(self._failure, mine, task.method, None)
         try:
             with self._liveness.during(f"{mine.role}.{task.method}"):
                 result = channel = self._channel(task, setup, failed)
                 if isinstance(channel, WeightChannel):
                     result = channel.run(task, setup, sender, receiver, failed)
+                    received = 0 if isinstance(result, Failure) else channel.received
         except Exception as error:
             result = failed(error)
         if task.required and receiver is not None and isinstance(result, Failure):
             receiver.incomplete = receiver.incomplete or incomplete(result)
-        end = time.time()
-        self._events.append(Event(task.seq, mine.role, task.method, mine.rank, start, start, end))
-        return result, Status(result if isinstance(result, Failure) else None, ((task.method, end - start),))
+        failure = result if isinstance(result, Failure) else None
+        own = (task.step, task.seq, mine.role, task.method, self.pool, self.rank, start, start, time.time())
+        memory = (before, memory_used(self.device), None)
+        event = Event("transfer", *own, received, 0, *memory, failure is not None)
+        self._events.append(event)
+        return result, Status(failure, (event,))
 
     def open_channel(self, spec: ChannelSpec, origin: CallOrigin) -> Failure | None:
         """Open this host's end of a channel; a failure names `origin`."""
@@ -312,6 +327,13 @@ class Host:
     def events(self) -> list[Event]:
         return list(self._events)
 
+    def about(self) -> dict[str, Any]:
+        """The device: `node`, `device`, its `name`, and its `memory` in bytes (None on the CPU). Initializes CUDA."""
+        if not self.use_cuda:
+            return {"node": self._node, "device": "cpu", "name": platform.machine(), "memory": None}
+        found = torch.cuda.get_device_properties(self.device)
+        return {"node": self._node, "device": f"cuda:{_index()}", "name": found.name, "memory": found.total_memory}
+
     def drop(self, name: str) -> Failure | None:
         """Forget a group and free its model; logs and returns a failure of its `close`."""
         member = self._members.pop(name, None)
@@ -337,3 +359,8 @@ class Host:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._liveness.close()
+
+
+def _index() -> str:
+    """Ray shows a host one device, which it sees as number 0."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -23,8 +25,11 @@ from hybridflow.cluster.future import (
 from hybridflow.cluster.held_calls import HeldCalls
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
+from hybridflow.engines.call_events import Event
 
+T = TypeVar("T")
 _KEPT = 64
+_MOST_EVENTS = 1 << 17
 _LOOK_BACK = 256  # statuses held before the driver looks for finished calls
 _MOST = 16384  # ... and before it waits
 
@@ -44,6 +49,18 @@ class StageSeconds:
         return {f"time/{name}": seconds for name, seconds in self.iterations.seconds(self.iteration).items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """A time span of the driver: `kind` is "wait" (for data), "restart" (hosts were replaced), "skipped" (an
+    optimizer step) or "note"."""
+
+    kind: str
+    step: int | None
+    what: str
+    start: float
+    end: float
+
+
 @dataclass
 class _Iteration:
     waiting: list[RankOutput] = field(default_factory=list)  # statuses not yet examined
@@ -53,6 +70,9 @@ class _Iteration:
 @dataclass
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
+
+    `events`, unless None, collects the events of finished calls, each with the number of its iteration; the oldest are
+    dropped if they are not taken. `looped`: iterations are those of a loader's loop, of which the last may have ended.
 
     `current` is the index of the driver's iteration, `done_before` the steps of its loop that an earlier run made.
     `defer` returns whether the loop handles an error of a call. `held` are calls that are not sent yet.
@@ -64,6 +84,9 @@ class Iterations:
     done_before: int = 0
     defer: Callable[[BaseException], bool] = lambda error: False
     held: HeldCalls = field(default_factory=HeldCalls)
+    events: deque[tuple[int, Event | Incident]] | None = None
+    looped: bool = False
+    _skipped: set[tuple[str, int, int]] = field(default_factory=set)
     _loop_start: int = 0
     _all: dict[int, _Iteration] = field(default_factory=lambda: {0: _Iteration()})
     _look_at: int = _LOOK_BACK
@@ -78,6 +101,24 @@ class Iterations:
     def step(self) -> int | None:
         """The iteration of the loader's loop, from 1; None outside a loop."""
         return self.done_before + self.current - self._loop_start if self._has_loader else None
+
+    def listen(self) -> None:
+        """Collect events from now on."""
+        self.events = deque(maxlen=_MOST_EVENTS) if self.events is None else self.events
+
+    def note(self, kind: str, what: str, start: float, ahead: int = 0) -> None:
+        """Collect a time span of the driver from `start` to now; `ahead`: it belongs to the next iteration."""
+        if self.events is not None:
+            step = self.done_before if self.step is None else self.step
+            self.events.append((self.current, Incident(kind, step + ahead, what, start, time.time())))
+
+    def timed(self, source: Iterable[T], what: str, ahead: int = 0) -> Iterator[T]:
+        """The items of a loader; collects the waits for them. `ahead` as in `note`."""
+        items, start = iter(source), time.time()
+        for item in items:
+            self.note("wait", what, start, ahead)
+            yield item
+            start = time.time()
 
     def new_call(self) -> IssuedCall:
         """A call whose statuses are still to be filled in."""
@@ -102,6 +143,7 @@ class Iterations:
         found = StageSeconds(self, self.current)
         if not self._has_loader:
             self._next(in_flight=2)
+            self.looped = False
         return found
 
     def unsettled(self) -> list[RankOutput]:
@@ -120,7 +162,7 @@ class Iterations:
             done = set(ray.wait([output.ref for output in oldest], num_returns=len(oldest), timeout=0)[0])
             oldest = [output for output in oldest if output.ref in done]
         with without_work():
-            self._settle(now, oldest)
+            self._settle(self.current, oldest)
         self._look_at = len(now.waiting) + _LOOK_BACK
 
     def begin(self, in_flight: int = 2) -> None:
@@ -129,7 +171,7 @@ class Iterations:
         Errors: WorkerError of a failed call in a finished iteration.
         """
         if not self._has_loader:
-            self._has_loader, self._loop_start = True, self.current
+            self._has_loader, self._loop_start, self.looped = True, self.current, True
         startup.begin("first iteration")
         self._next(in_flight)
         if self.current - self._loop_start > in_flight:
@@ -151,37 +193,57 @@ class Iterations:
         self._all[self.current], self._look_at = _Iteration(), _LOOK_BACK
         over = self.current - in_flight
         for number in [number for number in self._all if number <= over]:
-            self._settle(self._all[number])
+            self._settle(number)
             if number <= over - _KEPT:
                 del self._all[number]
 
-    def _settle(self, one: _Iteration, outputs: Sequence[RankOutput] | None = None) -> None:
+    def _settle(self, number: int, outputs: Sequence[RankOutput] | None = None) -> None:
         """Wait for these calls of an iteration (default: all) and drop them, even after an error."""
+        one, done = self._all[number], list[tuple[RankOutput, Status]]()
         outputs = one.waiting if outputs is None else outputs
         gone = set(map(id, outputs))
         one.waiting = [output for output in one.waiting if id(output) not in gone]
-        for output, status in self.wait(outputs):
-            for name, spent in status.seconds:
-                key = (f"{output.origin.role}.{name}", output.origin.rank)
-                one.seconds[key] = one.seconds.get(key, 0.0) + spent
+        try:
+            self.wait(outputs, done)
+        finally:
+            for output, status in done:
+                for event in status.events:
+                    key = (f"{event.role}.{event.method}", output.origin.rank)
+                    one.seconds[key] = one.seconds.get(key, 0.0) + event.seconds
+                if self.events is not None:
+                    self.events.extend((number, event) for event in status.events)
+                    self._note_skipped(number, status)
+
+    def _note_skipped(self, number: int, status: Status) -> None:
+        """Optimizer steps that were skipped, once for all ranks."""
+        assert self.events is not None
+        for step in status.skipped:
+            if (key := (step.role, step.call, step.number)) not in self._skipped:
+                self._skipped.add(key)
+                at = status.events[-1].end if status.events else time.time()
+                what = f"{step.role}.{step.method}, mini-batch {step.number}: {step.reason}"
+                self.events.append((number, Incident("skipped", step.step, what, at, at)))
 
     def seconds(self, iteration: int) -> dict[str, float]:
         """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits for a running iteration."""
         out: dict[str, float] = {}
         if (one := self._all.get(iteration)) is not None:
-            self._settle(one)
+            self._settle(iteration)
             for (name, _), spent in one.seconds.items():
                 out[name] = max(out.get(name, 0.0), spent)
         return out
 
-    def wait(self, outputs: Sequence[RankOutput]) -> list[tuple[RankOutput, Status]]:
-        """The statuses of all calls. Errors: WorkerError of the first failed call, WaitTimeoutError."""
-        done: list[tuple[RankOutput, Status]] = []
+    def wait(
+        self, outputs: Sequence[RankOutput], done: list[tuple[RankOutput, Status]] | None = None
+    ) -> list[tuple[RankOutput, Status]]:
+        """The statuses of all calls, which are appended to `done` as the calls end. Errors: WorkerError of the first
+        failed call, WaitTimeoutError."""
+        done = [] if done is None else done
         for finished in as_done(outputs, self.timeout):
             statuses: list[Status] = fetch([output.ref for output in finished], finished, 60.0, follow=False)
             self.incidents.write_skipped(skipped_steps(statuses))
-            self._raise_new(zip(finished, statuses, strict=True))
             done += zip(finished, statuses, strict=True)
+            self._raise_new(zip(finished, statuses, strict=True))
         if len(done) < len({output.ref for output in outputs}):
             raise late(self.timeout, outputs)
         return done

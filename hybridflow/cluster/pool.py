@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import ray
+import ray.exceptions
 
 from hybridflow.cluster.backend import HostProcess, RankGroup
 from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
-from hybridflow.cluster.host import Event
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import CONTROLLER, Session
+from hybridflow.engines.call_events import Event
 from hybridflow.errors import PlacementError
 from hybridflow.topology import RankGrid
 
 
 @dataclass
 class _Reserved:
-    """State shared by all slices of a pool: the host processes by device, and the backend's reservation for them."""
+    """State shared by all slices of a pool: the host processes by device, the backend's reservation for them, and by
+    address what each process told `about` its device, or a reference to that."""
 
     session: Session
     name: str
@@ -28,6 +32,7 @@ class _Reserved:
     reservation: Any
     shared: bool = False
     closed: bool = False
+    about: dict[Any, Any] = field(default_factory=dict)
 
 
 class ResourcePool:
@@ -151,6 +156,22 @@ class ResourcePool:
         found = fetch([output.ref for output in outputs], outputs, self.session.backend.deadlines.peers)
         return sorted({event for host in found for event in host}, key=lambda e: (e.start, e.rank))
 
+    def devices(self) -> list[dict[str, Any]]:
+        """Of each device of the whole pool: `pool`, `rank`, `node`, `device`, `name` and `memory` in bytes. Does not
+        wait: the last three are empty until the process has answered, after the calls that it was given before."""
+        about, found = self._reserved.about, []
+        for rank, host in enumerate(self.hosts):
+            if host.address not in about:
+                about[host.address] = host.handle.about.remote()
+            if isinstance(about[host.address], ray.ObjectRef) and ray.wait([about[host.address]], timeout=0)[0]:
+                try:
+                    about[host.address] = ray.get(about[host.address])
+                except ray.exceptions.RayError:
+                    about[host.address] = _unknown(host)  # it is lost
+            known = about[host.address]
+            found.append({"pool": self.name, "rank": rank, **(known if isinstance(known, dict) else _unknown(host))})
+        return found
+
     def close(self) -> None:
         """Free all models and devices of the whole pool. Can be called again."""
         session = self.session
@@ -170,6 +191,10 @@ class ResourcePool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _unknown(host: HostProcess) -> dict[str, Any]:
+    return {"node": host.node_name, "device": "", "name": "", "memory": None}
 
 
 def _whole(reserved: _Reserved) -> ResourcePool:

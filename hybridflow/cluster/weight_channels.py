@@ -229,13 +229,13 @@ class WeightChannel:
         self, payload: str, receiver: Member | None, failed: Callable[[Exception], Failure]
     ) -> dict[str, float] | Failure:
         """Move, and agree that everything has arrived, which completes the receiver's weights."""
-        mine, start, received = None, time.monotonic(), 0
+        mine, start, self.received = None, time.monotonic(), 0
         try:
             transfer = self._transfers[payload]
             before = transfer.received_bytes
             transfer.run()
             transfer.release()
-            received = transfer.received_bytes - before
+            self.received = transfer.received_bytes - before
             if receiver is not None and payload == WEIGHTS:
                 receiver.worker.on_weights_loaded()
         except Exception as error:
@@ -243,7 +243,7 @@ class WeightChannel:
         total = {}
         try:
             if (failure := self._agree(mine)) is None:
-                total = self._total(received, time.monotonic() - start)
+                total = self._total(self.received, time.monotonic() - start)
         except Exception as error:
             failure = mine or failed(error)
         if receiver is not None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hybridflow.engines.call_events import Stage, memory_used
 from hybridflow.topology import Coords, RankGrid
 
 T = TypeVar("T")
@@ -123,7 +124,8 @@ class RankContext:
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
     are close to each other. `method` is the operation that runs, `failed_stage` the part of it that raised, `node` this
     machine and `step` the driver's iteration, for messages; `call` is the call's number, `skipped` the steps that it
-    skipped. With `uninitialized` the weights will be written from outside: engines neither read nor draw any.
+    skipped, `peak` the most bytes that a CUDA device had before it. With `uninitialized` the weights will be written
+    from outside: engines neither read nor draw any.
     """
 
     role: str
@@ -131,7 +133,7 @@ class RankContext:
     grid: RankGrid
     device: torch.device
     groups: ProcessGroups
-    stages: list[tuple[str, float, float]] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     method: str = ""
     failed_stage: str = ""
     uninitialized: bool = False
@@ -140,18 +142,19 @@ class RankContext:
     step: int | None = None
     call: int = 0
     skipped: list[SkippedStep] = field(default_factory=list)
+    peak: int = 0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Record when a named part of a call ran, for the timeline."""
-        start = time.time()
+        start, before = time.time(), memory_used(self.device)
         try:
             yield
         except BaseException:
             self.failed_stage = self.failed_stage or name
             raise
         finally:
-            self.stages.append((name, start, time.time()))
+            self.stages.append(Stage(name, start, time.time(), before, memory_used(self.device)))
 
     @property
     def coords(self) -> Coords:

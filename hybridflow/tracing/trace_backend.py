@@ -208,6 +208,9 @@ class TraceBackend:
         self._has_loader = True
         self.begin_iteration()
 
+    def timed(self, source: Iterator[Any], what: str, ahead: int = 0) -> Iterator[Any]:
+        return source
+
     def drain(self) -> None:
         self._has_loader = self._recording = False
 

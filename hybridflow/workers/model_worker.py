@@ -387,8 +387,14 @@ class ModelWorker(Worker):
         `memory/generation` (its weights) and `memory/kv_cache`; on CUDA allocated memory and its peak."""
         found = self.resident_bytes()
         if self.context.device.type == "cuda":
-            found |= {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+            peak = max(self.context.peak, torch.cuda.max_memory_allocated())
+            found |= {"allocated": torch.cuda.memory_allocated(), "peak": peak}
         return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
+
+    def forward_flops(self, tokens: Tensor) -> float:
+        """Floating point operations of a forward pass over sequences of these lengths."""
+        spec = getattr(self, "spec", None)  # a reward function has none
+        return 0.0 if spec is None else float(spec.cost(tokens).sum())
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of each kind of state now in device memory."""

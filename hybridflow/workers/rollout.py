@@ -100,7 +100,8 @@ class RolloutWorker(RowSession, Worker):
         from hybridflow.engines.vllm.engine import VLLMEngine
 
         checkpoint, context = local_checkpoint(model), self.context
-        self.engine = VLLMEngine(context, generate, context.grid.generation(), _spec(checkpoint), checkpoint)
+        self.spec = _spec(checkpoint)
+        self.engine = VLLMEngine(context, generate, context.grid.generation(), self.spec, checkpoint)
         self.generation, self._rests = Generation(self.engine, generate, checkpoint), offload
         if not context.uninitialized:
             Checkpoint(checkpoint).read_into(self.engine.layout(), context.rank, self.engine.storage())
@@ -151,6 +152,10 @@ class RolloutWorker(RowSession, Worker):
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of each kind of state now in device memory."""
         return {"generation": self.engine.memory().resident_bytes, "kv_cache": self.engine.cache_bytes}
+
+    def forward_flops(self, tokens: Tensor) -> float:
+        """Floating point operations of a forward pass over sequences of these lengths."""
+        return float(self.spec.cost(tokens).sum())
 
     def weights_storage(self) -> Mapping[str, Tensor]:
         return self.engine.storage()

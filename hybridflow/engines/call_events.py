@@ -1,0 +1,150 @@
+"""Event: what a host records of a call, a transfer or a named part of a call, and how it measures the rows' work."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.protocols import OperationKind
+from hybridflow.topology import RankGrid
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_SWITCHES = ("transition",)  # parts of a call in which weights move between training and generation
+
+
+class Stage(NamedTuple):
+    """A named part of a call; times as in `Event`."""
+
+    name: str
+    start: float
+    end: float
+    memory_before: int
+    memory_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallWork:
+    """What a call computed on one rank: its rows, their tokens, its optimizer steps, and its own share of the
+    arithmetic [FLOP]. `longest` is the longest response in tokens, `tail` the share of the decode steps in which at
+    most a quarter of the rows are unfinished (calls that generate)."""
+
+    rows: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    minibatches: int = 0
+    longest: int = 0
+    tail: float = 0.0
+
+
+_NO_WORK = CallWork()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call on one device, in seconds since the epoch and bytes; `ready`: its inputs have arrived.
+
+    `kind` is "call", "transfer" (weights between groups), "switch" (the actor's weights between training and
+    generation, inside a call) or "stage" (another named part of a call); parts are called `<method>/<part>`. `rank`
+    is the device in its pool, `step` the iteration of a loader's loop (None outside of one). Memory is what torch has
+    allocated on CUDA, with its `peak`, and the process's resident memory on the CPU. `phase` is the operation's kind.
+    """
+
+    kind: str
+    step: int | None
+    seq: int
+    role: str
+    method: str
+    pool: str
+    rank: int
+    start: float
+    ready: float
+    end: float
+    bytes_in: int = 0
+    bytes_out: int = 0
+    memory_before: int = 0
+    memory_after: int = 0
+    peak: int | None = None
+    failed: bool = False
+    phase: str = ""
+    work: CallWork = _NO_WORK
+
+    @property
+    def seconds(self) -> float:
+        """Without the wait for inputs."""
+        return self.end - self.ready
+
+
+def events_of(stages: Sequence[Stage], call: Event) -> list[Event]:
+    """The events of a call's parts."""
+    known = (call.step, call.seq, call.role)
+    return [
+        Event(
+            *("switch" if stage.name in _SWITCHES else "stage", *known, f"{call.method}/{stage.name}"),
+            *(call.pool, call.rank, stage.start, stage.start, stage.end, 0, 0, stage.memory_before, stage.memory_after),
+            phase=call.phase,
+        )
+        for stage in stages
+    ]
+
+
+def bytes_of(values: Iterable[Any]) -> int:
+    """Bytes of the tensors in batches; other values count as 0."""
+    return sum(value.nbytes for value in values if isinstance(value, Batch))
+
+
+def memory_used(device: torch.device) -> int:
+    """Bytes that torch has allocated on a CUDA device; on the CPU the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def work_of(worker: Any, phase: OperationKind | str, grid: RankGrid, settings: dict[str, Any], result: Any) -> CallWork:
+    """The work of a call with these inputs and this result; columns of unexpected types count as no tokens."""
+    batch = next((value for value in settings.values() if isinstance(value, Batch)), None)
+    generates = phase == "generation"
+    rows = result if generates and isinstance(result, Batch) else batch
+    if rows is None:
+        return _NO_WORK
+    lengths, flops, passes, minibatches = _lengths(rows), 0.0, 1, 0
+    if phase == "training" and batch is not None:
+        epochs = settings.get("epochs", 1)
+        passes = epochs if type(epochs) is int else 1
+        minibatches = max(1, len(batch.chunk_rows or ())) * passes
+    if lengths is not None and (forward := getattr(worker, "forward_flops", None)) is not None:
+        # the backward pass takes twice the forward pass; tensor and pipeline parallel ranks share the rows' work
+        share = grid.generation().t * grid.generation().p if generates else grid.t * grid.p
+        flops = forward(lengths) * passes * (3 if phase == "training" else 1) / share
+    longest, tail = _tail(rows) if generates else (0, 0.0)
+    tokens = 0 if lengths is None else int(lengths.sum())
+    return CallWork(rows.rows, tokens, flops, minibatches, longest, tail)
+
+
+def _lengths(batch: Batch) -> Tensor | None:
+    """[rows] tokens of prompt and response."""
+    if "num_tokens" in batch and isinstance(known := batch.peek("num_tokens"), Tensor) and known.dim() == 1:
+        return known
+    parts = [batch.peek(name) for name in ("prompt_ids", "response_ids") if name in batch]
+    found = [part.lengths for part in parts if isinstance(part, Ragged)]
+    return sum(found[1:], found[0]) if found else None
+
+
+def _tail(batch: Batch) -> tuple[int, float]:
+    responses = batch.peek("response_ids") if "response_ids" in batch else None
+    if not isinstance(responses, Ragged) or not len(responses):
+        return 0, 0.0
+    lengths = responses.lengths.sort().values
+    longest, most = int(lengths[-1]), int(lengths[(3 * len(lengths) - 1) // 4])
+    return longest, (longest - most) / longest if longest else 0.0

@@ -1,0 +1,1 @@
+"""What a run was: its events, what limits its iterations, timelines, and pages made of them."""

@@ -1,0 +1,113 @@
+"""EventRecorder: takes the events of a session's calls once per iteration, as records of `events.jsonl`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from hybridflow.cluster.iterations import Incident
+from hybridflow.cluster.session import CONTROLLER, Session
+from hybridflow.engines.call_events import Event
+from hybridflow.report.record import as_record
+from hybridflow.report.utilization import mfu, peak_flops
+
+
+class EventRecorder:
+    """Of one session: `take` returns the new records. Events wait in the session's `Iterations`, a bounded number."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        session.iterations.listen()
+        self._described: tuple[dict[str, list[str]], list[dict[str, Any]]] | None = None
+        self._devices: list[dict[str, Any]] = []
+        if session.groups.keys() - {CONTROLLER}:
+            self._ask()  # hosts answer between two calls
+
+    def take(
+        self, step: int, iteration: int | None = None, seconds: float = 0.0
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """The records since the last `take`, and the metrics of the `iteration` of the session, which is `step` of the
+        run and took `seconds`. Without an iteration the run has ended, and this was its last step."""
+        waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events or deque()
+        taken = [waiting.popleft() for _ in range(len(waiting))]
+        later = [0 if iteration is None else number - iteration for number, _ in taken]
+        found = [(event, self._step(event, step, n)) for n, (_, event) in zip(later, taken, strict=True)]
+        found.sort(key=lambda pair: pair[0].end)
+        own = [event for event, at in found if at == step and isinstance(event, Event)]
+        run = [] if iteration is None else self._run(step)
+        return [*run, *(as_record(event, at) for event, at in found)], self._metrics(own, seconds)
+
+    def close(self) -> None:
+        """Collect no further events."""
+        self.session.iterations.events = None
+
+    def forget(self, step: int) -> None:
+        """Drop the events of iterations after `step`, which are done again."""
+        if (events := self.session.iterations.events) is not None:
+            kept = [(n, event) for n, event in events if isinstance(event, Incident) or (event.step or 0) <= step]
+            events.clear()
+            events.extend(kept)
+
+    def _step(self, event: Event | Incident, step: int, later: int) -> int:
+        """The step of an event that was seen `later` iterations after `step`; 0: outside of a loader's loop."""
+        if event.step is not None:
+            return event.step
+        return 0 if self.session.iterations.looped else max(step + later, 0)
+
+    def _run(self, step: int) -> list[dict[str, Any]]:
+        """The record of devices, groups and the plan, if they have changed."""
+        session = self.session
+        groups = {name: [ranks.key for ranks in group.all_ranks] for name, group in session.groups.items()}
+        known = self._described is not None and groups == self._described[0]
+        if not known or not all(device["name"] for device in self._devices):
+            self._ask()
+        now = (groups, self._devices)
+        if now == self._described:
+            return []
+        self._described = now
+        roles = {name: _role(group) for name, group in session.groups.items()}
+        record = {"kind": "run", "step": step - 1, "time": time.time(), "devices": self._devices, "roles": roles}
+        return [record | {"plan": self._plan()}]
+
+    def _ask(self) -> None:
+        self._devices = [device for pool in self._pools() for device in pool.devices()]
+
+    def _pools(self) -> Sequence[Any]:
+        return [pool for pool in (*self.session.pools, self.session.controller_pool) if pool is not None]
+
+    def _plan(self) -> dict[str, Any] | None:
+        placement = self.session.assignment
+        if placement is None or not placement.calls:
+            return None
+        memory: dict[str, float] = {}
+        for call in placement.calls.values():
+            for device in call.devices:
+                memory[str(device)] = max(memory.get(str(device), 0.0), call.memory)
+        pools = [pool.name for pool in self.session.pools if pool.devices_of_nodes == tuple(placement.nodes)]
+        named = {f"{pools[0]}/{device}": bytes_ for device, bytes_ in memory.items()} if pools else {}
+        return {"seconds": placement.seconds, "memory": named}
+
+    def _metrics(self, events: Sequence[Event], seconds: float) -> dict[str, float]:
+        """`perf/mfu` where the peak of all devices is known."""
+        controller = self.session.controller_pool
+        devices = [one for one in self._devices if controller is None or one["pool"] != controller.name]
+        peaks = {(one["pool"], one["rank"]): peak_flops(one["name"]) for one in devices}
+        known = {key: peak for key, peak in peaks.items() if peak is not None}
+        return mfu(events, seconds, known) if known and len(known) == len(peaks) else {}
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of all pools."""
+        return sum(len(pool.hosts) for pool in self.session.pools)
+
+
+def _role(group: Any) -> dict[str, Any]:
+    ranks = group.ranks
+    return {
+        "pool": ranks.pool_name,
+        "ranks": list(ranks.members),
+        "class": ranks.worker_class.__name__,
+        "layout": "" if ranks.name == CONTROLLER else str(ranks),
+    }
