@@ -1,4 +1,4 @@
-"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]`, `profile` and `export`."""
+"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]`, `profile`, `export` and `report`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_profile(commands)
     _add_export(commands)
+    _add_report(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -116,6 +117,27 @@ def _add_export(commands: Any) -> None:
     add("checkpoint", help="such as runs/first/checkpoints/step-00000020; of a directory of them or a run the newest")
     add("directory", help="of the model; one that is there is replaced")
     add("--group", default="actor", help="the worker group (default: actor)")
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="one HTML page of a run: curves, timeline, limits, memory, samples; or of two runs compared",
+        description="Writes one self-contained HTML file from the files of a run. Nothing is started.",
+    )
+    report.set_defaults(run=_report)
+    add = report.add_argument
+    add("directory", help="of the run, such as runs/first")
+    add("other", nargs="?", help="a second run, to compare")
+    add("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
+
+
+def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.report.page import write_report
+
+    if rest:
+        raise ConfigError(f"report takes one run or two, got {rest[0]!r} as well.")
+    print(f"written to {write_report(given.directory, given.other, given.output)}")
 
 
 def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:

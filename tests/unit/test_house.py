@@ -53,6 +53,7 @@ LAYERS = (
     ("checkpoints",),
     ("tracing",),
     ("profiling",),
+    ("report",),
     ("cli",),
     ("__main__",),
 )

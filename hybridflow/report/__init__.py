@@ -1,0 +1,1 @@
+"""Reports of a run from the files that it wrote. Pure: reads a directory, writes a file."""
