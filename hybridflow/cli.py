@@ -1,4 +1,4 @@
-"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver ...]`, `profile`, `export` and `report`."""
+"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver]`, `profile`, `export`, `report`."""
 
 from __future__ import annotations
 

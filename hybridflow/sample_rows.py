@@ -17,7 +17,7 @@ _SOURCES = ("group_id", "response_ids")
 def sampled(batch: Batch | BatchRef, rows: int, columns: Sequence[str] = ()) -> Batch | BatchRef:
     """The first rows, with the columns of a sample and the additional `columns`. Errors: MissingColumnError."""
     usual = [name for name in (*_PER_ROW, *_PER_TOKEN, *_SOURCES) if name in batch]
-    return batch.select(dict.fromkeys([*usual, *columns]))[: max(rows, 0)]
+    return batch.select(list(dict.fromkeys([*usual, *columns])))[: max(rows, 0)]
 
 
 def sample_rows(batch: Batch | BatchRef, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:

@@ -36,13 +36,18 @@ def write_run(
     config = {"seed": seed, "actor": {"optim": {"lr": 1e-5 * (seed + 1)}, "train": {"tp": 2}}, "name": HOSTILE}
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
     (directory / "notes.json").write_text(json.dumps({"accuracy_before": 0.25}))
-    places = [{"pool": "main", "rank": rank, "node": f"n{rank // 2}", "device": f"cuda:{rank % 2}"} for rank in range(devices)]
+    places = [
+        {"pool": "main", "rank": rank, "node": f"n{rank // 2}", "device": f"cuda:{rank % 2}"} for rank in range(devices)
+    ]
     memory = {f"main/{rank}": 60_000_000_000 for rank in range(devices)}
     run = {
         "kind": "run",
         "time": START,
         "devices": [{**place, "name": "H100", "memory": 80_000_000_000} for place in places],
-        "roles": {role: {"pool": "main", "ranks": list(range(devices)), "class": role, "layout": "1-2-2"} for role in ("actor", "reward")},
+        "roles": {
+            role: {"pool": "main", "ranks": list(range(devices)), "class": role, "layout": "1-2-2"}
+            for role in ("actor", "reward")
+        },
         "plan": {"seconds": 9.0, "memory": memory},
     }
     events, metrics, samples, now = [run], [], [], START
@@ -76,21 +81,35 @@ def iteration(step: int, start: float, length: float, devices: int, rng: random.
             size = int(2e10 * (1 + seq) * rng.uniform(0.7, 0.75))
             same = {"step": step, "seq": step * 10 + seq, "role": role, "pool": "main", "rank": rank, "failed": False}
             same |= {"bytes_in": 10_000, "bytes_out": 20_000, "memory_before": size // 2, "memory_after": size // 2}
-            out.append({"kind": "call", **same, "method": method, "start": at, "ready": came, "end": worked, "peak": size})
+            times = {"start": at, "ready": came, "end": worked}
+            out.append({"kind": "call", **same, **times, "method": method, "peak": size, "rows": 64, "tokens": 4096})
             if seq == 0:
-                out.append({"kind": "switch", **same, "method": "to_generation", "start": at, "ready": at, "end": at + 0.4, "peak": size})
+                out.append({"kind": "switch", **same, **span(at, at + 0.4), "method": f"{method}/transition"})
+                out.append({"kind": "stage", **same, **span(at + 0.4, worked), "method": f"{method}/generation"})
         at += (share + wait) * length
     same |= {"role": "actor", "rank": 0, "peak": None}
-    out.append({"kind": "transfer", **same, "method": "sync_weights", "start": at, "ready": at + 0.05, "end": at + 0.03 * length})
+    times = {"start": at, "ready": at + 0.05, "end": at + 0.03 * length}
+    out.append({"kind": "transfer", **same, **times, "method": "sync_weights"})
     return sorted(out, key=lambda event: event["end"])
+
+
+def span(start: float, end: float) -> dict[str, Any]:
+    return {"start": start, "ready": start, "end": end, "peak": None}
 
 
 def sample(step: int, number: int, tokens: int, rng: random.Random) -> dict[str, Any]:
     words = [rng.choice(["one", " two", " three", " 4", "\n"]) for _ in range(tokens)]
     response = HOSTILE if number == 1 else "".join(words)
     return {
-        **{"step": step, "title": "samples", "group": number // 4, "prompt": f"prompt {step}/{number // 4} {HOSTILE}"},
-        **{"response": response, "rewards": round(rng.random(), 4), "finished": number % 3 > 0},
-        **{"tokens": [HOSTILE, *words[1:]] if number == 1 else words, "log_probs": [-rng.random() * 4 for _ in words]},
-        **{"advantages": [rng.gauss(0, 1) for _ in words], "policy_version": [step - (i < tokens // 2) for i in range(tokens)]},
+        "step": step,
+        "title": "samples",
+        "group": number // 4,
+        "prompt": f"prompt {step}/{number // 4} {HOSTILE}",
+        "response": response,
+        "rewards": round(rng.random(), 4),
+        "finished": number % 3 > 0,
+        "tokens": [HOSTILE, *words[1:]] if number == 1 else words,
+        "log_probs": [-rng.random() * 4 for _ in words],
+        "advantages": [rng.gauss(0, 1) for _ in words],
+        "policy_version": [step - (i < tokens // 2) for i in range(tokens)],
     }

@@ -68,7 +68,8 @@ class Page:
     def screenshot(self, path: Path, selector: str = "html") -> Path:
         box = self.run(
             f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
-            "return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: Math.min(r.height, 6000), scale: 1}; })()"
+            "const height = Math.min(r.height, 6000);"
+            "return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height, scale: 1};})()"
         )
         found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=box)
         path.write_bytes(base64.b64decode(found["data"]))
@@ -100,7 +101,7 @@ def open_browser(program: str, more: Sequence[str] = ()) -> Iterator[Page]:
     to_browser, from_browser = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # the browser reads commands from descriptor 3 and answers on descriptor 4
-        shell = 'exec "$0" "$@" 3<&%d 4>&%d' % (to_browser[0], from_browser[1])
+        shell = f'exec "$0" "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}'
         words = ["bash", "-c", shell, program, *_OPTIONS, f"--user-data-dir={profile}", *more]
         inherited = (to_browser[0], from_browser[1])
         process = subprocess.Popen(words, pass_fds=inherited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 Point = tuple[float, float]
 
@@ -46,7 +46,7 @@ def curves(lines: Iterable[Mapping[str, Any]], buckets: int = 400) -> dict[str, 
     return out
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """A finite number; not a bool."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 

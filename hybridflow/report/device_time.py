@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from hybridflow.report.curves import is_number
 
 Interval = tuple[float, float]
-KINDS = ("call", "transfer", "switch", "wait")
+KINDS = ("call", "transfer", "wait", "switch", "stage")  # the last two are parts of a call
 DRIVER = "driver"
+_SIZES = ("bytes_in", "bytes_out", "rows", "tokens", "memory_before", "memory_after", "peak")
+_TIMES, _WAIT_TIMES = ("start", "ready", "end"), ("start", "end", "end")
 
 
 class Activity(NamedTuple):
@@ -25,31 +27,35 @@ class Activity(NamedTuple):
     start: float
     ready: float
     end: float
-    sizes: tuple[int | None, ...]  # bytes in, out, memory before, after, peak
+    sizes: Sequence[float | None]  # `_SIZES`
     failed: bool
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Activity | None:
         """None for an event of another kind or without usable times."""
-        kind, step, start, end = (event.get(name) for name in ("kind", "step", "start", "end"))
-        if kind not in KINDS or type(step) is not int or not (is_number(start) and is_number(end)) or end < start:
+        kind, step, seq = event.get("kind"), event.get("step"), event.get("seq", 0)
+        times = [event.get(name) for name in (_WAIT_TIMES if kind == "wait" else _TIMES)]
+        if kind not in KINDS or type(step) is not int or not all(is_number(time) for time in times):
             return None
-        ready = event.get("ready")
-        ready = min(max(ready, start), end) if is_number(ready) else start
+        start, ready, end = cast("list[float]", times)
+        ready = min(max(ready, start), end)
+        names = [event.get(name) for name in ("role", "method", "pool")]
+        rank, device = event.get("rank"), DRIVER
         if kind == "wait":
-            role, method, device, ready = DRIVER, str(event.get("what", "wait")), DRIVER, end
+            names = [DRIVER, str(event.get("what", kind)), ""]
+        elif all(isinstance(name, str) for name in names) and type(rank) is int and type(seq) is int:
+            device = f"{names[2]}/{rank}"
         else:
-            role, method = str(event.get("role", "?")), str(event.get("method", "?"))
-            device = f"{event.get('pool', '?')}/{event.get('rank', '?')}"
-        given = (event.get(name) for name in ("bytes_in", "bytes_out", "memory_before", "memory_after", "peak"))
-        sizes = tuple(int(size) if is_number(size) else None for size in given)
-        seq = event.get("seq")
-        seq = seq if type(seq) is int else 0
-        return cls(kind, step, seq, role, method, device, start, ready, end, sizes, event.get("failed") is True)
+            return None
+        sizes = [size if is_number(size := event.get(name)) else None for name in _SIZES]
+        role, method, _ = cast("list[str]", names)
+        failed = event.get("failed") is True
+        return cls(kind, step, seq, role, method, device, start, ready, end, sizes, failed) if start <= end else None
 
     @property
-    def memory(self) -> int:
-        return max((size for size in self.sizes[2:] if size is not None), default=0)
+    def memory(self) -> float:
+        """The largest in bytes; 0 if the event has none."""
+        return max(size or 0 for size in self.sizes[4:])
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

@@ -26,7 +26,7 @@ class EventSummary:
         self._extents: dict[int, Interval] = {}
         self._offsets: dict[int, list[int]] = {}
         self._run_offsets: list[int] = []
-        self._memory: dict[tuple[str, str], int] = {}
+        self._memory: dict[tuple[str, str], float] = {}
         self._calls: dict[tuple[int, int, str], list[float]] = {}  # the slowest rank's work, wait and ranks
         for offset, event in files.placed_lines("events.jsonl"):
             self._read(offset, event)
@@ -43,7 +43,7 @@ class EventSummary:
             start, end = self._extents.get(one.step, (one.start, one.end))
             self._extents[one.step] = min(start, one.start), max(end, one.end)
             self._offsets.setdefault(one.step, []).append(offset)
-            name = f"{one.role}.{one.method}" + ("" if one.kind != "switch" else " (switch)")
+            name = f"{one.role}.{one.method}"
             if one.memory:
                 key = one.device, name
                 self._memory[key] = max(self._memory.get(key, 0), one.memory)
@@ -53,7 +53,7 @@ class EventSummary:
             call[2] += 1
 
     def _mark(self, event: Mapping[str, Any]) -> None:
-        start, end = (event.get(name) for name in ("start", "end"))
+        start, end = event.get("start"), event.get("end")
         length = rounded(end - start) if is_number(start) and is_number(end) else None
         step = event.get("step") if type(event.get("step")) is int else None
         when = start if is_number(start) else None
@@ -74,9 +74,9 @@ class EventSummary:
             known.setdefault(device, {"key": device})
         return sorted(known.values(), key=lambda device: _natural(device["key"]))
 
-    def memory(self) -> dict[str, dict[str, int]]:
+    def memory(self) -> dict[str, dict[str, float]]:
         """Largest memory of each device in each phase (`role.method`), in bytes."""
-        out: dict[str, dict[str, int]] = {}
+        out: dict[str, dict[str, float]] = {}
         for (device, phase), size in self._memory.items():
             out.setdefault(device, {})[phase] = size
         return out
@@ -141,13 +141,13 @@ class EventSummary:
         return sorted(out, key=lambda view: view["step"])
 
     def sampled_events(self) -> Iterator[dict[str, Any]]:
-        """The run records, and all events of up to `_LIMITS_STEPS` iterations; without the first, which warms up."""
+        """The run records, and all events of up to `_LIMITS_STEPS` iterations in the middle, one after the other."""
         steps = sorted(step for step in self._extents if step > 0)
-        steps = steps[1:] or steps
-        evenly = [steps[i] for i in sorted({len(steps) * i // _LIMITS_STEPS for i in range(_LIMITS_STEPS)})] if steps else []
+        first = max(len(steps) - _LIMITS_STEPS, 0) // 2
         yield from self.files.lines_at("events.jsonl", self._run_offsets)
-        for step in evenly:
-            yield from self.files.lines_at("events.jsonl", self._offsets[step])
+        for step in steps[first : first + _LIMITS_STEPS]:
+            found = self.files.lines_at("events.jsonl", self._offsets[step])
+            yield from (event for event in found if Activity.of(event) is not None)
 
 
 def _view(
@@ -162,7 +162,8 @@ def _view(
             KINDS.index(one.kind),
             *(names.setdefault(text, len(names)) for text in (one.device, one.role, one.method)),
             *(one.seq, one.step, *(round(at - window[0], 6) for at in (one.start, one.ready, one.end))),
-            *(one.sizes, int(one.failed)),
+            *one.sizes,
+            int(one.failed),
         ]
         for one in sorted(kept, key=lambda one: one.start)
     ]

@@ -8,7 +8,7 @@ function showHead() {
     const time = (run.metrics["time/total"] || [[], []])[1].filter(isNumber).at(-1);
     const of = (kind) => run.marks.filter((mark) => mark.kind === kind).length;
     const tile = (name, value) => (value ? el("div", { className: "tile" }, el("b", {}, value), el("span", { className: "dim" }, name)) : null);
-    head.append(el("div", { className: "dim" }, DATA.runs.length > 1 ? key(theme(at ? "b" : "a"), run.name) : "", run.directory), el("div", { className: "tiles" },
+    head.append(el("div", { className: "dim" }, DATA.runs.length > 1 ? key(at ? "var(--b)" : "var(--a)", run.name) : "", run.directory), el("div", { className: "tiles" },
       tile("iterations", number(run.iterations)), tile("total", seconds(time)),
       tile("per iteration", run.iterations && isNumber(time) ? seconds(time / run.iterations) : ""),
       tile("planned per iteration", seconds(run.plan)),
@@ -30,7 +30,7 @@ function showLimits() {
     { name: "seconds", number: true, value: (limit) => limit.seconds, show: (limit) => seconds(limit.seconds) },
     { name: "share", number: true, value: (limit) => limit.share, show: (limit) => percent(limit.share, 1) },
     { name: " ", value: (limit) => limit.share, show: (limit) => el("div", { className: "bar", style: { width: 120 * Math.min(Math.max(limit.share || 0, 0), 1) + "px" } }) },
-    { name: "what would help", value: (limit) => limit.advice },
+    { name: "what would help", cut: true, value: (limit) => limit.advice },
   ], run.limits))));
 }
 
@@ -42,7 +42,7 @@ function showMarks() {
     { name: "kind", value: (mark) => mark.kind },
     { name: "time", value: (mark) => (isNumber(mark.start) ? new Date(mark.start * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC" : "") },
     { name: "seconds", number: true, value: (mark) => mark.seconds, show: (mark) => seconds(mark.seconds) },
-    { name: "what", value: (mark) => mark.what },
+    { name: "what", cut: true, value: (mark) => mark.what },
   ], run.marks, { page: 100 }), run.marks_of > run.marks.length ? el("p", { className: "dim" }, `the first ${run.marks.length} of ${run.marks_of}`) : null)));
 }
 

@@ -8,6 +8,7 @@ import html
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import time
@@ -27,7 +28,9 @@ _CURVE_POINTS, _MOST_MARKS = 40_000, 2_000
 
 
 def write_report(
-    run: str | os.PathLike[str], other: str | os.PathLike[str] | None = None, output: str | os.PathLike[str] | None = None
+    run: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write the page of `run`, compared with `other`, to `output` (default: `report.html` in the run's directory).
 
@@ -95,13 +98,25 @@ def limits_of(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if importlib.util.find_spec("hybridflow.report.limits") is None:
         return []
     found = importlib.import_module("hybridflow.report.limits").find_limits(events)
-    return [{name: value if value == value else None for name, value in asdict(limit).items()} for limit in found]
+    return [asdict(limit) for limit in found]
 
 
 def as_script(data: Any) -> str:
     """JSON that can stand in a script element, whatever texts it holds: no '<', no '&', only ASCII."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(data), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any) -> Any:
+    """The same data with None for figures that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _names(directories: Sequence[Path]) -> list[str]:

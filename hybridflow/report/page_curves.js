@@ -16,7 +16,7 @@ function showCurves() {
     charts.forEach((one) => { one.node.hidden = !words.every((word) => one.name.toLowerCase().includes(word)); });
     count.textContent = `${charts.filter((one) => !one.node.hidden).length} of ${charts.length}`;
   };
-  const legend = DATA.runs.length > 1 ? DATA.runs.map((run, at) => key(theme(at ? "b" : "a"), run.name)) : [];
+  const legend = DATA.runs.length > 1 ? DATA.runs.map((run, at) => key(at ? "var(--b)" : "var(--a)", run.name)) : [];
   section("curves", "Curves", el("div", { className: "tools" }, search, count, el("label", {}, log, " log scale"), legend),
     el("div", { className: "charts" }, charts.map((one) => one.node)));
   const seen = new IntersectionObserver((entries) => entries.forEach((entry) => entry.isIntersecting && entry.target.draw()));

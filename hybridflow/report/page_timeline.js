@@ -1,7 +1,8 @@
 // Devices over time: calls by role, waits for inputs, idle time; memory; times of calls.
 
-const [KIND, DEVICE, ROLE, METHOD, SEQ, STEP, START, READY, END, BYTES_IN, BYTES_OUT, BEFORE, AFTER, PEAK, FAILED] = Array(15).keys();
-const CALL = 0, TRANSFER = 1, SWITCH = 2, WAIT = 3;
+const [KIND, DEVICE, ROLE, METHOD, SEQ, STEP, START, READY, END, BYTES_IN, BYTES_OUT, ROWS, TOKENS, BEFORE, AFTER, PEAK, FAILED] = Array(17).keys();
+const KINDS = ["call", "transfer", "wait", "switch", "stage"], [CALL, TRANSFER, WAIT, SWITCH] = KINDS.keys();
+const isPart = (event) => event[KIND] >= SWITCH;
 const roleColours = new Map();
 
 function colourOf(role) {
@@ -13,17 +14,17 @@ function showTimeline() {
   const runs = DATA.runs.filter((run) => run.views.length);
   if (!runs.length) return;
   section("timeline", "Timeline", el("p", { className: "dim" },
-    "Solid: a call works. Pale: it waits for its inputs. Striped: weights move. Faint: calls of other iterations. Empty: the device is idle. " +
+    "Solid: a call works. Pale: it waits for its inputs. Striped: weights move. The strip below: parts of a call. Faint: calls of other iterations. Empty: the device is idle. " +
     "Drag to move, Ctrl + wheel or + and − to zoom, double click or 0 to see all."),
     runs.map((run) => oneTimeline(run)));
 }
 
 function oneTimeline(run) {
-  const hidden = new Set();
+  const hidden = new Set(), start = Math.max(run.views.findIndex((view) => view.why.includes("median")), 0);
   const roles = el("div"), facts = el("p", { className: "facts" }), devices = el("div");
   const canvas = el("canvas", { className: "time", tabIndex: 0, ariaLabel: "timeline of " + run.name });
   const pick = el("select", { className: "iteration", onchange: () => choose(Number(pick.value)) },
-    options(run.views.map((view, at) => [at, `iteration ${view.step} (${view.why}, ${seconds(view.seconds)})`]), 0));
+    options(run.views.map((view, at) => [at, `iteration ${view.step} (${view.why}, ${seconds(view.seconds)})`]), start));
   let view, rows, range, hits = [];
 
   function choose(at) {
@@ -36,8 +37,8 @@ function oneTimeline(run) {
       const box = el("input", { type: "checkbox", checked: !hidden.has(role), onchange: () => { hidden.has(role) ? hidden.delete(role) : hidden.add(role); draw(); } });
       return el("label", { className: "key" }, box, key(colourOf(role), role));
     }));
-    const count = (kind, name) => `${view.counts[kind]} ${name}${view.counts[kind] === 1 ? "" : kind === "switch" ? "es" : "s"}`;
-    facts.textContent = [seconds(view.seconds), count("call", "call"), count("transfer", "transfer"), count("switch", "switch"), count("wait", "wait of the driver"),
+    const count = (kind, many) => `${view.counts[kind]} ${view.counts[kind] === 1 ? kind : many}`;
+    facts.textContent = [seconds(view.seconds), count("call", "calls"), count("transfer", "transfers"), count("switch", "switches"), count("wait", "waits") + " of the driver",
       `two or more roles work at the same time for ${seconds(view.overlap)} (${percent(view.overlap, view.seconds) || "0 %"})`,
       ...(view.others ? [`${view.others} events of other iterations fall into the same time`] : []),
       ...(view.left_out ? [`the ${view.left_out} shortest events are not drawn`] : [])].join(" · ");
@@ -51,7 +52,7 @@ function oneTimeline(run) {
     if (!canvas.clientWidth || !view) return;
     const [pen, width, height] = context(canvas);
     const edge = left(), x = (at) => edge + (at - range[0]) / (range[1] - range[0]) * (width - edge - 6);
-    const drawn = [0, 0, 0, 0];
+    const drawn = KINDS.map(() => 0);
     hits = [];
     pen.textBaseline = "middle"; pen.textAlign = "center"; pen.fillStyle = theme("dim"); pen.strokeStyle = theme("line");
     for (const at of ticks(range[0], range[1], width / 110)) {
@@ -73,20 +74,21 @@ function oneTimeline(run) {
       pen.restore();
       top += row.height;
     }
-    Object.assign(canvas.dataset, { calls: drawn[CALL], transfers: drawn[TRANSFER], switches: drawn[SWITCH], waits: drawn[WAIT], step: view.step });
+    Object.assign(canvas.dataset, { step: view.step, ...Object.fromEntries(KINDS.map((kind, at) => [kind, drawn[at]])) });
   }
 
   function bar(pen, event, own, x, top, height) {
-    const role = view.names[event[ROLE]], thin = event[KIND] === SWITCH;
+    const role = view.names[event[ROLE]], thin = isPart(event);
     const [start, ready, end] = [x(event[START]), x(event[READY]), x(event[END])];
-    const [y, tall] = thin ? [top + height * 0.6, height * 0.4] : [top, height];
+    const [y, tall] = thin ? [top + height * 0.7, height * 0.3] : [top, height];
     const alone = event[KIND] === WAIT;
     pen.fillStyle = colourOf(role);
     pen.globalAlpha = (own ? 1 : 0.35) * 0.28;
     pen.fillRect(start, y, Math.max((alone ? end : ready) - start, 0), tall);
     pen.globalAlpha = own ? 1 : 0.35;
     if (!alone) pen.fillRect(ready, y, Math.max(end - ready, 1), tall);
-    if (event[KIND] === TRANSFER || thin) stripes(pen, ready, y, Math.max(end - ready, 1), tall);
+    if (thin) { pen.fillStyle = "#0005"; pen.fillRect(ready, y, 1, tall); pen.fillRect(ready, y, Math.max(end - ready, 1), 1); }
+    if (event[KIND] === TRANSFER || event[KIND] === SWITCH) stripes(pen, ready, y, Math.max(end - ready, 1), tall);
     if (event[FAILED]) { pen.strokeStyle = theme("bad"); pen.lineWidth = 2; pen.strokeRect(start, y, end - start, tall); pen.lineWidth = 1; }
     const wide = Math.min(end, canvas.clientWidth) - Math.max(ready, left());
     if (!alone && !thin && wide > 40 && height > 11) {
@@ -131,7 +133,7 @@ function oneTimeline(run) {
   });
   canvas.addEventListener("pointerleave", (event) => tip(event, ""));
   redraws.add(draw);
-  setTimeout(() => choose(0));
+  setTimeout(() => choose(start));
   const button = (shown, times, title) => el("button", { title, onclick: () => zoom(times) }, shown);
   return el("div", { className: "run" }, el("h3", {}, run.name),
     el("div", { className: "tools" }, pick, button("+", 0.6, "zoom in"), button("−", 1.7, "zoom out"), button("all", 1e9, "the whole iteration"), roles),
@@ -144,8 +146,9 @@ function told(view, event) {
     `${name(ROLE)}.${name(METHOD)} on ${name(DEVICE)}${event[FAILED] ? " (failed)" : ""}`,
     `iteration ${event[STEP]}, call ${event[SEQ]}, from ${seconds(event[START])}`,
     `works ${seconds(event[END] - event[READY])}, waits ${seconds(event[READY] - event[START])}`,
-    event[BYTES_IN] !== null || event[BYTES_OUT] !== null ? `in ${bytes(event[BYTES_IN]) || "?"}, out ${bytes(event[BYTES_OUT]) || "?"}` : "",
-    event[BEFORE] !== null ? `memory ${bytes(event[BEFORE])} → ${bytes(event[AFTER])}${event[PEAK] !== null ? `, peak ${bytes(event[PEAK])}` : ""}` : "",
+    event[BYTES_IN] || event[BYTES_OUT] ? `in ${bytes(event[BYTES_IN]) || "?"}, out ${bytes(event[BYTES_OUT]) || "?"}` : "",
+    event[ROWS] || event[TOKENS] ? `${number(event[ROWS]) || "?"} rows, ${number(event[TOKENS]) || "?"} tokens` : "",
+    event[BEFORE] ? `memory ${bytes(event[BEFORE])} → ${bytes(event[AFTER])}${event[PEAK] !== null ? `, peak ${bytes(event[PEAK])}` : ""}` : "",
   ].filter(Boolean).join("\n");
 }
 
@@ -165,7 +168,8 @@ function rowsOf(run, view) {
   const rows = new Map(names.map((name) => [name, { name, events: [], ends: [] }]));
   for (const event of view.events) {
     const row = rows.get(view.names[event[DEVICE]]);
-    if (event[KIND] === SWITCH) { row.events.push([event, -1]); continue; }
+    if (isPart(event)) { row.events.push([event, -1]); continue; }
+    if (event[STEP] !== view.step) { row.events.push([event, 0]); continue; }
     let lane = row.ends.findIndex((end) => end <= event[START] + 1e-6);
     if (lane < 0) lane = row.ends.length < 6 ? row.ends.length : 5;
     row.ends[lane] = event[END];
@@ -175,13 +179,14 @@ function rowsOf(run, view) {
     row.lane = names.length > 32 ? 12 : 22;
     row.height = Math.max(row.ends.length, 1) * row.lane + 1;
     row.events = row.events.map(([event, lane]) => [event, lane >= 0 ? lane : around(row, event)]);
-    row.events.sort(([one], [other]) => (one[KIND] === SWITCH) - (other[KIND] === SWITCH));
+    const order = (event) => (event[STEP] === view.step) + 2 * isPart(event); // later ones lie above
+    row.events.sort(([one], [other]) => order(one) - order(other));
   }
   return [...rows.values()];
 }
 
 function around(row, event) {
-  const holder = row.events.find(([other]) => other[KIND] !== SWITCH && other[START] <= event[START] && other[END] >= event[END]);
+  const holder = row.events.find(([other]) => !isPart(other) && other[START] <= event[START] && other[END] >= event[END]);
   return holder ? holder[1] : 0;
 }
 
@@ -191,7 +196,7 @@ function deviceTable(run, view) {
     return { name, work, wait, idle: Math.max(view.seconds - work - wait, 0), about: run.devices.find((one) => one.key === name) || {} };
   });
   if (!rows.length) return "";
-  const part = (name, at) => el("i", { style: { width: 100 * at / Math.max(view.seconds, 1e-9) + "%", background: theme(name) } });
+  const part = (name, at) => el("i", { style: { width: 100 * at / Math.max(view.seconds, 1e-9) + "%", background: `var(--${name})` } });
   const share = (name) => ({ name, number: true, value: (row) => row[name], show: (row) => `${seconds(row[name])} (${percent(row[name], view.seconds) || "0 %"})` });
   return el("details", { open: rows.length <= 16 }, el("summary", {}, "Working, waiting for inputs, idle, by device"), table([
     { name: "device", value: (row) => row.name }, { name: "node", value: (row) => row.about.node },
@@ -211,7 +216,7 @@ function showMemory() {
     const columns = [{ name: "device", value: (row) => row.key }, { name: "kind", value: (row) => row.name || row.device }];
     if (rows.some((row) => isNumber(row.memory))) columns.push(size("has", (row) => row.memory));
     if (rows.some((row) => isNumber(row.plan))) {
-      columns.push(size("planned", (row) => row.plan), size("most", most));
+      columns.push(size("planned", (row) => row.plan), { ...size("most", most), style: (row) => (row.plan && most(row) > row.plan ? { color: "var(--bad)" } : {}) });
       columns.push({ name: "most / planned", number: true, value: (row) => (row.plan ? most(row) / row.plan : null), show: (row) => (row.plan && most(row) ? (most(row) / row.plan).toFixed(2) : "") });
     } else columns.push(size("most", most));
     phases.forEach((phase) => columns.push({

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,8 @@ import yaml
 from hybridflow.errors import ConfigError
 
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json")
+
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 
 
 @dataclass
@@ -37,17 +38,21 @@ class RunFiles:
         return (line for _, line in self.placed_lines(name))
 
     def placed_lines(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The objects of a .jsonl file with their offsets, for `line_at`; nothing without the file."""
-        path, start = self.directory / name, 0
+        """The objects of a .jsonl file with their offsets, for `lines_at`; nothing without the file."""
         self.damaged.pop(name, None)
+        for offset, text in self.raw_lines(name):
+            if (line := as_object(text)) is not None:
+                yield offset, line
+            elif text.strip():
+                self.damaged[name] = self.damaged.get(name, 0) + 1
+
+    def raw_lines(self, name: str) -> Iterator[tuple[int, bytes]]:
+        path, start = self.directory / name, 0
         if not path.is_file():
             return
         with path.open("rb") as file:
             for text in file:
-                if (line := _object(text)) is not None:
-                    yield start, line
-                elif text.strip():
-                    self.damaged[name] = self.damaged.get(name, 0) + 1
+                yield start, text
                 start += len(text)
 
     def lines_at(self, name: str, offsets: list[int]) -> Iterator[dict[str, Any]]:
@@ -55,7 +60,7 @@ class RunFiles:
         with (self.directory / name).open("rb") as file:
             for offset in offsets:
                 file.seek(offset)
-                if (line := _object(file.readline())) is not None:
+                if (line := as_object(file.readline())) is not None:
                     yield line
 
     def config(self) -> dict[str, str]:
@@ -74,16 +79,13 @@ class RunFiles:
             return {}
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
+def as_object(text: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it is not one."""
     try:
-        found = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+        found = _DECODER.decode(text.decode())
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _finite(text: str) -> float | None:
-    return None if math.isinf(number := float(text)) else number
 
 
 def _flat(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hybridflow.report.curves import is_number, rounded
-from hybridflow.report.run_files import RunFiles
+from hybridflow.report.run_files import RunFiles, as_object
 
-_BUDGET, _CHARACTERS, _TOKENS = 4_000_000, 20_000, 4_096
+_BUDGET, _CHARACTERS, _TOKENS = 6_000_000, 20_000, 4_096
+_STEP = re.compile(rb'\{"step": (\d{1,15}),')
 
 
 def shown_samples(files: RunFiles, budget: int = _BUDGET) -> dict[str, Any]:
     """The rows, how many the file has, and the iterations shown and there. Every second, fourth, ... iteration before
     the last is shown where all would exceed the budget."""
     steps: dict[int, list[tuple[int, int]]] = {}
-    for offset, row in files.placed_lines("samples.jsonl"):
-        step = row.get("step")
-        steps.setdefault(step if type(step) is int else 0, []).append((offset, len(str(row))))
+    for offset, text in files.raw_lines("samples.jsonl"):
+        if (step := _step_of(text)) is not None:
+            steps.setdefault(step, []).append((offset, len(text)))
+        elif text.strip():
+            files.damaged["samples.jsonl"] = files.damaged.get("samples.jsonl", 0) + 1
     order, stride = sorted(steps), 1
     while stride < len(order) and _size(steps, order[::-stride]) > budget:
         stride *= 2
@@ -33,6 +37,16 @@ def shown_samples(files: RunFiles, budget: int = _BUDGET) -> dict[str, Any]:
         "steps": len(chosen),
         "steps_of": len(steps),
     }
+
+
+def _step_of(text: bytes) -> int | None:
+    """The iteration of a line, which the tracker writes first: long lines are not parsed. None: a damaged line."""
+    if (found := _STEP.match(text)) and text.endswith(b"}\n"):
+        return int(found[1])
+    if (row := as_object(text)) is None:
+        return None
+    step = row.get("step")
+    return step if type(step) is int else 0
 
 
 def _size(steps: dict[int, list[tuple[int, int]]], chosen: list[int]) -> int:
