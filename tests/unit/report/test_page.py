@@ -116,16 +116,10 @@ def event(**more):
     return {"kind": "call", "step": 1, "seq": 1, "role": "r", "method": "m", "pool": "main", "rank": 0, **more}
 
 
-@pytest.mark.parametrize(
-    "times",
-    [
-        {},
-        {"start": 1},
-        {"start": 2, "ready": 2, "end": 1},
-        {"start": math.nan, "ready": 1, "end": 1},
-        {"start": 1, "end": 2},
-    ],
-)
+UNUSABLE = [{}, {"start": 1}, {"start": 2, "ready": 2, "end": 1}, {"start": math.nan, "ready": 1, "end": 1}]
+
+
+@pytest.mark.parametrize("times", [*UNUSABLE, {"start": 1, "end": 2}])
 def test_events_without_usable_times_are_left_out(times):
     assert Activity.of(event(**times)) is None
 
