@@ -28,8 +28,13 @@ class EventSummary:
         self._run_offsets: list[int] = []
         self._memory: dict[tuple[str, str], float] = {}
         self._calls: dict[tuple[int, int, str], list[float]] = {}  # the slowest rank's work, wait and ranks
+        self._waits: dict[int, float] = {}  # first start of the driver's waits
         for offset, event in files.placed_lines("events.jsonl"):
             self._read(offset, event)
+        ends = {step: end for step, (_, end) in self._extents.items()}
+        for step in self._waits.keys() & ends:  # data that was loaded ahead does not begin an iteration
+            start = max(self._waits[step], ends.get(step - 1, self._waits[step]))
+            self._extents[step] = min(start, self._extents[step][0]), ends[step]
 
     def _read(self, offset: int, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "run":
@@ -40,8 +45,11 @@ class EventSummary:
         elif (one := Activity.of(event)) is None:
             self.unusable += 1
         else:
-            start, end = self._extents.get(one.step, (one.start, one.end))
-            self._extents[one.step] = min(start, one.start), max(end, one.end)
+            if one.kind == "wait":
+                self._waits[one.step] = min(self._waits.get(one.step, one.start), one.start)
+            else:
+                start, end = self._extents.get(one.step, (one.start, one.end))
+                self._extents[one.step] = min(start, one.start), max(end, one.end)
             self._offsets.setdefault(one.step, []).append(offset)
             name = f"{one.role}.{one.method}"
             if one.memory:
