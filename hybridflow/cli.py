@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_doctor(commands)
     _add_timeline(commands)
+    _add_report(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -162,6 +163,25 @@ def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:
     print(f"written to {write_timeline(given.directory, given.output)}; open it in ui.perfetto.dev")
     for limit in find_limits(read_events(given.directory))[:3]:
         print(f"{limit.share:4.0%}  {limit.seconds:.3g} s per iteration  {limit.name}: {limit.advice}")
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="one HTML page of a run: curves, timeline, limits, memory, samples; or of two runs compared",
+        description="Writes one self-contained HTML file from the files of a run. Nothing is started.",
+    )
+    report.set_defaults(run=_report)
+    add = report.add_argument
+    add("directory", help="of the run, such as runs/first")
+    add("other", nargs="?", help="a second run, to compare")
+    add("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
+
+
+def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.report.page import write_report
+
+    if rest:
+        raise ConfigError(f"report takes one run or two, got {rest[0]!r} as well.")
+    print(f"written to {write_report(given.directory, given.other, given.output)}")
 
 
 def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -18,13 +18,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.iterations import StageSeconds
 from hybridflow.cluster.session import Session
+from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.metric_loggers import Destinations, LoggerThread, find_loggers
 from hybridflow.report.recorder import EventRecorder
 from hybridflow.run_display import RunDisplay, drawn_curve
+from hybridflow.sample_rows import sample_rows, sampled
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,8 @@ class Tracker:
         self._config_due = config is not None
         self._threads: list[LoggerThread] = []
         self._pending: tuple[tuple[Metrics, ...], int] | None = None
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._sampled: list[tuple[int, str, Batch | BatchRef, Tokenizer | None]] = []
         self._step = self._resumed = self._logged = self._written = 0
         self._last = self._start = time.perf_counter()
         self._rewards: list[tuple[int, float]] = []
@@ -131,17 +137,56 @@ class Tracker:
             try:
                 if earlier is not None:
                     self._write(*earlier)
+                self._write_samples(self._step - 1)
             except HybridFlowError as error:
                 if session is None or not session.defer(error):
                     raise
 
-    def samples(self, rows: Sequence[Mapping[str, Any]], *, title: str = "samples") -> None:
-        """Show rows (prompts, responses, rewards, ...) as a table, and append them to `samples.jsonl`."""
-        self._write_config()
-        self._files.append("samples.jsonl", [as_line({"step": self._step, "title": title, **row}) for row in rows])
+    def samples(
+        self,
+        samples: Sequence[Mapping[str, Any]] | Batch | BatchRef,
+        *,
+        rows: int = 8,
+        every: int = 1,
+        tokenizer: TokenizerLike | None = None,
+        columns: Sequence[str] = (),
+        title: str = "samples",
+    ) -> None:
+        """Append samples to `samples.jsonl`: rows of your own, which are shown as a table, too, or those of a batch.
+
+        Of a batch, after `log` of its iteration, the first `rows` in each `every`-th iteration: prompt, response,
+        answer, rewards, costs, additional `columns`, and, one entry per token, `log_probs`, `advantages`,
+        `policy_version` and, with a `tokenizer` (the model's directory), `tokens`. They are fetched like metrics, in
+        the *next* `log`. Errors: MissingColumnError; as `as_tokenizer`.
+        """
+        if isinstance(samples, Batch | BatchRef):
+            with self._lock:
+                if self._step % max(every, 1) == 0:
+                    batch = sampled(samples, rows, columns)
+                    self._sampled.append((self._step, title, batch, self._tokenizer(tokenizer)))
+            return
+        self._append_samples(self._step, title, samples)
         if self._display is not None:
             with self._files.forgiving("the display"):
-                self._display.samples(rows, title)
+                self._display.samples(samples, title)
+
+    def _append_samples(self, step: int, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._write_config()
+        self._files.append("samples.jsonl", [as_line({"step": step, "title": title, **row}) for row in rows])
+
+    def _write_samples(self, step: int) -> None:
+        """Fetch and write the samples of batches up to this step."""
+        while self._sampled and self._sampled[0][0] <= step:
+            at, title, batch, tokenizer = self._sampled.pop(0)
+            self._append_samples(at, title, sample_rows(batch, tokenizer))
+
+    def _tokenizer(self, given: TokenizerLike | None) -> Tokenizer | None:
+        """The tokenizer, read once; names of directories are remembered."""
+        if not isinstance(given, str | os.PathLike):
+            return None if given is None else as_tokenizer(given)
+        if (name := os.fspath(given)) not in self._tokenizers:
+            self._tokenizers[name] = as_tokenizer(given)
+        return self._tokenizers[name]
 
     def note(self, **figures: Any) -> None:
         """Write values of the whole run (accuracy before and after) to `notes.json`."""
@@ -155,6 +200,7 @@ class Tracker:
             if self._pending is not None and (step is None or self._pending[1] <= step):
                 pending, self._pending = self._pending, None
                 self._write(*pending)
+            self._write_samples(self._step if step is None else step)
             self._files.write()
             self._wait_for_loggers(_FLUSH_SECONDS)
 
@@ -177,6 +223,7 @@ class Tracker:
         self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
         self._step = self._resumed = self._logged = self._written = saved.step
         self._pending, self._closed = None, False
+        self._sampled.clear()
         self._last = time.perf_counter()
         self._start = self._last - saved.seconds
         if self._recorder is not None:
@@ -208,9 +255,11 @@ class Tracker:
         """`finish` at program exit: logs errors; does not wait if the program failed."""
         if self._closed:
             return
-        if _failed() and self._pending is not None and not all(map(_is_there, self._pending[0])):
-            logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
+        if _failed() and (self._pending is None or not all(map(_is_there, self._pending[0]))):
+            if self._pending is not None:
+                logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
             self._pending = None
+            self._sampled.clear()
         try:
             self._finish(_failed())
         except Exception:

@@ -36,7 +36,7 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
-    ("kept_files", "metric_loggers", "run_display", "start_display", "command_line", "report"),
+    ("kept_files", "metric_loggers", "run_display", "start_display", "command_line", "report", "sample_rows"),
     (
         "tracker",
         "loader",

@@ -1,0 +1,200 @@
+"""EventSummary: the events of a run in a few tables, and all events of some chosen iterations."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridflow.report.curves import is_number, rounded
+from hybridflow.report.device_time import DRIVER, KINDS, Activity, Interval, role_overlap, shares
+from hybridflow.report.run_files import RunFiles
+
+_MARKS = ("restart", "skipped", "note")
+_MOST_VIEWS, _MOST_EVENTS = 12, 30_000
+_LIMITS_STEPS = 24
+
+
+class EventSummary:
+    """Reads `events.jsonl` once; its memory grows with iterations and calls, not with devices times calls."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self.runs: list[dict[str, Any]] = []
+        self.marks: list[dict[str, Any]] = []
+        self.unusable = 0
+        self._extents: dict[int, Interval] = {}
+        self._offsets: dict[int, list[int]] = {}
+        self._run_offsets: list[int] = []
+        self._memory: dict[tuple[str, str], float] = {}
+        self._calls: dict[tuple[int, int, str], list[float]] = {}  # the slowest rank's work, wait and ranks
+        self._waits: dict[int, float] = {}  # first start of the driver's waits
+        for offset, event in files.placed_lines("events.jsonl"):
+            self._read(offset, event)
+        ends = {step: end for step, (_, end) in self._extents.items()}
+        for step in self._waits.keys() & ends:  # data that was loaded ahead does not begin an iteration
+            start = max(self._waits[step], ends.get(step - 1, self._waits[step]))
+            self._extents[step] = min(start, self._extents[step][0]), ends[step]
+
+    def _read(self, offset: int, event: Mapping[str, Any]) -> None:
+        if event.get("kind") == "run":
+            self.runs.append(dict(event))
+            self._run_offsets.append(offset)
+        elif event.get("kind") in _MARKS:
+            self._mark(event)
+        elif (one := Activity.of(event)) is None:
+            self.unusable += 1
+        else:
+            if one.kind == "wait":
+                self._waits[one.step] = min(self._waits.get(one.step, one.start), one.start)
+            else:
+                start, end = self._extents.get(one.step, (one.start, one.end))
+                self._extents[one.step] = min(start, one.start), max(end, one.end)
+            self._offsets.setdefault(one.step, []).append(offset)
+            name = f"{one.role}.{one.method}"
+            if one.memory:
+                key = one.device, name
+                self._memory[key] = max(self._memory.get(key, 0), one.memory)
+            call = self._calls.setdefault((one.step, one.seq, name), [0.0, 0.0, 0])
+            call[0] = max(call[0], one.end - one.ready)
+            call[1] = max(call[1], one.ready - one.start)
+            call[2] += 1
+
+    def _mark(self, event: Mapping[str, Any]) -> None:
+        start, end = event.get("start"), event.get("end")
+        length = rounded(end - start) if is_number(start) and is_number(end) else None
+        step = event.get("step") if type(event.get("step")) is int else None
+        when = start if is_number(start) else None
+        what = str(event.get("what", ""))[:2000]
+        self.marks.append({"kind": event["kind"], "step": step, "start": when, "seconds": length, "what": what})
+
+    def devices(self) -> list[dict[str, Any]]:
+        """All devices that a run record or an event names, in order: key, node, name, memory and planned memory."""
+        known: dict[str, dict[str, Any]] = {}
+        for run in self.runs:
+            plan = run.get("plan")
+            planned = plan.get("memory") if isinstance(plan, dict) else None
+            for one in filter(lambda one: isinstance(one, dict), run.get("devices") or ()):
+                key = f"{one.get('pool', '?')}/{one.get('rank', '?')}"
+                about = {name: one.get(name) for name in ("node", "device", "name", "memory")}
+                known[key] = {"key": key, **about, "plan": planned.get(key) if isinstance(planned, dict) else None}
+        for device in {device for device, _ in self._memory}:
+            known.setdefault(device, {"key": device})
+        return sorted(known.values(), key=lambda device: _natural(device["key"]))
+
+    def memory(self) -> dict[str, dict[str, float]]:
+        """Largest memory of each device in each phase (`role.method`), in bytes."""
+        out: dict[str, dict[str, float]] = {}
+        for (device, phase), size in self._memory.items():
+            out.setdefault(device, {})[phase] = size
+        return out
+
+    def calls(self) -> list[dict[str, Any]]:
+        """Per `role.method`: calls, ranks, and medians over iterations of the seconds that its calls work and wait
+        (of each call, its slowest rank)."""
+        per_step: dict[str, dict[int, list[float]]] = {}
+        for (step, _, name), (work, wait, ranks) in self._calls.items():
+            row = per_step.setdefault(name, {}).setdefault(step, [0.0, 0.0, 0, 0])
+            row[:] = row[0] + work, row[1] + wait, row[2] + 1, max(row[3], ranks)
+        return [
+            {
+                "name": name,
+                "calls": int(sum(row[2] for row in steps.values())),
+                "ranks": int(max(row[3] for row in steps.values())),
+                "work": rounded(statistics.median(row[0] for row in steps.values())),
+                "wait": rounded(statistics.median(row[1] for row in steps.values())),
+            }
+            for name, steps in per_step.items()
+        ]
+
+    def chosen(self) -> dict[int, str]:
+        """Iterations to show and why: first, median, slowest, last, and those around restarts."""
+        lengths = {step: end - start for step, (start, end) in self._extents.items() if step > 0} or {
+            step: end - start for step, (start, end) in self._extents.items()
+        }
+        if not lengths:
+            return {}
+        slow = sorted(lengths, key=lambda step: lengths[step])
+        why: dict[int, list[str]] = {}
+        for step, reason in ((min(lengths), "first"), (slow[(len(slow) - 1) // 2], "median")):
+            why.setdefault(step, []).append(reason)
+        for step, reason in ((slow[-1], "slowest"), (max(lengths), "last")):
+            why.setdefault(step, []).append(reason)
+        for mark in self.marks:
+            if mark["kind"] == "restart" and mark["step"] is not None:
+                for near, reason in ((-1, "before a restart"), (0, "restart"), (1, "after a restart")):
+                    step = mark["step"] + near
+                    if step in lengths and (step in why or len(why) < _MOST_VIEWS):
+                        why.setdefault(step, []).append(reason)
+        return {step: ", ".join(dict.fromkeys(why[step])) for step in sorted(why)}
+
+    def activities(self, step: int) -> list[Activity]:
+        found = self.files.lines_at("events.jsonl", self._offsets.get(step, []))
+        return [one for one in map(Activity.of, found) if one is not None]
+
+    def views(self) -> list[dict[str, Any]]:
+        """The chosen iterations with their events, and those of other iterations at the same time."""
+        chosen, out, room = self.chosen(), [], _MOST_EVENTS
+        order = sorted(chosen, key=lambda step: "restart" in chosen[step])  # these have to leave first
+        for place, step in enumerate(order):
+            window = self._extents[step]
+            near = sorted(self._extents, key=lambda other: abs(other - step))[:9]
+            around = [other for other in near if other != step and _meet(self._extents[other], window)]
+            own = self.activities(step)
+            others = [one for other in around for one in self.activities(other) if _meet((one.start, one.end), window)]
+            share = max(room // (len(order) - place), 1)
+            view = _view(step, chosen[step], window, own, others, share)
+            room -= len(view["events"])
+            out.append(view)
+        return sorted(out, key=lambda view: view["step"])
+
+    def sampled_events(self) -> Iterator[dict[str, Any]]:
+        """The run records, and all events of up to `_LIMITS_STEPS` iterations in the middle, one after the other."""
+        steps = sorted(step for step in self._extents if step > 0)
+        first = max(len(steps) - _LIMITS_STEPS, 0) // 2
+        yield from self.files.lines_at("events.jsonl", self._run_offsets)
+        for step in steps[first : first + _LIMITS_STEPS]:
+            found = self.files.lines_at("events.jsonl", self._offsets[step])
+            yield from (event for event in found if Activity.of(event) is not None)
+
+
+def _view(
+    step: int, why: str, window: Interval, own: list[Activity], others: list[Activity], most: int
+) -> dict[str, Any]:
+    """Plain data of one iteration. Of more than `most` events, the longest are kept."""
+    every = [*own, *others]
+    kept = every if len(every) <= most else sorted(every, key=lambda one: one.start - one.end)[:most]
+    names: dict[str, int] = {}
+    rows = [
+        [
+            KINDS.index(one.kind),
+            *(names.setdefault(text, len(names)) for text in (one.device, one.role, one.method)),
+            *(one.seq, one.step, *(round(at - window[0], 6) for at in (one.start, one.ready, one.end))),
+            *one.sizes,
+            int(one.failed),
+        ]
+        for one in sorted(kept, key=lambda one: one.start)
+    ]
+    working = [one for one in every if one.device != DRIVER]
+    return {
+        "step": step,
+        "why": why,
+        "start": window[0],
+        "seconds": window[1] - window[0],
+        "counts": {kind: sum(one.kind == kind for one in own) for kind in KINDS},
+        "others": len(others),
+        "left_out": len(every) - len(kept),
+        "names": list(names),
+        "events": rows,
+        "shares": {name: [rounded(part) for part in parts] for name, parts in shares(working, window).items()},
+        "overlap": rounded(role_overlap(working, window)),
+    }
+
+
+def _meet(one: Interval, other: Interval) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _natural(key: str) -> tuple[str, int, str]:
+    pool, _, rank = key.rpartition("/")
+    return pool, int(rank) if rank.isdigit() else -1, rank
