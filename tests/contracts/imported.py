@@ -11,14 +11,20 @@ sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM would import it
 isolation.prepare("cpu")
 with isolation.fence(torch.device("cpu")):
     import peft  # noqa: F401
+    import vllm.engine.arg_utils
     import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
     import vllm.model_executor.models.llama
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()  # which searches every module, once per process
 
 import hybridflow.engines.fsdp.engine  # noqa: E402
 import hybridflow.engines.megatron.engine  # noqa: E402
-import hybridflow.engines.vllm.engine  # noqa: E402, F401
+import hybridflow.engines.vllm.engine  # noqa: E402
+import hybridflow.engines.vllm.sampler  # noqa: E402
+import hybridflow.engines.vllm.scheduler  # noqa: E402, F401
 from tests.contracts import engine_tasks, state_tasks  # noqa: E402, F401
 
 del sys.modules["ray"]

@@ -29,7 +29,7 @@ def test_a_family_is_in_the_lists_that_its_small_copy_says(family):
     try:
         check_causal(hf_config({"model_type": family}))
         assert not found
-        assert is_packable({"model_type": family}) <= can_be_packed({"model_type": family})
+        assert not is_packable({"model_type": family}) or can_be_packed({"model_type": family})
     except ModelError:
         assert found is not False
 

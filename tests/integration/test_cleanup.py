@@ -315,10 +315,10 @@ def test_sigterm_ends_a_driver_cleanly(drivers, end, busy):
         assert '"reward/mean": 0.5' in figures[0]
 
 
-def test_sessions_follow_each_other(tmp_path):
+def test_sessions_follow_each_other(tmp_path, warm):
     """A notebook shuts down twice, keeps old references, and opens the next session; it never finishes a tracker, whose
     last figures are fetched while the session can still be asked."""
-    driver = Driver(tmp_path, NOTEBOOK)
+    driver = Driver(tmp_path, NOTEBOOK, **warm.environment)
     name = driver.session()
     members = family(driver.process.pid)
     assert driver.wait() == 0, driver.text()

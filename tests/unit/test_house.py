@@ -296,6 +296,18 @@ def test_importing_hybridflow_loads_nothing_heavy():
     assert not {"torch", "ray", "numpy", "tensordict", "transformers", "vllm", "megatron", "pandas"} & set(loaded)
 
 
+def test_what_reward_workers_load_is_light():
+    """Each pool of workers imports it anew; only the driver needs `Functions`, with tensors."""
+    loaded = in_fresh_interpreter(
+        "import json, sys\n"
+        "from hybridflow import rewards\n"
+        "for name in {*rewards.__all__} - {'Functions', 'Scores'}:\n"
+        "    getattr(rewards, name)\n"
+        "print(json.dumps({'modules': sorted({name.split('.')[0] for name in sys.modules})}))"
+    )["modules"]
+    assert not {"torch", "ray", "numpy", "tensordict", "sympy"} & set(loaded)
+
+
 def test_every_public_name_exists_and_none_loads_a_backend():
     found = in_fresh_interpreter(
         "import json, sys, hybridflow\n"

@@ -107,11 +107,14 @@ def _fence_cpu(stack: ExitStack) -> None:
     import vllm._custom_ops  # noqa: F401  (registers torch.ops._C)
     from vllm.model_executor.layers import utils as linear_layers
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.triton_utils import dispatcher
 
     name = "process_weights_after_loading"
     stack.enter_context(replaced(CPUUnquantizedExperts, name, keeping_plain(getattr(CPUUnquantizedExperts, name))))
     stack.enter_context(replaced(linear_layers, "dispatch_cpu_unquantized_gemm", _plain_linear))
     stack.enter_context(replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None))
+    if dispatcher._registry:  # vLLM would register its kernels anew with each engine, and search all modules for them
+        stack.enter_context(replaced(dispatcher, "register_kernels", lambda kernels: None))
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
