@@ -25,7 +25,8 @@ class PromptLoader(PromptSource):
     `name` and `split`), or a list of mappings. The column `prompt` (text, or chat messages for the tokenizer's chat
     template) becomes the column `prompt`; further columns are kept for reward functions. `map(record) -> record`
     converts records first: a pure function, called once per record when the loader is built, which checks all records,
-    and again for each drawn record.
+    and again for each drawn record. Rows in verl's shape also get their `reward_model["ground_truth"]` as the columns
+    `ground_truth` and `answer`, unless they have these.
 
     Batches have `row_id` [B] int64, `prompt` and the further columns as objects, and `prompt_ids` (ragged int64) when a
     `tokenizer` (a checkpoint directory, hub name, or tokenizer of transformers) is given; otherwise the actor

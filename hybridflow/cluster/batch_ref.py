@@ -15,6 +15,7 @@ import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, check_known, names_of, renamed
+from hybridflow.batch.row_selection import selected_rows
 from hybridflow.batch.row_split import even_bounds
 from hybridflow.cluster.future import Future, fetch
 from hybridflow.cluster.row_refs import (
@@ -97,21 +98,20 @@ class BatchRef:
     def __iter__(self) -> Iterator[str]:
         raise TypeError("a BatchRef holds references: iterate over .get(), or over .columns for the names.")
 
-    def __getitem__(self, key: str | int | slice | list[str]) -> Any:
-        """`ref["rewards"]` is one column as a reference with `.get()`; `ref[2:8]` and `ref[3]` are rows."""
+    def __getitem__(self, key: Any) -> Any:
+        """`ref["rewards"]` is one column as a reference with `.get()`; `ref[["prompt", "rewards"]]` are columns.
+
+        `ref[3]`, `ref[2:8]`, `ref[[0, 2]]` and `ref[mask]` are rows by reference, as of a `Batch`; only a mask that is
+        a column (`ref[ref["finished"]]`) is waited for.
+        """
         if isinstance(key, str):
             return OneColumn(self.select(key))
-        if isinstance(key, int):
-            at = range(self.rows)[key]
-            return self._slice(at, at + 1)
-        if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
+        if isinstance(key, list | tuple) and any(isinstance(name, str) for name in key):
             return self.select(*key)
-        if not isinstance(key, slice):
-            raise BatchError(f"a batch is indexed by a column, columns, a row or a slice of rows, got {key!r}.")
-        start, stop, step = key.indices(self.rows)
-        if step != 1:
-            raise BatchError(f"rows can only be sliced with step 1, got {step}. Use .get() and Batch.reorder.")
-        return self._slice(start, max(start, stop))
+        picked = selected_rows(key.get() if isinstance(key, OneColumn) else key, self.rows)
+        if isinstance(picked, range):
+            return self._slice(picked.start, picked.stop)
+        return self._gathered(len(picked), picked.numpy())
 
     def __or__(self, other: BatchRef | Batch | Mapping[str, Any]) -> BatchRef:
         return self.union(other)
