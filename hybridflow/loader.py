@@ -4,16 +4,18 @@ sampling (DAPO): prompts are drawn until a batch has enough groups with differen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
-from hybridflow.data.lm_dataset import TextSource
+from hybridflow.data.lm_dataset import TextSource, read_texts
 from hybridflow.data.prompts import PromptSource
+from hybridflow.data.tokenizer import TokenizerLike, as_tokenizer
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, PromptError
 
 
@@ -84,6 +86,22 @@ class TextLoader(TextSource):
             self._batches = None  # an iterator that raised is exhausted: reusing it would end the loop silently
             raise
         return BatchRef.from_batch(batch)
+
+
+def text_batch(texts: Sequence[Any], tokenizer: TokenizerLike | WorkerGroup, *, max_tokens: int | None = None) -> Batch:
+    """Own texts as one batch for supervised fine-tuning: `actor.update_actor(hf.text_batch(pairs, actor), loss="sft")`.
+
+    A text is a (prompt, completion) pair or a mapping with these two (text; the prompt may be chat messages, the
+    completion a message of the assistant), or a list of messages that the assistant ends: the loss covers the
+    completion and the end token. Or all of them are plain texts: the loss covers all but the first token. `tokenizer`
+    is that of an actor's model, or what a `TextLoader` takes. Rows are cut at `max_tokens`. Columns are those of a
+    `TextLoader`; `row_id` counts from 0. Errors: PromptError naming the row, ConfigError.
+    """
+    if isinstance(tokenizer, WorkerGroup):
+        group, tokenizer = tokenizer, tokenizer.settings.get("model") or ""
+        if not tokenizer:
+            raise ConfigError(f"text_batch(tokenizer={group.name}): the group has no model. Give the actor.")
+    return read_texts(texts, as_tokenizer(tokenizer), max_tokens)
 
 
 logger = logging.getLogger(__name__)
