@@ -97,11 +97,10 @@ def text_batch(texts: Sequence[Any], tokenizer: TokenizerLike | WorkerGroup, *, 
     is that of an actor's model, or what a `TextLoader` takes. Rows are cut at `max_tokens`. Columns are those of a
     `TextLoader`; `row_id` counts from 0. Errors: PromptError naming the row, ConfigError.
     """
-    if isinstance(tokenizer, WorkerGroup):
-        group, tokenizer = tokenizer, tokenizer.settings.get("model") or ""
-        if not tokenizer:
-            raise ConfigError(f"text_batch(tokenizer={group.name}): the group has no model. Give the actor.")
-    return read_texts(texts, as_tokenizer(tokenizer), max_tokens)
+    if isinstance(tokenizer, WorkerGroup) and not tokenizer.settings.get("model"):
+        raise ConfigError(f"text_batch(tokenizer={tokenizer.name}): the group has no model. Give the actor.")
+    given = tokenizer.settings["model"] if isinstance(tokenizer, WorkerGroup) else tokenizer
+    return read_texts(texts, as_tokenizer(given), max_tokens)
 
 
 logger = logging.getLogger(__name__)

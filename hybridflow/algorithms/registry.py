@@ -79,8 +79,8 @@ def find_estimator(estimator: str | Estimator | Callable[..., Any], options: Map
 def policy_loss(loss: str | Loss | Callable[..., Any] = "ppo", **options: Any) -> Loss:
     """The loss of an actor: a value such as `PPO(clip=0.2)`, a name with options, or a user's function.
 
-    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain", "sft". All but the last two have, besides
-    their own options, those of `PolicyLoss`. A user's function has one of two forms:
+    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain", "sft". All but the last two have,
+    besides their own options, those of `PolicyLoss`. A user's function has one of two forms:
 
     `f(log_probs, old_log_probs, advantages, mask, **options)` gives the loss of each token: a tensor [N], ragged
     [B, R], or `TokenLoss`. Its first parameter is called log_probs; parameters without a default name what it reads,

@@ -295,7 +295,7 @@ class Batch:
         return kinds.summary(self._columns, self._rows, self.chunk_rows)
 
     def _repr_html_(self) -> str:
-        return kinds.table(self._columns, self._rows)
+        return kinds.table(f"Batch: {self._rows} rows", self._columns, self._rows)
 
     def _with(self, made: Mapping[str, Column], keep_chunks: bool = True) -> Batch:
         """The same rows with a part of the columns."""

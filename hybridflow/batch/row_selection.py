@@ -41,9 +41,7 @@ def row_numbers(index: Tensor | Sequence[int], rows: int) -> Tensor:
         raise BatchError(f"reorder needs row indices [K], got {index.dtype} {list(index.shape)}.")
     index = index.to("cpu", torch.int64)
     if len(index) and not -rows <= int(index.min()) <= int(index.max()) < rows:
-        raise BatchError(
-            f"reorder was given rows {int(index.min())}..{int(index.max())}, the batch has {rows} rows."
-        )
+        raise BatchError(f"reorder was given rows {int(index.min())}..{int(index.max())}, the batch has {rows} rows.")
     return index % max(1, rows)
 
 

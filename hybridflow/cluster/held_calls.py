@@ -87,6 +87,10 @@ class HeldOutput(RankOutput):
             raise results_gone([self])
         return self._refs[self.origin.rank]
 
+    @property
+    def sent_ref(self) -> Any:
+        return self._refs.get(self.origin.rank)
+
 
 class HeldCall:
     """A call of all `ranks`: their requests, and by rank the references to results and statuses once it is sent."""

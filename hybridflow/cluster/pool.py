@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.cluster_tables import pool_table
 from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
@@ -164,6 +165,9 @@ class ResourcePool:
 
     def __repr__(self) -> str:
         return f"ResourcePool({list(self.devices_of_nodes)}{', closed' if self._reserved.closed else ''})"
+
+    def _repr_html_(self) -> str:
+        return pool_table(self)
 
     def __enter__(self) -> ResourcePool:
         return self

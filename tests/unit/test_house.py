@@ -21,7 +21,7 @@ RECIPES = ROOT / "recipes"
 
 # From low to high: a module imports modules of its own row and of rows above it in this table, never below.
 LAYERS = (
-    ("errors",),
+    ("errors", "markup"),
     ("topology",),
     ("batch",),
     ("config", "settings"),
