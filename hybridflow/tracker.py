@@ -11,14 +11,17 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
+from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
+from hybridflow.live_plot import LivePlot
 from hybridflow.metric_loggers import Destinations, LoggerThread, find_loggers
 from hybridflow.run_display import RunDisplay, drawn_curve
 
@@ -80,13 +83,17 @@ class Tracker:
         except OSError as error:
             why = f"{error.strerror}: {error.filename}"
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
+        if current_cell() is not None:
+            self._end_earlier()
         self._files, self._closed = KeptFiles(self.directory, _KEPT), False
         self._display = RunDisplay(total) if console else None
         self._threads: list[LoggerThread] = []
-        self._pending: tuple[tuple[Metrics, ...], int] | None = None
+        self._pending: deque[tuple[tuple[Metrics, ...], int]] = deque()  # iterations to be written
         self._step = self._resumed = self._logged = self._written = 0
         self._last = self._start = time.perf_counter()
         self._rewards: list[tuple[int, float]] = []
+        self._lines: list[dict[str, float | None]] = []
+        self._plots: list[LivePlot] = []
         self._notes: dict[str, Any] = {}
         self._run = uuid.uuid4().hex
         self._session: Session | None = None
@@ -112,14 +119,13 @@ class Tracker:
         session = self._register()
         if session is not None and session is not self._session:  # a session may end before the program
             self._session = session
-            session.before_shutdown(self._finish_late)
+            session.before_shutdown(self.finish_late)
         with self._lock:
             self._step += 1
             stages = () if session is None else (session.iterations.stage_seconds(),)
-            earlier, self._pending = self._pending, ((*stages, *metrics), self._step)
+            self._pending.append(((*stages, *metrics), self._step))
             try:
-                if earlier is not None:
-                    self._write(*earlier)
+                self._write_until(self._step - 1)
             except HybridFlowError as error:
                 if session is None or not session.defer(error):
                     raise
@@ -131,6 +137,18 @@ class Tracker:
             with self._files.forgiving("the display"):
                 self._display.samples(rows, title)
 
+    def plot(self, *names: str) -> LivePlot:
+        """Curves of these metrics (default: `reward/mean`); at the end of a notebook's cell they follow the run.
+
+        Metrics that a run does not have stay empty. A script gets the picture by `.png()`.
+        """
+        plot = LivePlot(names or ("reward/mean",))
+        with self._lock:
+            for line in self._lines:
+                plot.add(line)
+            self._plots.append(plot)
+        return plot
+
     def note(self, **figures: Any) -> None:
         """Write values of the whole run (accuracy before and after) to `notes.json`."""
         self._notes |= figures
@@ -139,9 +157,7 @@ class Tracker:
     def flush(self, step: int | None = None) -> None:
         """Wait for the metrics of the last iteration, if it is not after `step`, and write them. Errors: as `log`."""
         with self._lock:
-            if self._pending is not None and (step is None or self._pending[1] <= step):
-                pending, self._pending = self._pending, None
-                self._write(*pending)
+            self._write_until(self._step if step is None else step)
             self._files.write()
             self._wait_for_loggers(_FLUSH_SECONDS)
 
@@ -163,7 +179,8 @@ class Tracker:
         saved = RunState.read(state)
         self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
         self._step = self._resumed = self._logged = self._written = saved.step
-        self._pending, self._closed = None, False
+        self._closed = False
+        self._pending.clear()
         self._last = time.perf_counter()
         self._start = self._last - saved.seconds
         notes = as_document(self._notes) if self._notes else b""
@@ -176,6 +193,14 @@ class Tracker:
         """Wait for the last iteration, draw the reward curve, close. Can be called again."""
         self._finish(failed=False)
 
+    def _end_earlier(self) -> None:
+        """Finish the tracker of this directory that an earlier run of a notebook has left."""
+        session = Session.existing()
+        for other in [] if session is None else list(session.parts.values()):
+            if session is not None and isinstance(other, Tracker) and other.directory == self.directory:
+                session.write_metrics()
+                other.finish_late()
+
     def _finish(self, failed: bool) -> None:
         if self._closed:
             return
@@ -187,13 +212,13 @@ class Tracker:
         finally:
             self._close(failed)
 
-    def _finish_late(self) -> None:
+    def finish_late(self) -> None:
         """`finish` at program exit: logs errors; does not wait if the program failed."""
         if self._closed:
             return
-        if _failed() and self._pending is not None and not all(map(_is_there, self._pending[0])):
+        if _failed() and not all(_is_there(part) for metrics, _ in self._pending for part in metrics):
             logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
-            self._pending = None
+            self._pending.clear()
         try:
             self._finish(_failed())
         except Exception:
@@ -208,10 +233,21 @@ class Tracker:
         else:  # the pending results may never arrive
             self._close(True)
 
-    def _write(self, metrics: tuple[Metrics, ...], step: int) -> None:
-        figures: dict[str, float] = {}
-        for part in metrics:
-            figures |= _resolve(part)
+    def _write_until(self, step: int) -> None:
+        """Wait for the pending iterations up to `step`, and write them; Ctrl-C in the wait loses none."""
+        while self._pending and self._pending[0][1] <= step:
+            metrics, number = self._pending[0]
+            figures: dict[str, float] = {}
+            try:
+                for part in metrics:
+                    figures |= _resolve(part)
+            except Exception:
+                self._pending.popleft()
+                raise
+            self._pending.popleft()
+            self._write(figures, number)
+
+    def _write(self, figures: dict[str, float], step: int) -> None:
         now = time.perf_counter()
         line = {"step": step, "time/iteration": now - self._last, "time/total": now - self._start} | figures
         self._last = now
@@ -221,6 +257,7 @@ class Tracker:
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
         self._written, self._logged = self.written, step
         self._files.append("metrics.jsonl", [as_line(plain)])
+        self._lines.append(plain)
         if math.isfinite(line.get("reward/mean", math.nan)):
             self._rewards.append((step, line["reward/mean"]))
         if not self._threads:
@@ -232,6 +269,9 @@ class Tracker:
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.iteration(line)
+        for plot in self._plots:
+            with self._files.forgiving("a plot"):
+                plot.add(plain)
 
     def _register(self) -> Session | None:
         """Note this tracker in the session, if there is one, and for the end of the program."""
@@ -245,12 +285,12 @@ class Tracker:
 
     def _end_first(self) -> None:
         """Run `finish` at program exit before functions that were registered earlier, such as those of loggers."""
-        atexit.unregister(self._finish_late)
+        atexit.unregister(self.finish_late)
         if not self._closed:
-            atexit.register(self._finish_late)
+            atexit.register(self.finish_late)
 
     def _close(self, failed: bool) -> None:
-        atexit.unregister(self._finish_late)
+        atexit.unregister(self.finish_late)
         self._closed = True
         self._files.write()
         if missing := self._files.missing():
@@ -259,6 +299,9 @@ class Tracker:
             thread.put("close", failed)
         for name in self._wait_for_loggers(_CLOSE_SECONDS, again=True):
             logger.warning("%s has not answered for %.0f s: it may lack metrics.", name, _CLOSE_SECONDS)
+        for plot in self._plots:
+            with self._files.forgiving("a plot"):
+                plot.update()
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.close()

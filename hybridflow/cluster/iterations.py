@@ -131,6 +131,18 @@ class Iterations:
             self._has_loader, self._loop_start = True, self.current
         self._next(in_flight)
 
+    def forget(self, hosts: Sequence[Any]) -> None:
+        """Stop tracking the calls of these `HostProcess`es, which are replaced."""
+        addresses = {id(host.address) for host in hosts}
+        for one in self._all.values():
+            one.waiting = [output for output in one.waiting if id(output.address) not in addresses]
+
+    def wait_quietly(self, seconds: float) -> bool:
+        """Whether all calls issued so far end within `seconds`; raises no error of theirs."""
+        self.held.send()
+        outputs = self.unsettled()
+        return sum(map(len, as_done(outputs, seconds))) == len({output.ref for output in outputs})
+
     def reset(self) -> None:
         """Forget all calls: the hosts that ran them are gone."""
         self.current += 1

@@ -36,7 +36,7 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
-    ("kept_files", "metric_loggers", "run_display"),
+    ("kept_files", "metric_loggers", "run_display", "live_plot"),
     (
         "tracker",
         "loader",

@@ -55,6 +55,7 @@ OFFSETS = torch.tensor([0, 1, 1, 3])
 @pytest.mark.parametrize(
     "value",
     [SCRIPT, [SCRIPT], {SCRIPT: SCRIPT}, Broken(), [Broken()], 10**5000, "\ud800", float("nan"), b"<b>", "a" * 10**7],
+    ids=range(10),
 )
 def test_objects_are_shortened_and_escaped(value: Any):
     batch = Batch({"<b>": Objects([value, value])})
