@@ -179,6 +179,7 @@ class Tracker:
         saved = RunState.read(state)
         self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
         self._step = self._resumed = self._logged = self._written = saved.step
+        self._lines = [line for line in self._lines if (line["step"] or 0) <= saved.step]
         self._closed = False
         self._pending.clear()
         self._last = time.perf_counter()
