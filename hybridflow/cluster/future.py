@@ -4,6 +4,7 @@ on hosts."""
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import threading
 import time
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -101,15 +103,18 @@ class Known:
 
 @dataclass(frozen=True, repr=False)
 class Future:
-    """The value of one rank (`merge=None`), or those of several: as a list, or with dicts of numbers averaged."""
+    """The value of one rank (`merge=None`), or those of several: as a list, or with dicts of numbers joined: each
+    metric as `joins` says (`Operation.metrics`), by default its mean over the ranks that give it."""
 
     outputs: tuple[RankOutput, ...]
     merge: str | None = None
+    joins: Mapping[str, str] = MappingProxyType({})
 
     @staticmethod
     def concat(futures: Sequence[Future], merge: str = "join") -> Future:
         """Joined outputs of data parallel ranks: metrics are averaged, anything else becomes a list."""
-        return Future(tuple(output for future in futures for output in future.outputs), merge)
+        joins = futures[0].joins if futures else {}
+        return Future(tuple(output for future in futures for output in future.outputs), merge, joins)
 
     def done(self) -> bool:
         pending = [output.ref for output in self.outputs if not isinstance(output.ref, Known)]
@@ -123,7 +128,7 @@ class Future:
         if self.merge is None:
             return values[0]
         if self.merge == "join" and all(map(_is_metrics, values)):
-            return values[0] if len(values) == 1 else _mean(values)
+            return values[0] if len(values) == 1 else joined_metrics(values, self.joins)
         return values
 
     def __repr__(self) -> str:
@@ -181,9 +186,19 @@ def _is_metrics(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(v, int | float) for v in value.values())
 
 
-def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    columns = {name: [m[name] for m in metrics if name in m] for name in metrics[0]}
-    return {name: sum(column) / len(column) for name, column in columns.items()}
+def joined_metrics(metrics: Sequence[Mapping[str, float]], joins: Mapping[str, str]) -> dict[str, float]:
+    """The metrics of several ranks as one: of each, of the ranks that give it, the mean, or as `joins` says."""
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in metrics for name in one):
+        given, how = [one for one in metrics if name in one], joins.get(name, "mean")
+        values = [one[name] for one in given]
+        if how in ("sum", "max", "min"):
+            out[name] = {"sum": sum, "max": max, "min": min}[how](values)
+            continue
+        weights = [one.get(how.removeprefix("by "), 0.0) if how != "mean" else 1.0 for one in given]
+        total = sum(weights)
+        out[name] = sum(w * v for w, v in zip(weights, values, strict=True) if w) / total if total else math.nan
+    return out
 
 
 class _Waiting(threading.local):

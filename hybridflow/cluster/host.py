@@ -155,6 +155,7 @@ class Host:
         member = self._members[call.group]
         start = ready = time.time()
         member.context.step, member.context.call = call.step, call.seq
+        member.context.row_number = partial(self.reader.row_number, call.settings, call.span)
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
         result = self._inputs(member, call)

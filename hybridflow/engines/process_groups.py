@@ -123,7 +123,8 @@ class RankContext:
     `nodes[i]` numbers the machine on which rank i of the group runs (empty where it is unknown): ranks of equal numbers
     are close to each other. `method` is the operation that runs, `failed_stage` the part of it that raised, `node` this
     machine and `step` the driver's iteration, for messages; `call` is the call's number, `skipped` the steps that it
-    skipped. With `uninitialized` the weights will be written from outside: engines neither read nor draw any.
+    skipped. `row_number(i)` is the row of the call's batch that is row i of this rank's part. With `uninitialized` the
+    weights will be written from outside: engines neither read nor draw any.
     """
 
     role: str
@@ -140,6 +141,7 @@ class RankContext:
     step: int | None = None
     call: int = 0
     skipped: list[SkippedStep] = field(default_factory=list)
+    row_number: Callable[[int], int] = int
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
