@@ -108,9 +108,8 @@ def test_the_notebook_runs_twice_with_an_error_and_an_interrupt_between(kernel, 
         if number:
             continue
         assert not kernel.run("tracker = hf.Tracker('runs/quickstart', console=False)").error
-        broken = LOOP.replace(
-            "    metrics =", "    if tracker._step == 2:\n        raise ValueError('mine')\n    metrics ="
-        )
+        stop = "    if tracker._step == 2:\n        raise ValueError('mine')\n"
+        broken = LOOP.replace("    metrics =", f"{stop}    metrics =")
         assert kernel.run(broken).error == "ValueError"
         endless = LOOP.replace("steps=8", "steps=1000")
         assert kernel.run(endless, lambda: len(steps(home)) >= 4 and kernel.interrupt()).error == "KeyboardInterrupt"
