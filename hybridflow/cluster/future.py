@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -108,7 +107,7 @@ class Future:
 
     outputs: tuple[RankOutput, ...]
     merge: str | None = None
-    joins: Mapping[str, str] = MappingProxyType({})
+    joins: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def concat(futures: Sequence[Future], merge: str = "join") -> Future:

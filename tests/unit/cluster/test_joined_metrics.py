@@ -33,7 +33,7 @@ def test_an_unknown_join_is_refused():
 
 
 def test_errors_of_rows_name_the_drivers_row():
-    with pytest.raises(BatchError, match="^row 13 has no prompt$"), rows_named(lambda row: row + 10):
+    with pytest.raises(BatchError, match=r"^row 13 has no prompt$"), rows_named(lambda row: row + 10):
         raise of_row(3, "has no prompt")
-    with pytest.raises(BatchError, match="^row 3 has"), rows_named(lambda row: row + 10):
+    with pytest.raises(BatchError, match=r"^row 3 has"), rows_named(lambda row: row + 10):
         raise BatchError("row 3 has")
