@@ -33,8 +33,8 @@ def shown(value: Any) -> str:
         return f"{value:.4g}"
     try:
         text = value[: 8 * _LETTERS] if isinstance(value, str) else _short.repr(value)
-    except Exception:  # the repr of a type of the user's; or an integer of more than 4,300 digits
-        text = f"<{type(value).__name__}>"
+    except Exception as error:  # the repr of a type of the user's; or an integer of more than 4,300 digits
+        text = f"<{type(value).__name__}: {type(error).__name__}>"
     text = " ".join(text.split())
     return text if len(text) <= _LETTERS else text[: _LETTERS - 3] + "..."
 
