@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.loader import dynamic_sampling as dynamic_sampling
+    from hybridflow.loader import text_batch as text_batch
     from hybridflow.placement import Placement as Placement
     from hybridflow.protocols import ALL_TO_ALL as ALL_TO_ALL
     from hybridflow.protocols import DP_PROTO as DP_PROTO
@@ -83,7 +84,7 @@ _WHERE = {
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
     "elastic": ("Elastic",),
     "engines.checkpoint.export": ("export",),
-    "loader": ("PromptLoader", "TextLoader", "dynamic_sampling"),
+    "loader": ("PromptLoader", "TextLoader", "dynamic_sampling", "text_batch"),
     "placement": ("Placement",),
     "protocols": (
         *("ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL", "ONE_TO_ONE", "THREE_D_ALL_MICRO_DP", "THREE_D_PP_AS_DP"),

@@ -163,6 +163,8 @@ def _timeline(given: argparse.Namespace, rest: Sequence[str]) -> None:
     print(f"written to {write_timeline(given.directory, given.output)}; open it in ui.perfetto.dev")
     for limit in find_limits(read_events(given.directory))[:3]:
         print(f"{limit.share:4.0%}  {limit.seconds:.3g} s per iteration  {limit.name}: {limit.advice}")
+
+
 def _add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",

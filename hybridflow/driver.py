@@ -15,6 +15,7 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.group import WorkerGroup, weights_layout
 from hybridflow.cluster.held_calls import why_apart
+from hybridflow.cluster.interactive import current_cell, replaced
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
@@ -51,8 +52,14 @@ def init(
     """
     if (session := Session.existing()) is not None and session.traces:
         return
+    cell = current_cell()
+    if cell is not None and session is not None and cell.made_before(session.cells.get("")):
+        replaced("the session")
+        session.shutdown()
     session = Session.open(address=address, devices=devices, deadlines=Deadlines(peer_timeout, collective_timeout))
     session.iterations.held.automatic = time_sharing
+    if cell is not None:
+        session.cells[""] = cell
 
 
 def shutdown() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class HybridFlowError(Exception):
@@ -41,7 +42,9 @@ class LayoutError(HybridFlowError, ValueError):
 
 
 class BatchError(HybridFlowError, ValueError):
-    """Columns or rows of a batch do not fit together."""
+    """Columns or rows of a batch do not fit together. `row`: the row that the message names, in the rank's part."""
+
+    row: int | None = None
 
 
 class MissingColumnError(BatchError, KeyError):
@@ -162,3 +165,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(names)}."
+
+
+def of_row(row: int, text: str) -> BatchError:
+    """The error "row 3 <text>" of this row of a rank's part."""
+    error = BatchError(f"row {row} {text}")
+    error.row = row
+    return error
+
+
+@contextmanager
+def rows_named(row_number: Callable[[int], int]) -> Iterator[None]:
+    """Errors of rows that leave the block name the row of the call's batch that `row_number` gives."""
+    try:
+        yield
+    except BatchError as error:
+        if error.row is not None:
+            own, text = error.row, error.args[0]
+            error.args, error.row = (text.replace(f"row {own} ", f"row {row_number(own)} ", 1),), None
+        raise

@@ -4,16 +4,18 @@ sampling (DAPO): prompts are drawn until a batch has enough groups with differen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.session import Session
-from hybridflow.data.lm_dataset import TextSource
+from hybridflow.data.lm_dataset import TextSource, read_texts
 from hybridflow.data.prompts import PromptSource
+from hybridflow.data.tokenizer import TokenizerLike, as_tokenizer
 from hybridflow.errors import BatchError, ConfigError, MissingColumnError, PromptError
 
 
@@ -25,7 +27,8 @@ class PromptLoader(PromptSource):
     `name` and `split`), or a list of mappings. The column `prompt` (text, or chat messages for the tokenizer's chat
     template) becomes the column `prompt`; further columns are kept for reward functions. `map(record) -> record`
     converts records first: a pure function, called once per record when the loader is built, which checks all records,
-    and again for each drawn record.
+    and again for each drawn record. Rows in verl's shape also get their `reward_model["ground_truth"]` as the columns
+    `ground_truth` and `answer`, unless they have these.
 
     Batches have `row_id` [B] int64, `prompt` and the further columns as objects, and `prompt_ids` (ragged int64) when a
     `tokenizer` (a checkpoint directory, hub name, or tokenizer of transformers) is given; otherwise the actor
@@ -84,6 +87,21 @@ class TextLoader(TextSource):
             self._batches = None  # an iterator that raised is exhausted: reusing it would end the loop silently
             raise
         return BatchRef.from_batch(batch)
+
+
+def text_batch(texts: Sequence[Any], tokenizer: TokenizerLike | WorkerGroup, *, max_tokens: int | None = None) -> Batch:
+    """Own texts as one batch for supervised fine-tuning: `actor.update_actor(hf.text_batch(pairs, actor), loss="sft")`.
+
+    A text is a (prompt, completion) pair or a mapping with these two (text; the prompt may be chat messages, the
+    completion a message of the assistant), or a list of messages that the assistant ends: the loss covers the
+    completion and the end token. Or all of them are plain texts: the loss covers all but the first token. `tokenizer`
+    is that of an actor's model, or what a `TextLoader` takes. Rows are cut at `max_tokens`. Columns are those of a
+    `TextLoader`; `row_id` counts from 0. Errors: PromptError naming the row, ConfigError.
+    """
+    if isinstance(tokenizer, WorkerGroup) and not tokenizer.settings.get("model"):
+        raise ConfigError(f"text_batch(tokenizer={tokenizer.name}): the group has no model. Give the actor.")
+    given = tokenizer.settings["model"] if isinstance(tokenizer, WorkerGroup) else tokenizer
+    return read_texts(texts, as_tokenizer(given), max_tokens)
 
 
 logger = logging.getLogger(__name__)

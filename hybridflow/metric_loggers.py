@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import logging
+import numbers
 import os
 import queue
 import re
@@ -18,6 +19,15 @@ from hybridflow.errors import ConfigError, nearest
 from hybridflow.kept_files import KeptFiles
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class _Resolvable(Protocol):
+    def get(self) -> Mapping[str, float]: ...
+
+
+Metrics = Mapping[str, float] | _Resolvable
+"""A flat dict of metrics, or anything whose `get()` returns one (a future of a group call)."""
 
 
 @runtime_checkable
@@ -228,3 +238,23 @@ def _installed(module: str, package: str) -> Any:
     except ImportError as error:
         what = package if package == "tensorboard" else f'"hybridflow[{package}]"'
         raise ConfigError(f"Tracker(to={package!r}): {error}. Install it: pip install {what}") from error
+
+
+def resolve(part: Metrics) -> dict[str, float]:
+    """The metrics as floats. Errors: ConfigError naming the metric."""
+    found = part if isinstance(part, Mapping) else part.get() if isinstance(part, _Resolvable) else part
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"tracker.log was given {found!r:.80}; it takes dicts of numbers, or futures of them.")
+    out: dict[str, float] = {}
+    for name, value in dict[str, Any](found).items():
+        plain = value.tolist() if hasattr(value, "tolist") else value  # torch and numpy scalars
+        if not isinstance(plain, numbers.Real):
+            raise ConfigError(f"the figure {name!r} is {value!r:.80}; tracker.log takes numbers.")
+        out[str(name)] = float(plain)
+    return out
+
+
+def is_there(part: Metrics) -> bool:
+    """Whether `get` returns without waiting; assumed for values that cannot tell."""
+    done = getattr(part, "done", None)
+    return done is None or bool(done())

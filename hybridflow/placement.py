@@ -5,7 +5,6 @@ A plain value that can be printed, drawn, saved as YAML and run. Devices are num
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 
 import yaml
 
+from hybridflow import markup
 from hybridflow.config import FSDP, LoRA, Megatron, ZeRO
 from hybridflow.errors import ConfigError, HybridFlowError, PlacementError, nearest
 from hybridflow.settings import Check, NonNegative, check_fields, read_yaml
@@ -114,7 +114,7 @@ class Bar:
         _check_values(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Placement:
     """`placement["actor"]` is the actor's GroupPlacement.
 
@@ -181,7 +181,7 @@ class Placement:
             found += [(name, ranges(call.devices), call.layout, f"{call.seconds:.3g}", moved, memory, call.limit)]
         return found
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = self.rows()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -192,9 +192,8 @@ class Placement:
         return f"{self.seconds:.4g} s per iteration on {self.cluster or list(self.nodes)} ({self.found_by or 'given'})"
 
     def _repr_html_(self) -> str:
-        rows = [[html.escape(cell) for cell in row] for row in self.rows()]
-        body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in rows)
-        return f"<p>{html.escape(self._title())}</p><table>{body}</table>"
+        heading, *rows = self.rows()
+        return markup.table(self._title(), heading, rows)
 
     def explain(self) -> str:
         """For every call: devices, time and its limit, memory, and the reason against the runner-up."""

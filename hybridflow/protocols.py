@@ -174,6 +174,7 @@ OperationKind = Literal["generation", "inference", "training", "function"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__hybridflow_operation__"
+JOINS = ("mean", "sum", "max", "min")
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,12 @@ class Operation:
     row, whose cost (the worker's `token_cost`) is spread evenly over ranks. `chunks` names the setting that counts
     mini-batches; each is split over all ranks, so it holds the same rows for every data parallel size. `repeat(worker
     settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the
-    output. `resizes`: the number of output rows is known only after the call (the call waits, or with `later` returns a
-    `LaterBatch`). `replica` names the setting that, unless None, numbers the one generation replica to call
-    (`on_replica`). `check` validates a call's settings on the driver. `kind` classifies the operation for the planner;
-    by default an operation with `repeat` and `carries` generates, one with `chunks` or named update_... trains.
+    output. `metrics` says how the metrics of ranks are joined, by name: "mean" (the default), "sum", "max", "min", or
+    "by tokens" for the mean weighted by the metric `tokens`. `resizes`: the number of output rows is known only after
+    the call (the call waits, or with `later` returns a `LaterBatch`). `replica` names the setting that, unless None,
+    numbers the one generation replica to call (`on_replica`). `check` validates a call's settings on the driver. `kind`
+    classifies the operation for the planner; by default an operation with `repeat` and `carries` generates, one with
+    `chunks` or named update_... trains.
 
     Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
     """
@@ -208,6 +211,7 @@ class Operation:
     replica: str | None = None
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
+    metrics: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -216,6 +220,10 @@ class Operation:
         for what, columns in (("reads", self.reads), ("writes", self.writes)):
             if isinstance(columns, str):
                 raise ConfigError(f"@register({what}={columns!r}): give a tuple of columns, ({columns!r},).")
+
+        for metric, how in self.metrics.items():
+            if how not in JOINS and not how.startswith("by "):
+                raise ConfigError(f"@register(metrics={{{metric!r}: {how!r}}}): give one of {JOINS}, or 'by <metric>'.")
 
     def __call__(self, method: F) -> F:
         """Declare `method` as an operation of its group."""

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 
 _PER_ROW = ("prompt", "response", "answer", "rewards", "costs", "finished")
 _PER_TOKEN = ("log_probs", "advantages", "policy_version")
 _SOURCES = ("group_id", "response_ids")
+
+
+class SampledBatches:
+    """Samples of batches that may not have been computed yet, until their iteration is written."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, str, Batch | BatchRef, Tokenizer | None]] = []
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    def add(self, step: int, title: str, batch: Batch | BatchRef, tokenizer: TokenizerLike | None) -> None:
+        """`batch` is what `sampled` returned. Errors: as `as_tokenizer`."""
+        self._waiting.append((step, title, batch, self._tokenizer(tokenizer)))
+
+    def take(self, step: int) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
+        """(step, title, rows) of iterations up to `step`, once they are there. Errors: as `sample_rows`."""
+        while self._waiting and self._waiting[0][0] <= step:
+            at, title, batch, tokenizer = self._waiting.pop(0)
+            yield at, title, sample_rows(batch, tokenizer)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def _tokenizer(self, given: TokenizerLike | None) -> Tokenizer | None:
+        """The tokenizer, read once; names of directories are remembered."""
+        if not isinstance(given, str | os.PathLike):
+            return None if given is None else as_tokenizer(given)
+        if (name := os.fspath(given)) not in self._tokenizers:
+            self._tokenizers[name] = as_tokenizer(given)
+        return self._tokenizers[name]
 
 
 def sampled(batch: Batch | BatchRef, rows: int, columns: Sequence[str] = ()) -> Batch | BatchRef:

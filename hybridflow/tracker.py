@@ -5,41 +5,35 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import numbers
 import os
 import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import yaml
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.iterations import StageSeconds
 from hybridflow.cluster.session import Session
-from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
+from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
-from hybridflow.metric_loggers import Destinations, LoggerThread, find_loggers
+from hybridflow.live_plot import LivePlot
+from hybridflow.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
 from hybridflow.report.recorder import EventRecorder
 from hybridflow.run_display import RunDisplay, drawn_curve
-from hybridflow.sample_rows import sample_rows, sampled
+from hybridflow.sample_rows import SampledBatches, sampled
 
 logger = logging.getLogger(__name__)
 
-
-@runtime_checkable
-class _Resolvable(Protocol):
-    def get(self) -> Mapping[str, float]: ...
-
-
-Metrics = Mapping[str, float] | _Resolvable
-"""A flat dict of metrics, or anything whose `get()` returns one (a future of a group call)."""
 
 _KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
 _FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
@@ -92,17 +86,20 @@ class Tracker:
         except OSError as error:
             why = f"{error.strerror}: {error.filename}"
             raise ConfigError(f"Tracker({str(directory)!r}): {why}. Give a directory that can be written.") from error
+        if current_cell() is not None:
+            self._end_earlier()
         self._files, self._closed = KeptFiles(self.directory, _KEPT), False
         self._display = RunDisplay(total) if console else None
         self._config = b"" if config is None else yaml.safe_dump(dict(config), sort_keys=False).encode()
         self._config_due = config is not None
         self._threads: list[LoggerThread] = []
-        self._pending: tuple[tuple[Metrics, ...], int] | None = None
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._sampled: list[tuple[int, str, Batch | BatchRef, Tokenizer | None]] = []
+        self._pending: deque[tuple[tuple[Metrics, ...], int]] = deque()  # iterations to be written
+        self._sampled = SampledBatches()
         self._step = self._resumed = self._logged = self._written = 0
         self._last = self._start = time.perf_counter()
         self._rewards: list[tuple[int, float]] = []
+        self._lines: list[dict[str, float | None]] = []
+        self._plots: list[LivePlot] = []
         self._notes: dict[str, Any] = {}
         self._run = uuid.uuid4().hex
         self._session: Session | None = None
@@ -129,15 +126,13 @@ class Tracker:
         session = self._register()
         if session is not None and session is not self._session:  # a session may end before the program
             self._session = session
-            session.before_shutdown(self._finish_late)
+            session.before_shutdown(self.finish_late)
         with self._lock:
             self._step += 1
             stages = () if session is None else (session.iterations.stage_seconds(),)
-            earlier, self._pending = self._pending, ((*stages, *metrics), self._step)
+            self._pending.append(((*stages, *metrics), self._step))
             try:
-                if earlier is not None:
-                    self._write(*earlier)
-                self._write_samples(self._step - 1)
+                self._write_until(self._step - 1)
             except HybridFlowError as error:
                 if session is None or not session.defer(error):
                     raise
@@ -162,8 +157,7 @@ class Tracker:
         if isinstance(samples, Batch | BatchRef):
             with self._lock:
                 if self._step % max(every, 1) == 0:
-                    batch = sampled(samples, rows, columns)
-                    self._sampled.append((self._step, title, batch, self._tokenizer(tokenizer)))
+                    self._sampled.add(self._step, title, sampled(samples, rows, columns), tokenizer)
             return
         self._append_samples(self._step, title, samples)
         if self._display is not None:
@@ -174,19 +168,17 @@ class Tracker:
         self._write_config()
         self._files.append("samples.jsonl", [as_line({"step": step, "title": title, **row}) for row in rows])
 
-    def _write_samples(self, step: int) -> None:
-        """Fetch and write the samples of batches up to this step."""
-        while self._sampled and self._sampled[0][0] <= step:
-            at, title, batch, tokenizer = self._sampled.pop(0)
-            self._append_samples(at, title, sample_rows(batch, tokenizer))
+    def plot(self, *names: str) -> LivePlot:
+        """Curves of these metrics (default: `reward/mean`); at the end of a notebook's cell they follow the run.
 
-    def _tokenizer(self, given: TokenizerLike | None) -> Tokenizer | None:
-        """The tokenizer, read once; names of directories are remembered."""
-        if not isinstance(given, str | os.PathLike):
-            return None if given is None else as_tokenizer(given)
-        if (name := os.fspath(given)) not in self._tokenizers:
-            self._tokenizers[name] = as_tokenizer(given)
-        return self._tokenizers[name]
+        Metrics that a run does not have stay empty. A script gets the picture by `.png()`.
+        """
+        plot = LivePlot(names or ("reward/mean",))
+        with self._lock:
+            for line in self._lines:
+                plot.add(line)
+            self._plots.append(plot)
+        return plot
 
     def note(self, **figures: Any) -> None:
         """Write values of the whole run (accuracy before and after) to `notes.json`."""
@@ -197,10 +189,7 @@ class Tracker:
     def flush(self, step: int | None = None) -> None:
         """Wait for the metrics of the last iteration, if it is not after `step`, and write them. Errors: as `log`."""
         with self._lock:
-            if self._pending is not None and (step is None or self._pending[1] <= step):
-                pending, self._pending = self._pending, None
-                self._write(*pending)
-            self._write_samples(self._step if step is None else step)
+            self._write_until(self._step if step is None else step)
             self._files.write()
             self._wait_for_loggers(_FLUSH_SECONDS)
 
@@ -222,7 +211,9 @@ class Tracker:
         saved = RunState.read(state)
         self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
         self._step = self._resumed = self._logged = self._written = saved.step
-        self._pending, self._closed = None, False
+        self._lines = [line for line in self._lines if (line["step"] or 0) <= saved.step]
+        self._closed = False
+        self._pending.clear()
         self._sampled.clear()
         self._last = time.perf_counter()
         self._start = self._last - saved.seconds
@@ -240,6 +231,14 @@ class Tracker:
         """Wait for the last iteration, draw the reward curve, close. Can be called again."""
         self._finish(failed=False)
 
+    def _end_earlier(self) -> None:
+        """Finish the tracker of this directory that an earlier run of a notebook has left."""
+        session = Session.existing()
+        for other in [] if session is None else list(session.parts.values()):
+            if session is not None and isinstance(other, Tracker) and other.directory == self.directory:
+                session.write_metrics()
+                other.finish_late()
+
     def _finish(self, failed: bool) -> None:
         if self._closed:
             return
@@ -251,14 +250,13 @@ class Tracker:
         finally:
             self._close(failed)
 
-    def _finish_late(self) -> None:
+    def finish_late(self) -> None:
         """`finish` at program exit: logs errors; does not wait if the program failed."""
         if self._closed:
             return
-        if _failed() and (self._pending is None or not all(map(_is_there, self._pending[0]))):
-            if self._pending is not None:
-                logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
-            self._pending = None
+        if _failed() and not all(is_there(part) for metrics, _ in self._pending for part in metrics):
+            logger.warning("%s: the last iteration had not ended when the program did.", self.directory)
+            self._pending.clear()
             self._sampled.clear()
         try:
             self._finish(_failed())
@@ -274,21 +272,35 @@ class Tracker:
         else:  # the pending results may never arrive
             self._close(True)
 
-    def _write(self, metrics: tuple[Metrics, ...], step: int) -> None:
-        figures: dict[str, float] = {}
-        for part in metrics:
-            figures |= _resolve(part)
+    def _write_until(self, step: int) -> None:
+        """Wait for the pending iterations up to `step`, and write them; Ctrl-C in the wait loses none."""
+        while self._pending and self._pending[0][1] <= step:
+            metrics, number = self._pending[0]
+            figures: dict[str, float] = {}
+            try:
+                for part in metrics:
+                    figures |= resolve(part)
+            except Exception:
+                self._pending.popleft()
+                raise
+            self._pending.popleft()
+            self._write(figures, number, metrics[0])
+        for at, title, rows in self._sampled.take(step):
+            self._append_samples(at, title, rows)
+
+    def _write(self, figures: dict[str, float], step: int, stages: Metrics) -> None:
         now = time.perf_counter()
         line = {"step": step, "time/iteration": now - self._last, "time/total": now - self._start} | figures
         self._last = now
         if "response/tokens" in line:
             line["perf/tokens_per_second"] = line["response/tokens"] / max(line["time/iteration"], 1e-9)
-        line |= self._take_events(step, metrics[0], line)
+        line |= self._take_events(step, stages, line)
         # JSON has no NaN: a figure that is not finite becomes null, which every reader of the file understands
         plain = {name: value if math.isfinite(value) else None for name, value in line.items()}
         self._write_config()
         self._written, self._logged = self.written, step
         self._files.append("metrics.jsonl", [as_line(plain)])
+        self._lines.append(plain)
         if math.isfinite(line.get("reward/mean", math.nan)):
             self._rewards.append((step, line["reward/mean"]))
         if not self._threads:
@@ -300,6 +312,9 @@ class Tracker:
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.iteration(line)
+        for plot in self._plots:
+            with self._files.forgiving("a plot"):
+                plot.add(plain)
 
     def _write_config(self) -> None:
         """With the run's first line: until then it may still be continued, with the files of an earlier run."""
@@ -343,12 +358,12 @@ class Tracker:
 
     def _end_first(self) -> None:
         """Run `finish` at program exit before functions that were registered earlier, such as those of loggers."""
-        atexit.unregister(self._finish_late)
+        atexit.unregister(self.finish_late)
         if not self._closed:
-            atexit.register(self._finish_late)
+            atexit.register(self.finish_late)
 
     def _close(self, failed: bool) -> None:
-        atexit.unregister(self._finish_late)
+        atexit.unregister(self.finish_late)
         self._closed = True
         self._take_events(self._step, None, {})
         if self._recorder is not None:
@@ -361,6 +376,9 @@ class Tracker:
             thread.put("close", failed)
         for name in self._wait_for_loggers(_CLOSE_SECONDS, again=True):
             logger.warning("%s has not answered for %.0f s: it may lack metrics.", name, _CLOSE_SECONDS)
+        for plot in self._plots:
+            with self._files.forgiving("a plot"):
+                plot.update()
         if self._display is not None:
             with self._files.forgiving("the display"):
                 self._display.close()
@@ -372,26 +390,6 @@ class Tracker:
         return [thread.name for thread in left]
 
 
-def _resolve(part: Metrics) -> dict[str, float]:
-    """The metrics as floats. Errors: ConfigError naming the metric."""
-    found = part if isinstance(part, Mapping) else part.get() if isinstance(part, _Resolvable) else part
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"tracker.log was given {found!r:.80}; it takes dicts of numbers, or futures of them.")
-    out: dict[str, float] = {}
-    for name, value in dict[str, Any](found).items():
-        plain = value.tolist() if hasattr(value, "tolist") else value  # torch and numpy scalars
-        if not isinstance(plain, numbers.Real):
-            raise ConfigError(f"the figure {name!r} is {value!r:.80}; tracker.log takes numbers.")
-        out[str(name)] = float(plain)
-    return out
-
-
 def _failed() -> bool:
     """Whether an exception, including Ctrl-C, has ended the program or is propagating."""
     return getattr(sys, "last_value", None) is not None or sys.exc_info()[1] is not None
-
-
-def _is_there(part: Metrics) -> bool:
-    """Whether `get` returns without waiting; assumed for values that cannot tell."""
-    done = getattr(part, "done", None)
-    return done is None or bool(done())

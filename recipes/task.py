@@ -59,6 +59,8 @@ def teacher(cfg: Any) -> str | Path:
     """
     if cfg.teacher is None and cfg.model is not None:
         raise ConfigError(f"model={cfg.model} learns from a teacher: give teacher=, a model with the same tokenizer.")
+    from recipes import arithmetic  # late: it takes torch
+
     return cfg.teacher or arithmetic.make(".cache", arithmetic.Arithmetic(right=1.0, slip=0.0)).model
 
 

@@ -31,6 +31,7 @@ from hybridflow.algorithms.registry import ReinforcePlusPlus as ReinforcePlusPlu
 from hybridflow.algorithms.registry import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
 from hybridflow.algorithms.registry import ReMax as ReMax
 from hybridflow.algorithms.registry import SafeRLHF as SafeRLHF
+from hybridflow.algorithms.registry import SFTLoss as SFTLoss
 from hybridflow.algorithms.registry import ValueLoss as ValueLoss
 from hybridflow.algorithms.registry import policy_loss as policy_loss
 from hybridflow.algorithms.registry import value_loss as value_loss

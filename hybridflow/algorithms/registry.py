@@ -26,7 +26,7 @@ from hybridflow.algorithms.losses.gspo import GSPO
 from hybridflow.algorithms.losses.loss import Loss, UserLoss
 from hybridflow.algorithms.losses.policy import PolicyLoss, UserTokenLoss, columns_of
 from hybridflow.algorithms.losses.ppo import PPO
-from hybridflow.algorithms.losses.pretrain import PretrainLoss
+from hybridflow.algorithms.losses.pretrain import PretrainLoss, SFTLoss
 from hybridflow.algorithms.losses.reinforce_loss import ReinforceLoss
 from hybridflow.algorithms.losses.sapo import SAPO
 from hybridflow.algorithms.losses.value import ValueLoss
@@ -59,6 +59,7 @@ POLICY_LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
         "reinforce": ReinforceLoss,
         "pretrain": PretrainLoss,
         "gkd": GKD,
+        "sft": SFTLoss,
     }
 )
 VALUE_LOSSES: Mapping[str, type[Loss]] = MappingProxyType({"value": ValueLoss})
@@ -80,8 +81,8 @@ def find_estimator(estimator: str | Estimator | Callable[..., Any], options: Map
 def policy_loss(loss: str | Loss | Callable[..., Any] = "ppo", **options: Any) -> Loss:
     """The loss of an actor: a value such as `PPO(clip=0.2)`, a name with options, or a user's function.
 
-    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain", "gkd". All but the last two have,
-    besides their own options, those of `PolicyLoss`. A user's function has one of two forms:
+    Names: "ppo", "gspo", "cispo", "geo_mean", "sapo", "reinforce", "pretrain", "sft", "gkd". All but the last three
+    have, besides their own options, those of `PolicyLoss`. A user's function has one of two forms:
 
     `f(log_probs, old_log_probs, advantages, mask, **options)` gives the loss of each token: a tensor [N], ragged
     [B, R], or `TokenLoss`. Its first parameter is called log_probs; parameters without a default name what it reads,

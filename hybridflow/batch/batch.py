@@ -7,7 +7,6 @@ be copied.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from hybridflow.batch import columns as kinds
 from hybridflow.batch.columns import Column
 from hybridflow.batch.ragged import Ragged
+from hybridflow.batch.row_selection import masked_rows, row_numbers, selected_rows
 from hybridflow.batch.row_split import RowPlan
 from hybridflow.errors import BatchError
 
@@ -212,22 +212,11 @@ class Batch:
 
     def reorder(self, index: Tensor | Sequence[int]) -> Batch:
         """The rows at `index` [K], copied, in that order. Errors: BatchError for an index out of range."""
-        index = torch.as_tensor(index)
-        if index.ndim != 1 or (len(index) and index.dtype.is_floating_point) or index.dtype == torch.bool:
-            raise BatchError(f"reorder needs row indices [K], got {index.dtype} {list(index.shape)}.")
-        index = index.to("cpu", torch.int64)
-        if len(index) and not -self._rows <= int(index.min()) <= int(index.max()) < self._rows:
-            raise BatchError(
-                f"reorder was given rows {int(index.min())}..{int(index.max())}, the batch has {self._rows} rows."
-            )
-        return self._take(index % max(1, self._rows))
+        return self._take(row_numbers(index, self._rows))
 
     def filter(self, mask: Tensor | Sequence[bool]) -> Batch:
         """The rows where `mask` [B] bool is True."""
-        mask = torch.as_tensor(mask, dtype=None if len(mask) else torch.bool)
-        if mask.shape != (self._rows,) or mask.dtype != torch.bool:
-            raise BatchError(f"filter needs a bool mask [{self._rows}], got {mask.dtype} {list(mask.shape)}.")
-        return self._take(mask.cpu().nonzero()[:, 0])
+        return self._take(masked_rows(mask, self._rows))
 
     # Memory
 
@@ -283,16 +272,8 @@ class Batch:
             return self.peek(key)
         if isinstance(key, list | tuple) and any(isinstance(name, str) for name in key):
             return self.select(*key)
-        if isinstance(key, list | tuple | range) or getattr(key, "ndim", 0):
-            index = torch.as_tensor(key)
-            return self.filter(index) if index.dtype == torch.bool else self.reorder(index)
-        if isinstance(key, slice):
-            picked = range(self._rows)[key]
-        elif -self._rows <= (row := operator.index(key)) < self._rows:
-            picked = range(row % self._rows, row % self._rows + 1)
-        else:
-            raise IndexError(f"row {key} of a batch of {self._rows} rows")
-        return self._slice(picked.start, picked.stop) if picked.step == 1 else self._take(torch.tensor(list(picked)))
+        picked = selected_rows(key, self._rows)
+        return self._slice(picked.start, picked.stop) if isinstance(picked, range) else self._take(picked)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Each row as a dict: a tensor of the row for dense and ragged columns, the object for others."""
@@ -314,7 +295,7 @@ class Batch:
         return kinds.summary(self._columns, self._rows, self.chunk_rows)
 
     def _repr_html_(self) -> str:
-        return kinds.table(self._columns, self._rows)
+        return kinds.table(f"Batch: {self._rows} rows", self._columns, self._rows)
 
     def _with(self, made: Mapping[str, Column], keep_chunks: bool = True) -> Batch:
         """The same rows with a part of the columns."""

@@ -6,7 +6,6 @@ objects (texts, ground truths). Everything that depends on the kind is here, so 
 
 from __future__ import annotations
 
-import html
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.batch.ragged import Ragged
+from hybridflow import markup
+from hybridflow.batch.ragged import Ragged, value_text
 from hybridflow.errors import BatchError, MissingColumnError, nearest
 
 Column = Tensor | Ragged | list[Any]
@@ -28,6 +28,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 class Objects(list):
     """A list whose entries stay Python objects even if all of them are numbers."""
+
+    def _repr_html_(self) -> str:
+        rows = [(str(row), markup.shown(value)) for row, value in enumerate(self[:_ROWS])]
+        return markup.table(f"{len(self)} objects", ("row", "value"), rows, markup.more(len(self), _ROWS))
 
 
 def as_column(name: str, value: Any) -> tuple[Column, bool]:
@@ -256,7 +260,7 @@ def _to_numpy(tensor: Tensor) -> tuple[str, np.ndarray]:
     return name, (own if hasattr(np, name) else own.view(_BITS[own.itemsize])).numpy()
 
 
-_ROWS, _NUMBERS, _LETTERS = 6, 6, 48  # of a table; of a cell; of a text
+_ROWS = 6  # of a table
 
 
 def columns_from_dicts(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
@@ -288,18 +292,11 @@ def summary(columns: Mapping[str, Column], rows: int, chunk_rows: tuple[int, ...
     return "\n  ".join([title, *lines])
 
 
-def table(columns: Mapping[str, Column], rows: int) -> str:
-    """HTML of the first rows; every text is escaped."""
-    shown = min(rows, _ROWS)
-    head = "".join(
-        f"<th>{html.escape(name)}<br><small>{html.escape(kind(c))}</small></th>" for name, c in columns.items()
-    )
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell(column, row))}</td>" for column in columns.values()) + "</tr>"
-        for row in range(shown)
-    )
-    more = f"<p>{rows - shown} more rows</p>" if rows > shown else ""
-    return f"<p>Batch: {rows} rows</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+def table(title: str, columns: Mapping[str, Column], rows: int) -> str:
+    """HTML of the first rows."""
+    heading = [f"{name}\n{kind(column)}" for name, column in columns.items()]
+    body = [[cell(column, row) for column in columns.values()] for row in range(min(rows, _ROWS))]
+    return markup.table(title, heading, body, markup.more(rows, _ROWS))
 
 
 def extent(column: Column) -> str:
@@ -308,26 +305,14 @@ def extent(column: Column) -> str:
         lengths = column.lengths
         return f"lengths {int(lengths.min())}..{int(lengths.max())}" if len(lengths) else "no rows"
     if isinstance(column, Tensor) and column.numel() and column.dtype != torch.bool and not column.is_complex():
-        low, high = column.detach().aminmax()
-        return f"{_number(low.item())}..{_number(high.item())}"
+        low, high = (column.float() if column.itemsize == 1 else column).detach().aminmax()
+        return f"{markup.shown(low.item())}..{markup.shown(high.item())}"
     return ""
 
 
 def cell(column: Column, row: int) -> str:
     """One row, shortened."""
     if isinstance(column, list):
-        return _shorten(column[row] if isinstance(column[row], str) else repr(column[row]))
+        return markup.shown(column[row])
     value = column.row(row) if isinstance(column, Ragged) else column[row]
-    if value.ndim == 0:
-        return _number(value.item())
-    numbers = [_number(number) for number in value.flatten()[:_NUMBERS].tolist()]
-    return f"[{', '.join(numbers)}{', ...' if value.numel() > _NUMBERS else ''}]"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _LETTERS else text[: _LETTERS - 3] + "..."
+    return markup.shown(value.item()) if value.ndim == 0 else value_text(value)

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hybridflow import markup
 from hybridflow.errors import BatchError
+
+_SHOWN = 6  # rows of a table
 
 
 class Ragged:
@@ -150,6 +153,15 @@ class Ragged:
         lengths = self.lengths
         span = f"{int(lengths.min())}..{int(lengths.max())}" if len(self) else "-"
         return f"Ragged({len(self)} rows, lengths {span}, {str(self.dtype).removeprefix('torch.')})"
+
+    def _repr_html_(self) -> str:
+        rows = [(str(i), str(int(n)), value_text(self.row(i))) for i, n in enumerate(self.lengths[:_SHOWN])]
+        return markup.table(repr(self), ("row", "length", "values"), rows, markup.more(len(self), _SHOWN))
+
+
+def value_text(value: Tensor) -> str:
+    """The first numbers of a row."""
+    return markup.numbers(value.detach().flatten()[:16].tolist(), value.numel())
 
 
 def spans(starts: Tensor, lengths: Tensor) -> Tensor:

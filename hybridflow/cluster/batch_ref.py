@@ -13,10 +13,12 @@ import numpy as np
 import ray
 import torch
 
+from hybridflow import markup
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, check_known, names_of, renamed
+from hybridflow.batch.row_selection import selected_rows
 from hybridflow.batch.row_split import even_bounds
-from hybridflow.cluster.future import Future, fetch
+from hybridflow.cluster.future import Future, calls_of, fetch, look_at
 from hybridflow.cluster.row_refs import (
     CallOrigin,
     ColumnRef,
@@ -88,6 +90,16 @@ class BatchRef:
     def __repr__(self) -> str:
         return f"BatchRef({self.rows} rows by reference: {', '.join(self.columns)})"
 
+    def _repr_html_(self) -> str:
+        title = f"BatchRef: {self.rows} rows by reference; .get() brings them here"
+        found: dict[int, tuple[str, str]] = {}  # columns share nodes
+        for ref in self.column_refs.values():
+            if id(ref.node) not in found:
+                outputs = list(dict.fromkeys(outputs_of([ref.node])))
+                found[id(ref.node)] = calls_of(outputs), look_at(outputs)[0]
+        rows = [(name, *found[id(ref.node)]) for name, ref in self.column_refs.items()]
+        return markup.table(title, ("column", "written by", "state"), rows)
+
     def __len__(self) -> int:
         return self.rows
 
@@ -97,21 +109,20 @@ class BatchRef:
     def __iter__(self) -> Iterator[str]:
         raise TypeError("a BatchRef holds references: iterate over .get(), or over .columns for the names.")
 
-    def __getitem__(self, key: str | int | slice | list[str]) -> Any:
-        """`ref["rewards"]` is one column as a reference with `.get()`; `ref[2:8]` and `ref[3]` are rows."""
+    def __getitem__(self, key: Any) -> Any:
+        """`ref["rewards"]` is one column as a reference with `.get()`; `ref[["prompt", "rewards"]]` are columns.
+
+        `ref[3]`, `ref[2:8]`, `ref[[0, 2]]` and `ref[mask]` are rows by reference, as of a `Batch`; only a mask that is
+        a column (`ref[ref["finished"]]`) is waited for.
+        """
         if isinstance(key, str):
             return OneColumn(self.select(key))
-        if isinstance(key, int):
-            at = range(self.rows)[key]
-            return self._slice(at, at + 1)
-        if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
+        if isinstance(key, list | tuple) and any(isinstance(name, str) for name in key):
             return self.select(*key)
-        if not isinstance(key, slice):
-            raise BatchError(f"a batch is indexed by a column, columns, a row or a slice of rows, got {key!r}.")
-        start, stop, step = key.indices(self.rows)
-        if step != 1:
-            raise BatchError(f"rows can only be sliced with step 1, got {step}. Use .get() and Batch.reorder.")
-        return self._slice(start, max(start, stop))
+        picked = selected_rows(key.get() if isinstance(key, OneColumn) else key, self.rows)
+        if isinstance(picked, range):
+            return self._slice(picked.start, picked.stop)
+        return self._gathered(len(picked), picked.numpy())
 
     def __or__(self, other: BatchRef | Batch | Mapping[str, Any]) -> BatchRef:
         return self.union(other)
@@ -254,11 +265,19 @@ class BatchRef:
         return session.controller.batch_metrics(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OneColumn:
     """One column of a batch, by reference."""
 
     batch: BatchRef
+
+    def __repr__(self) -> str:
+        (name, ref), rows = next(iter(self.batch.column_refs.items())), self.batch.rows
+        outputs = list(dict.fromkeys(outputs_of([ref.node])))
+        return f"{name}: {rows} rows by reference, {calls_of(outputs)}: {look_at(outputs)[0]}; .get() brings them here"
+
+    def _repr_html_(self) -> str:
+        return self.batch._repr_html_()
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -268,7 +287,7 @@ class OneColumn:
         return self.batch.get(timeout=timeout)[self.batch.columns[0]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LaterBatch:
     """Columns of a running call on some ranks, which alone know how many rows there will be."""
 
@@ -279,6 +298,9 @@ class LaterBatch:
     def concat(parts: Sequence[LaterBatch]) -> LaterBatch:
         """The rows of all parts."""
         return LaterBatch(tuple(output for part in parts for output in part.outputs), parts[0].columns)
+
+    def __repr__(self) -> str:
+        return f"LaterBatch({calls_of(self.outputs)}: {look_at(self.outputs)[0]})"
 
     def done(self) -> bool:
         return Future(self.outputs).done()

@@ -4,6 +4,7 @@ on hosts."""
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import threading
 import time
@@ -15,7 +16,9 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray.experimental import get_local_object_locations
 
+from hybridflow import markup
 from hybridflow.cluster.incidents import Incidents, LostHost
 from hybridflow.cluster.liveness import ANSWER_SECONDS, WaitNotice, blamed, unfinished, whom, with_text
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
@@ -97,17 +100,20 @@ class Known:
     value: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Future:
-    """The value of one rank (`merge=None`), or those of several: as a list, or with dicts of numbers averaged."""
+    """The value of one rank (`merge=None`), or those of several: as a list, or with dicts of numbers joined: each
+    metric as `joins` says (`Operation.metrics`), by default its mean over the ranks that give it."""
 
     outputs: tuple[RankOutput, ...]
     merge: str | None = None
+    joins: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def concat(futures: Sequence[Future], merge: str = "join") -> Future:
         """Joined outputs of data parallel ranks: metrics are averaged, anything else becomes a list."""
-        return Future(tuple(output for future in futures for output in future.outputs), merge)
+        joins = futures[0].joins if futures else {}
+        return Future(tuple(output for future in futures for output in future.outputs), merge, joins)
 
     def done(self) -> bool:
         pending = [output.ref for output in self.outputs if not isinstance(output.ref, Known)]
@@ -115,21 +121,83 @@ class Future:
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the value. Errors: WorkerError of the rank that failed, WaitTimeoutError."""
-        values = fetch([output.ref for output in self.outputs], self.outputs, timeout)
+        return self._merged(fetch([output.ref for output in self.outputs], self.outputs, timeout))
+
+    def _merged(self, values: list[Any]) -> Any:
         if self.merge is None:
             return values[0]
         if self.merge == "join" and all(map(_is_metrics, values)):
-            return values[0] if len(values) == 1 else _mean(values)
+            return values[0] if len(values) == 1 else joined_metrics(values, self.joins)
         return values
+
+    def __repr__(self) -> str:
+        return f"Future({calls_of(self.outputs)}: {self._state()[0]})"
+
+    def _repr_html_(self) -> str:
+        state, value = self._state()
+        metrics = value if isinstance(value, Mapping) else {}
+        rows = [(markup.shown(str(name)), markup.shown(one)) for name, one in metrics.items()]
+        return markup.table(f"Future: {calls_of(self.outputs)}: {'done' if rows else state}", (), rows)
+
+    def _state(self) -> tuple[str, Any]:
+        """State, or the value as text; and the value, if it is in this process."""
+        state, values = look_at(self.outputs)
+        if not values:
+            return state, None
+        value = self._merged(values)
+        return markup.shown(value), value
+
+
+def calls_of(outputs: Sequence[RankOutput]) -> str:
+    """The calls that write these outputs: `actor.update_actor`."""
+    names = dict.fromkeys(f"{output.origin.role}.{output.origin.method}" for output in outputs)
+    return ", ".join(names) or "no call"
+
+
+def look_at(outputs: Sequence[RankOutput]) -> tuple[str, list[Any]]:
+    """ "pending", "done", "failed: ..." or "gone: ...", and the values where this process holds all of them.
+
+    For the texts of notebooks: it neither waits, moves data, sends a held call nor raises.
+    """
+    refs = [output.sent_ref for output in outputs]
+    if any(isinstance(ref, Known) for ref in refs):
+        return "done", [ref.value for ref in refs if isinstance(ref, Known)]
+    calls = {id(output.call): output.call for output in outputs if output.call is not None}.values()
+    statuses = [status.sent_ref for call in calls for status in call.statuses]
+    remote = [ref for ref in refs if isinstance(ref, ray.ObjectRef)]
+    if all(hasattr(ref, "columns") for ref in refs):  # manifests of this process
+        return "done", []
+    try:
+        known = get_local_object_locations([ref for ref in (*remote, *statuses) if ref is not None])
+        ended = [ref for ref, found in known.items() if found["object_size"] is not None]
+        here = {ref for ref in ended if not known[ref]["node_ids"]}  # not in the store of a node
+        values = dict(zip(here, ray.get(list(here), timeout=0), strict=True))
+    except Exception as error:  # a session that is closed, a lost host, a type that cannot be read
+        return f"gone: {type(error).__name__}", []
+    if (failure := first_failure(list(values.values()))) is not None:
+        return f"failed: {str(failure.error).splitlines()[0]}", []
+    if None in refs or any(ref not in ended for ref in remote):
+        return "pending", []
+    return "done", [values[ref] for ref in remote] if all(ref in here for ref in remote) else []
 
 
 def _is_metrics(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(v, int | float) for v in value.values())
 
 
-def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    columns = {name: [m[name] for m in metrics if name in m] for name in metrics[0]}
-    return {name: sum(column) / len(column) for name, column in columns.items()}
+def joined_metrics(metrics: Sequence[Mapping[str, float]], joins: Mapping[str, str]) -> dict[str, float]:
+    """The metrics of several ranks as one: of each, of the ranks that give it, the mean, or as `joins` says."""
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in metrics for name in one):
+        given, how = [one for one in metrics if name in one], joins.get(name, "mean")
+        values = [one[name] for one in given]
+        if how in ("sum", "max", "min"):
+            out[name] = {"sum": sum, "max": max, "min": min}[how](values)
+            continue
+        weights = [one.get(how.removeprefix("by "), 0.0) if how != "mean" else 1.0 for one in given]
+        total = sum(weights)
+        out[name] = sum(w * v for w, v in zip(weights, values, strict=True) if w) / total if total else math.nan
+    return out
 
 
 class _Waiting(threading.local):

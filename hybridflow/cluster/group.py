@@ -8,8 +8,7 @@ group.method(batch, key=value)
 
 Calls of a group may have different layouts (ReaL, section 4). The primary ranks train and run all calls without a
 replica. A replica is a set of ranks with its own weights in another layout or on other devices, and runs some calls:
-call -> weights stale? -> primary --weights--> replica -> the call. The driver does not wait: weights travel in call
-order, and an up-to-date replica receives none.
+call -> weights stale? -> primary --weights--> replica -> the call, in call order; the driver does not wait.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef, OneColumn
 from hybridflow.cluster.bound_settings import bound_settings
+from hybridflow.cluster.cluster_tables import group_table
 from hybridflow.cluster.future import Failure, Future
 from hybridflow.cluster.group_call import GroupCall
 from hybridflow.cluster.held_calls import partners
@@ -50,7 +50,6 @@ _DRIVER_WRITES = {"advantages": "hf.compute_advantage(batch, ...)", "returns": "
 _DRIVER_WRITES |= dict.fromkeys(("cost_advantages", "cost_returns"), 'hf.compute_advantage(batch, "safe_rlhf", ...)')
 _DRIVER_WRITES |= {"group_id": "generate_sequences(batch, n=...) or batch.repeat(n)"}
 
-
 CallSchedule = Mapping[str, Sequence[int | None]]
 """For each operation and each of its calls in an iteration: the index of a replica, or None for the primary. Further
 calls start again at the first."""
@@ -64,7 +63,7 @@ class WorkerGroup:
 
     The session registers a `listed` group by name. `schedule` assigns calls to replicas; the primary runs all calls
     that train. `ONE_TO_ALL` calls also go to the replicas' ranks, whose results follow those of the primary. Errors:
-    WorkerError when a rank cannot be built; all ranks are then freed.
+    WorkerError when a rank cannot be built; all ranks are then freed. `closed` says how it was closed, "" while open.
     """
 
     def __init__(
@@ -78,14 +77,14 @@ class WorkerGroup:
         self.session, self.ranks, self.name = session, ranks, ranks.name
         self.operations = session.backend.operations(ranks.worker_class, ranks.settings)
         self._signatures = {op: inspect.signature(getattr(self.worker_class, op)) for op in self.operations}
-        self._closed, self._listed = "", listed
+        self.closed, self._listed = "", listed
         self._replicas: list[WorkerGroup] = []
         self.sleeping: dict[int, RankGroup] = {}  # ranks in other data parallel sizes, without memory (GroupSizes)
         self._schedule = schedule
         self._version = 0  # of the weights; all ranks start from those of the model directory
         self._source: tuple[str, int] | None = None  # of the weights: a group and its version
-        self.calls_issued: Counter[str] = Counter()  # per operation, to the primary since it was built
-        self._calls_made: Counter[str] = Counter()  # ... to all ranks, in this iteration
+        self.calls_issued = Counter[str]()  # per operation, to the primary since it was built
+        self._calls_made = Counter[str]()  # ... to all ranks, in this iteration
         self._iteration = session.iterations.current if replicas else 0
         if taken := [op for op in self.operations if op in self.__dict__ or hasattr(type(self), op)]:
             raise ConfigError(
@@ -184,9 +183,8 @@ class WorkerGroup:
             raise AttributeError(name)
         known = self.__dict__.get("operations", {})
         if name not in known:
-            raise AttributeError(
-                f"{self.__dict__.get('name', 'group')} has no operation {name!r}.{nearest(name, known)}"
-            )
+            own = self.__dict__.get("name", "group")
+            raise AttributeError(f"{own} has no operation {name!r}.{nearest(name, known)}")
         return partial(self._invoke, known[name])
 
     def __dir__(self) -> list[str]:
@@ -198,6 +196,9 @@ class WorkerGroup:
             grids = [self._replicas[n].grid for n in dict.fromkeys(numbers) if n is not None]
             others += [f", {name} at ({grid.p},{grid.t},{grid.d})" for grid in grids]
         return f"<{self.name}: {self.worker_class.__name__} at {self.ranks}{''.join(others)}>"
+
+    def _repr_html_(self) -> str:
+        return group_table(self)
 
     def _invoke(self, operation: Operation, *args: Any, **kwargs: Any) -> Any:
         self.check_open()
@@ -242,8 +243,8 @@ class WorkerGroup:
     def _issued(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of the group's own ranks."""
         call = self._bind(operation, args, kwargs)
-        inputs, seq = call.inputs(self.grid), self.session.iterations.sequence()
-        asked = call.asked(inputs, seq, self.ranks.key)
+        inputs = call.inputs(self.grid)
+        asked = call.asked(inputs, self.session.iterations.sequence(), self.ranks.key)
         issued = self.session.backend.issue(self.ranks, asked, partners(self, operation))
         self.calls_issued[operation.name] += 1
         result = call.operation.protocol.collect(self.grid, call.results(inputs, issued))
@@ -338,16 +339,16 @@ class WorkerGroup:
 
     def check_open(self) -> None:
         """Errors: PlacementError when the group is closed."""
-        if self._closed:
-            raise PlacementError(f"{self.name} is closed{self._closed}: place it again with .on(pool, ...).")
+        if self.closed:
+            raise PlacementError(f"{self.name} is closed{self.closed}: place it again with .on(pool, ...).")
 
     def close(self) -> None:
         """Free the models of this group; the pool stays. Can be called again.
 
         Errors: WorkerError of a rank that could not free everything; the group is closed anyway.
         """
-        wait = min(_CLOSE_SECONDS, self.session.backend.deadlines.peers)
-        if not self._closed and (failure := self._drop(wait)) is not None:
+        seconds = self.session.backend.deadlines.peers
+        if not self.closed and (failure := self._drop(min(_CLOSE_SECONDS, seconds))) is not None:
             raise failure.error.as_cause()
 
     def _drop(self, wait: float) -> Failure | None:
@@ -357,7 +358,7 @@ class WorkerGroup:
         return next((failure for failure in failures if failure is not None), None)
 
     def _leave(self, how: str) -> None:
-        self._closed = self._closed or how
+        self.closed = self.closed or how
         if self._listed:
             self.session.groups.pop(self.name, None)
 

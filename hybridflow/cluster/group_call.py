@@ -68,7 +68,7 @@ class GroupCall:
 
         Waits only for row counts that just the workers know."""
         if not self.writes:
-            return [SKIP if output is None else Future((output,)) for output in outputs]
+            return [SKIP if output is None else Future((output,), joins=self.operation.metrics) for output in outputs]
         if self.operation.later:
             return [SKIP if output is None else LaterBatch((output,), self.writes) for output in outputs]
         unknown = [output for output in outputs if output is not None and output.rows is None]

@@ -18,6 +18,7 @@ from typing import Any
 
 from hybridflow.cluster.backend import RankCall, RankGroup
 from hybridflow.cluster.future import results_gone
+from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.protocols import Operation, kind_of
 
@@ -91,6 +92,10 @@ class HeldOutput(RankOutput):
             raise results_gone([self])
         return self._refs[self.origin.rank]
 
+    @property
+    def sent_ref(self) -> Any:
+        return self._refs.get(self.origin.rank)
+
 
 class HeldCall:
     """A call of all `ranks`: their requests, and by rank the references to results and statuses once it is sent."""
@@ -150,7 +155,7 @@ class HeldCalls:
     def send(self, together: bool = False) -> None:
         """Send the calls that are held, in their order, or two of them `together`. Each is sent, or its results are
         gone; then the first error is raised."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             self._timer.cancel()
             calls, self._calls = self._calls, []
             if len(calls) == 2 and (together or self.automatic):

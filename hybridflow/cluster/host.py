@@ -148,6 +148,7 @@ class Host:
         member = self._members[call.group]
         context, start = member.context, time.time()
         context.step, context.call = call.step, call.seq
+        context.row_number = partial(self.reader.row_number, call.settings, call.span)
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
         ready, before, work, sizes, output = start, self._new_peak(context), CallWork(), (0, 0), None

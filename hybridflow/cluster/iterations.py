@@ -177,6 +177,18 @@ class Iterations:
         if self.current - self._loop_start > in_flight:
             startup.started()  # a tracker that shows something has said so before
 
+    def forget(self, hosts: Sequence[Any]) -> None:
+        """Stop tracking the calls of these `HostProcess`es, which are replaced."""
+        addresses = {id(host.address) for host in hosts}
+        for one in self._all.values():
+            one.waiting = [output for output in one.waiting if id(output.address) not in addresses]
+
+    def wait_quietly(self, seconds: float) -> bool:
+        """Whether all calls issued so far end within `seconds`; raises no error of theirs."""
+        self.held.send()
+        outputs = self.unsettled()
+        return sum(map(len, as_done(outputs, seconds))) == len({output.ref for output in outputs})
+
     def reset(self) -> None:
         """Forget all calls: the hosts that ran them are gone."""
         self.current += 1

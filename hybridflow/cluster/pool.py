@@ -11,9 +11,11 @@ import ray
 import ray.exceptions
 
 from hybridflow.cluster.backend import HostProcess, RankGroup
+from hybridflow.cluster.cluster_tables import pool_table
 from hybridflow.cluster.controller_worker import ControllerWorker
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
+from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.call_events import Event
@@ -65,9 +67,12 @@ class ResourcePool:
 
     @classmethod
     def _open(cls, per_node: list[int], shared: bool = False) -> ResourcePool:
-        session = Session.current()
+        session, cell = Session.current(), None if shared else current_cell()
+        session.replace_earlier(cell)
         name = f"{session.name}-{uuid.uuid4().hex[:6]}"
         hosts, reservation = session.backend.start_hosts(name, per_node)
+        if cell is not None:
+            session.cells[name] = cell
         pool = _part(_Reserved(session, name, hosts, reservation, shared), range(sum(per_node)))
         session.pools.append(pool)
         if CONTROLLER not in session.groups:
@@ -185,6 +190,9 @@ class ResourcePool:
 
     def __repr__(self) -> str:
         return f"ResourcePool({list(self.devices_of_nodes)}{', closed' if self._reserved.closed else ''})"
+
+    def _repr_html_(self) -> str:
+        return pool_table(self)
 
     def __enter__(self) -> ResourcePool:
         return self

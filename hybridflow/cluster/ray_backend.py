@@ -29,6 +29,7 @@ from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.held_calls import HeldCall
 from hybridflow.cluster.host import Host
 from hybridflow.cluster.host_monitor import HostMonitor
+from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.liveness import NOTICE_SECONDS, listening_socket
 from hybridflow.cluster.orphan_cleanup import MARK, Watcher
@@ -95,6 +96,16 @@ class RayBackend:
             self.monitor.watch(pool, processes)
             return processes, None
         reserved = self._reserve(per_node)
+        processes: tuple[HostProcess, ...] = ()
+        try:
+            with uninterrupted():
+                processes = self._hosts(pool, per_node, reserved)
+        except BaseException:  # no pool knows them, and they would keep their devices
+            self.stop_hosts(processes, reserved)
+            raise
+        return processes, reserved
+
+    def _hosts(self, pool: str, per_node: Sequence[int], reserved: PlacementGroup) -> tuple[HostProcess, ...]:
         nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
         threads = 1 if self.started_ray else max(1, (os.cpu_count() or 1) // len(nodes))
         device = {"num_cpus": 0, "num_gpus": 1} if self.has_cuda else {"num_cpus": 1, "num_gpus": 0}
@@ -113,7 +124,7 @@ class RayBackend:
             for host, address, node in zip(hosts, addresses, nodes, strict=True)
         )
         self.monitor.watch(pool, processes)
-        return processes, reserved
+        return processes
 
     def _start(self, options: dict[str, Any], pool: str, rank: int, size: int, use_cuda: bool, threads: int) -> Any:
         host = RemoteHost.options(runtime_env={"env_vars": self._environment(threads)}, **options)
@@ -171,10 +182,14 @@ class RayBackend:
         bundles = [{kind: float(count)} for count in per_node]
         placement = placement_group(bundles, strategy="PACK" if logical or len(per_node) == 1 else "STRICT_SPREAD")
         limit = min(_PLACE_SECONDS, self.deadlines.peers)
-        there = placement.wait(timeout_seconds=min(NOTICE_SECONDS, limit))
-        if not there and limit > NOTICE_SECONDS:
-            logger.warning("%s: the cluster has not placed them in %g s", asked, NOTICE_SECONDS)
-            there = placement.wait(timeout_seconds=limit - NOTICE_SECONDS)
+        try:
+            there = placement.wait(timeout_seconds=min(NOTICE_SECONDS, limit))
+            if not there and limit > NOTICE_SECONDS:
+                logger.warning("%s: the cluster has not placed them in %g s", asked, NOTICE_SECONDS)
+                there = placement.wait(timeout_seconds=limit - NOTICE_SECONDS)
+        except BaseException:  # Ctrl-C
+            remove_placement_group(placement)
+            raise
         if not there:
             remove_placement_group(placement)
             raise PlacementError(f"{asked}; the cluster did not place them within {limit:g} s.")
@@ -193,7 +208,7 @@ class RayBackend:
         self.monitor.built(ranks)
         nodes, settings = node_numbers([host.machine for host in ranks.hosts]), dict(ranks.settings)
         sent, seq = replace(ranks, settings=settings, hosts=()), self.iterations.sequence()
-        with _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
+        with uninterrupted(), _arguments_sent(ranks.name, settings | {"worker_class": ranks.worker_class}):
             built = [host.handle.create.remote(seq, sent, nodes, uninitialized) for host in ranks.hosts]
         with stage(_building(ranks)):
             self._results(ranks, "__init__", built)
@@ -204,7 +219,8 @@ class RayBackend:
     def tell(self, ranks: RankGroup, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         self.iterations.held.send()
         self.iterations.check_hosts(ranks.name, method, ranks.hosts)
-        refs = [host.handle.apply.remote(ranks.key, method, *arguments) for host in ranks.hosts]
+        with uninterrupted():
+            refs = [host.handle.apply.remote(ranks.key, method, *arguments) for host in ranks.hosts]
         return partial(self._results, ranks, method, refs)
 
     def calls(self, ranks: RankGroup) -> list[dict[str, int]]:
@@ -240,23 +256,25 @@ class RayBackend:
             out = held.hold(HeldCall(ranks, requests, issued), partners, self.iterations.origin)
             self.iterations.issued(issued.statuses)
             return out
-        for rank, (host, call) in enumerate(zip(ranks.hosts, calls, strict=True)):
-            if call is None:
-                out.append(None)
-                continue
-            with _arguments_sent(f"{ranks.name}.{call.method}", call.settings):
-                ref, status = host.handle.call.remote(replace(call, step=self.iterations.step))
-            origin = self.iterations.origin(ranks.name, rank, call.method, host)
-            issued.statuses.append(RankOutput(status, None, origin, issued, host.address))
-            out.append(RankOutput(ref, call.rows, origin, issued, host.address))
-        self.iterations.issued(issued.statuses)
+        with uninterrupted():
+            for rank, (host, call) in enumerate(zip(ranks.hosts, calls, strict=True)):
+                if call is None:
+                    out.append(None)
+                    continue
+                with _arguments_sent(f"{ranks.name}.{call.method}", call.settings):
+                    ref, status = host.handle.call.remote(replace(call, step=self.iterations.step))
+                origin = self.iterations.origin(ranks.name, rank, call.method, host)
+                issued.statuses.append(RankOutput(status, None, origin, issued, host.address))
+                out.append(RankOutput(ref, call.rows, origin, issued, host.address))
+            self.iterations.issued(issued.statuses)
         return out
 
     def drop(self, ranks: RankGroup, wait: float) -> Failure | None:
         self.iterations.held.send()
         self.channels.close(ranks.key)
         self.monitor.dropped(ranks)
-        dropping = [host.handle.drop.remote(ranks.key) for host in ranks.hosts]
+        with uninterrupted():
+            dropping = [host.handle.drop.remote(ranks.key) for host in ranks.hosts]
         answers = []
         for output in itertools.chain.from_iterable(as_done(self._outputs(ranks, "close", dropping), wait)):
             with contextlib.suppress(ray.exceptions.RayError):  # the host may be gone

@@ -73,6 +73,11 @@ class RankOutput:
     def __reduce__(self):
         return RankOutput, (self.ref, self.rows, self.origin)
 
+    @property
+    def sent_ref(self) -> Any:
+        """`ref`; None while the call is not sent."""
+        return self.ref
+
 
 @dataclass(frozen=True, slots=True)
 class SplitSpec:

@@ -17,11 +17,13 @@ from weakref import WeakValueDictionary
 from hybridflow.cluster.backend import CONTROLLER as CONTROLLER
 from hybridflow.cluster.backend import Deadlines, SessionBackend
 from hybridflow.cluster.incidents import LostHost
+from hybridflow.cluster.interactive import Cell, replaced
 from hybridflow.cluster.ray_backend import RayBackend
-from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.errors import ConfigError, HybridFlowError, PlacementError
 from hybridflow.placement import Placement
 
 logger = logging.getLogger(__name__)
+_PATIENCE = 30.0  # seconds
 
 
 class Session:
@@ -30,7 +32,7 @@ class Session:
     `controller_pool` is that of the controller worker; a session that `traces` only records calls. `parts` are the
     loaders, trackers and other objects of the driver that checkpoints contain, `states` those of a loaded checkpoint
     for parts that are not attached yet, `first_states` those at the start of the program. `run_directory` is that of
-    the first tracker.
+    the first tracker. `cells`: the notebook cells that made the groups and pools, by name ("": the session).
     """
 
     _current: ClassVar[Session | None] = None
@@ -46,6 +48,7 @@ class Session:
         self.states: dict[str, Any] = {}
         self.first_states: dict[str, Any] = {}
         self.run_directory: Path | None = None
+        self.cells: dict[str, Cell] = {}
         self._closing: list[Callable[[], None]] = []
         self._recoverable: Callable[[BaseException], bool] | None = None
         self.deferred: BaseException | None = None
@@ -105,6 +108,32 @@ class Session:
         if CONTROLLER not in self.groups:
             raise PlacementError("the session has no pool yet: make a ResourcePool first.")
         return self.groups[CONTROLLER]
+
+    def replace_earlier(self, cell: Cell | None, name: str | None = None) -> None:
+        """Close what an earlier run of this cell made at this place, or else the group `name` of an earlier cell."""
+        if cell is None or self.traces:
+            return
+        for pool in [pool for pool in self.pools if cell.made_before(self.cells.get(pool.name))]:
+            replaced(f"the pool {pool}")
+            self.write_metrics()
+            pool.close()
+            self.iterations.forget(pool.hosts)
+        for group in list(self.groups.values()):
+            other = self.cells.get(group.name)
+            if cell.made_before(other) or (group.name == name and cell.earlier(other)):
+                replaced(f"the group {group.name}")
+                group.close()
+
+    def write_metrics(self) -> None:
+        """Have trackers write the metrics of calls that end soon, before their hosts are gone."""
+        if not self.iterations.wait_quietly(_PATIENCE):
+            logger.warning("calls still run after %g s: their metrics are not written.", _PATIENCE)
+            return
+        for part in list(self.parts.values()):
+            try:
+                getattr(part, "flush", lambda: None)()
+            except HybridFlowError as error:
+                logger.warning("metrics of a failed call are not written: %s", error)
 
     def unique(self, role: str) -> str:
         """A name for a group: the role, numbered when it is taken."""

@@ -24,10 +24,12 @@ from hybridflow.batch.row_split import Assignment
 from hybridflow.cluster.future import Failure, fetch
 from hybridflow.cluster.row_refs import (
     ColumnRef,
+    Gather,
     Index,
     Located,
     RankOutput,
     RankRows,
+    SplitPart,
     SplitSpec,
     locate,
 )
@@ -82,6 +84,14 @@ class Reader:
         stored = self._fetch(columns, sources, manifests)
         out = {name: _gathered(ref, sources[id(ref.node)], stored) for name, ref in columns.items()}
         return Batch.from_shared(out, chunk_rows=rows.chunk_rows)
+
+    def row_number(self, settings: Mapping[str, Any], span: tuple[int, int] | None, row: int) -> int:
+        """The row of the call's batch that is `row` of this rank's part; `span` is the part's range, if it is one."""
+        for rows in settings.values():
+            for ref in rows.columns.values() if isinstance(rows, RankRows) else ():
+                if isinstance(ref.node, Gather) and isinstance(part := ref.node.rows, SplitPart):
+                    return int(self._assign(part.split)[part.index][row])
+        return row + (span[0] if span else 0)
 
     def rows(self, outputs: Sequence[RankOutput]) -> list[int]:
         """Row counts of outputs without a fixed number of rows (waits for their calls)."""

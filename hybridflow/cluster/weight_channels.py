@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from hybridflow.cluster.backend import HostProcess, RankGroup, node_numbers
 from hybridflow.cluster.future import Failure, Future, Status
+from hybridflow.cluster.interactive import uninterrupted
 from hybridflow.cluster.iterations import Iterations
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput
 from hybridflow.engine3d.layout import Layout
@@ -327,8 +328,7 @@ class WeightChannels:
     """The channels of a session, opened at the first transfer and kept until one side's ranks are freed."""
 
     def __init__(self, iterations: Iterations) -> None:
-        self._iterations = iterations
-        self._channels: dict[tuple[str, str], _OpenChannel] = {}
+        self._iterations, self._channels = iterations, dict[tuple[str, str], _OpenChannel]()
 
     def send(
         self,
@@ -344,10 +344,10 @@ class WeightChannels:
         `layouts` returns both sides' layouts at a payload's first transfer; an error in it is raised before anything is
         issued. With `required`, the destination runs no calls after a failure.
         """
+        key, setup = (source.key, destination.key), None
         self._iterations.held.send()
         for ranks in (source, destination):
             self._iterations.check_hosts(ranks.name, method, ranks.hosts, deferrable=True)
-        key, setup = (source.key, destination.key), None
         if self.failed(source, destination):
             self._channels.pop(key).close()
         channel = self._channels.get(key)
@@ -357,15 +357,15 @@ class WeightChannels:
                 channel = self._channels[key] = self._make(source, destination)
                 opened = channel.open(self._origins(channel, method))
             setup = ray.put(Setup(*sides, opened))  # one object for all hosts
-        seq = self._iterations.sequence()
-        task = TransferTask(seq, method, channel.spec.name, source.key, destination.key, payload, required)
-        task = replace(task, step=self._iterations.step)
+        names = (channel.spec.name, source.key, destination.key, payload)
+        task = TransferTask(self._iterations.sequence(), method, *names, required, step=self._iterations.step)
         issued, results = self._iterations.new_call(), []
-        for (host, _), at in zip(channel.hosts, self._origins(channel, method), strict=True):
-            ref, status = host.handle.transfer.remote(task, setup)
-            issued.statuses.append(RankOutput(status, None, at, issued, host.address))
-            results.append(RankOutput(ref, None, at, issued, host.address))
-        self._iterations.issued(issued.statuses)
+        with uninterrupted():
+            for (host, _), at in zip(channel.hosts, self._origins(channel, method), strict=True):
+                ref, status = host.handle.transfer.remote(task, setup)
+                issued.statuses.append(RankOutput(status, None, at, issued, host.address))
+                results.append(RankOutput(ref, None, at, issued, host.address))
+            self._iterations.issued(issued.statuses)
         channel.known.add(payload)
         channel.last = issued
         return Future(tuple(results[:1]))

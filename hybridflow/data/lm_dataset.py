@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -195,6 +195,39 @@ class SFTDataset(_TextDataset):
                 raise PromptError(f"{place}: column {self._completion!r} has no token, so nothing to predict.")
             rows.append((ids, response))
         return rows
+
+
+def read_texts(texts: Sequence[Any], tokenizer: Tokenizer, max_tokens: int | None = None) -> Batch:
+    """All of these texts, each once and in order, as the columns of a `TextLoader`; `loader.text_batch` has the forms.
+
+    Errors: PromptError naming the row.
+    """
+    if isinstance(texts, str | Mapping) or not isinstance(texts, Sequence) or not texts:
+        raise PromptError(f"texts= is {texts!r:.60}: give a list of texts, or of (prompt, completion) pairs.")
+    if max_tokens is not None:
+        check_sizes(2, max_tokens=max_tokens)
+    records, longest = open_records([_as_record(row) for row in texts], what="texts"), max_tokens or MOST_CHARACTERS
+    if all(isinstance(row, str) for row in texts):
+        rows: LMDataset | SFTDataset = LMDataset(records, "text", tokenizer, longest)
+    else:
+        rows = SFTDataset(records, "prompt", "completion", tokenizer, longest)
+    if rows.filtered:
+        raise PromptError(f"the prompts of {rows.filtered} texts have max_tokens={max_tokens} tokens or more.")
+    numbers = range(len(texts))
+    return rows.batch(numbers, rows.read([Draw(0, number) for number in numbers]))
+
+
+def _as_record(row: Any) -> Any:
+    """A text, a pair of prompt and completion, or messages that an assistant ends, as a record of columns."""
+    if isinstance(row, str):
+        return {"text": row}
+    if isinstance(row, Mapping) and "messages" in row:
+        row = row["messages"]
+    if isinstance(row, Sequence) and len(row) > 1 and all(isinstance(message, Mapping) for message in row):
+        return {"prompt": list(row[:-1]), "completion": [row[-1]]}
+    if isinstance(row, Sequence) and len(row) == 2:
+        return {"prompt": row[0], "completion": row[1]}
+    return row
 
 
 def _completion_text(completion: Any) -> Any:

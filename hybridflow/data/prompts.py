@@ -41,6 +41,7 @@ RESERVED_PREFIXES = ("rewards/", "costs/")
 """Columns that hybridflow writes; prompts must not have them."""
 
 Map = Callable[[Record], Mapping[str, Any]]
+_VERL, _TRUTHS = "reward_model", ("ground_truth", "answer")
 
 
 class Prompts:
@@ -74,8 +75,10 @@ class Prompts:
         self._uniform = map is None and self.records.columns is not None
         self._columns: frozenset[str] | None = None  # of every record, known from the first one
         if self._uniform:
-            self._columns = frozenset(self.records.columns or ())
             self._check_columns(self.records.where, self.records.columns or ())
+            self._columns = frozenset(self.records.columns or ())
+            if _VERL in self._columns and len(self.records):
+                self._columns = frozenset(_with_truth(self.records[0]))
         self._look_through(max_prompt_tokens)
 
     def __len__(self) -> int:
@@ -154,7 +157,7 @@ class Prompts:
 
     def _prepared(self, row: int, raw: Any) -> Record:
         """The drawn record, with its prompt in the column `prompt`. Errors: PromptError."""
-        record = dict(raw) if self._uniform else self._mapped(row, raw)
+        record = _with_truth(dict(raw) if self._uniform else self._mapped(row, raw))
         if self._columns is None:
             self._columns = frozenset(record)
         if not self._uniform and record.keys() != self._columns:
@@ -271,6 +274,14 @@ class PromptSource(ResumableSampler):
         if self.steps is None:
             raise TypeError(f"a {type(self).__name__} without steps= has no length")
         return self.steps
+
+
+def _with_truth(record: Record) -> Record:
+    """A row in verl's shape, {"reward_model": {"ground_truth": ...}, ...}, also has its ground truth as the columns
+    that verl's scoring functions (`ground_truth`) and verifiers (`answer`) read, unless it has them."""
+    if _VERL not in record or not isinstance(found := record[_VERL], Mapping | None):
+        return record
+    return dict.fromkeys(_TRUTHS, (found or {}).get("ground_truth")) | record
 
 
 def _shown(tokens: float | None) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.ragged import Ragged
-from hybridflow.errors import BatchError
+from hybridflow.errors import BatchError, of_row
 from hybridflow.models.spec import Cost
 
 Positions = Literal["before", "own", "last"]
@@ -208,7 +208,7 @@ class Split:
             raise BatchError(f"there are {len(prompts)} prompts and {len(responses)} responses: give one each.")
         if len(prompts) and int(prompts.lengths.min()) < 1:
             row = int(prompts.lengths.argmin())
-            raise BatchError(f"row {row} has an empty prompt: its first response token has nothing to follow.")
+            raise of_row(row, "has an empty prompt: its first response token has nothing to follow.")
         for name, ids in (("prompt_ids", prompts), ("response_ids", responses)):
             self._check_ids(name, ids)
 
@@ -221,9 +221,10 @@ class Split:
         if smallest < 0 or largest >= self.vocab:
             wrong = smallest if smallest < 0 else largest
             row = int(ids.row_index()[(ids.values == wrong).nonzero()[0, 0]])
-            raise BatchError(
-                f"row {row} of {len(ids)} has the token id {wrong} in {name}, the model's vocabulary is "
-                f"0..{self.vocab - 1}. Was it made with another tokenizer?"
+            raise of_row(
+                row,
+                f"has the token id {wrong} in {name}, the model's vocabulary is 0..{self.vocab - 1}. Was it made with "
+                f"another tokenizer?",
             )
 
 

@@ -20,7 +20,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.contract import Output
 from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
-from hybridflow.errors import BatchError, ModelError
+from hybridflow.errors import BatchError, ModelError, of_row
 from hybridflow.models.hf_spec import Decoder
 
 
@@ -69,9 +69,10 @@ class TokenOutputs:
         lengths = token_column(batch, "prompt_ids").lengths + token_column(batch, "response_ids").lengths
         row = int(lengths.argmax())
         if (longest := int(lengths[row])) > self.spec.context:
-            raise BatchError(
-                f"row {row} of {len(lengths)} has {longest} tokens, this {self.spec.family} model has learned "
-                f"{self.spec.context} positions. Use shorter prompts or a smaller max_tokens."
+            raise of_row(
+                row,
+                f"has {longest} tokens, this {self.spec.family} model has learned {self.spec.context} positions. Use "
+                f"shorter prompts or a smaller max_tokens.",
             )
 
     def micro_batches(self, batch: Batch, at: Positions = "before") -> list[MicroBatch]:

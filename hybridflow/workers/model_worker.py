@@ -32,7 +32,7 @@ from hybridflow.engines.lora.adapters import CONFIG
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import CheckpointError, ConfigError, PlacementError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, PlacementError, nearest, rows_named
 from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
@@ -304,7 +304,8 @@ class ModelWorker(Worker):
             if loss is not None:
                 loss.check(batch)
             temperature = batch_temperature(batch) if self.head == "lm" else None
-            self.engine.check(batch, outputs, 1.0 if temperature is None else temperature)
+            with rows_named(self.context.row_number):
+                self.engine.check(batch, outputs, 1.0 if temperature is None else temperature)
             return temperature
 
         agreed = agree(self.context, check, "the sampling temperature")

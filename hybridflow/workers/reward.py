@@ -18,7 +18,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.config import Megatron, TrainStrategy
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.agreement import agree
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardError, rows_named
 from hybridflow.protocols import THREE_D_PROTO, Settings, register
 from hybridflow.rewards.functions import Functions
 from hybridflow.settings import require
@@ -124,7 +124,8 @@ class ScoreWorker(ModelWorker):
             nonlocal rows
             if self._retokenizer is not None:
                 rows = self._retokenizer(batch)
-            self.engine.check(rows, ("values",))
+            with rows_named(self.context.row_number):
+                self.engine.check(rows, ("values",))
 
         with self.resident():
             _ = agree(self.context, prepare)

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.bound_settings import constructor_settings
 from hybridflow.cluster.group import CallSchedule, WorkerGroup
+from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import VLLM, TrainStrategy
 from hybridflow.engine3d.layout import Layout
@@ -155,9 +156,13 @@ def place(
     pool.check_open()
     session = pool.session
     settings = constructor_settings(worker_class, settings)
+    if (cell := current_cell()) is not None:
+        session.replace_earlier(cell, name)
     role = name or session.unique(getattr(worker_class, "role", worker_class.__name__.lower()))
     if role in session.groups:
         raise ConfigError(f"a group named {role!r} exists already: close it or give another name=.")
+    if cell is not None:
+        session.cells[role] = cell
     if session.traces:
         if session.backend.checks:
             settings = dict(ranks_on(worker_class, pool, settings, role, grid).settings)

@@ -169,7 +169,7 @@ def test_closed_groups_end_with_their_threads(processes, path):
         (
             FSDP(tp=2),
             "vocabulary",
-            "BatchError: row 1 of 2 has the token id 61 in response_ids, the model's vocabulary",
+            "BatchError: row 1 has the token id 61 in response_ids, the model's vocabulary",
         ),
         (FSDP(tp=3), "values", "ModelError: actor has 8 heads, not divisible by t=3"),
     ],

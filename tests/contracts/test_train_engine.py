@@ -268,7 +268,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing(processes, models, tmp_pa
         ((1, 1, 1), "values", "ModelError: actor was asked for 'values'"),
         ((1, 1, 1), "train", "ConfigError: actor was built without an optimizer"),
         ((1, 1, 1), "prompt", "BatchError: row 0 has an empty prompt"),
-        ((1, 2, 1), "vocabulary", "BatchError: row 1 of 2 has the token id 61 in response_ids, the model's vocabulary"),
+        ((1, 2, 1), "vocabulary", "BatchError: row 1 has the token id 61 in response_ids, the model's vocabulary"),
         ((1, 3, 1), "values", "ModelError: actor has 8 heads, not divisible by t=3"),
     ],
 )

@@ -59,3 +59,5 @@ def test_an_actor_learns_texts(pool, place, policy):
         metrics = actor.update_actor(text, loss="pretrain")
     assert metrics.get()["actor/pretrain_loss"] < 0.7 * expected
     assert texts.state()["drawn"] == 8  # zip takes one more than it gives
+    own = hf.text_batch([(record["question"], record["answer"]) for record in RECORDS[:4]], actor)
+    assert actor.update_actor(own, loss="sft").get()["actor/sft_loss"] < 0.7 * expected

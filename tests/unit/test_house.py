@@ -21,7 +21,7 @@ RECIPES = ROOT / "recipes"
 
 # From low to high: a module imports modules of its own row and of rows above it in this table, never below.
 LAYERS = (
-    ("errors", "startup"),
+    ("errors", "startup", "markup"),
     ("topology",),
     ("batch",),
     ("config", "settings"),
@@ -36,7 +36,10 @@ LAYERS = (
     ("engines",),
     ("cluster",),
     ("workers",),
-    ("kept_files", "metric_loggers", "run_display", "start_display", "command_line", "report", "sample_rows"),
+    (
+        *("kept_files", "metric_loggers", "run_display", "start_display", "command_line", "report", "sample_rows"),
+        "live_plot",
+    ),
     (
         "tracker",
         "loader",

@@ -284,3 +284,26 @@ def test_sparkline():
     assert sparkline([]) == ""
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+
+
+def test_an_interrupt_in_the_wait_loses_no_metrics(tmp_path):
+    class Interrupted:
+        calls = 0
+
+        def get(self):
+            self.calls += 1
+            if self.calls == 1:
+                raise KeyboardInterrupt
+            return {"reward/mean": 0.5}
+
+    tracker = Tracker(tmp_path, console=False)
+    tracker.log(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        tracker.log({"reward/mean": 0.75})
+    plot = tracker.plot("reward/mean", "unknown")
+    tracker.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward/mean"]) for line in lines] == [(1, 0.5), (2, 0.75)]
+    assert plot.points == {"reward/mean": [(1, 0.5), (2, 0.75)], "unknown": []}
+    assert plot.png().startswith(b"\x89PNG")
+    assert repr(tracker.plot()) == "LivePlot(reward/mean 0.75)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class PretrainLoss(AggregatedLoss):
     """
 
     coef: Finite = 1.0
+    figure: ClassVar[str] = "actor/pretrain_loss"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -37,4 +40,11 @@ class PretrainLoss(AggregatedLoss):
         mask = response_mask(rows)
         token_loss = negative_log_likelihood(outputs["log_probs"].values, mask.values)
         share = self.reduce(token_loss, TokenWeights(mask, totals))
-        return self.coef * share, {"actor/pretrain_loss": share.detach()}
+        return self.coef * share, {self.figure: share.detach()}
+
+
+@settings
+class SFTLoss(PretrainLoss):
+    """Supervised fine-tuning: the same loss on completions."""
+
+    figure: ClassVar[str] = "actor/sft_loss"

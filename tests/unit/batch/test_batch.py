@@ -106,7 +106,7 @@ def test_row_slices_are_views():
     for wrong in (6, -7):
         with pytest.raises(IndexError):
             batch[wrong]
-    with pytest.raises(TypeError):
+    with pytest.raises(BatchError, match="indexed by columns or rows"):
         batch[None]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import booleans, data, integers, just, lists, one_of, slices
 
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
@@ -74,7 +76,6 @@ def test_rows_are_chosen_by_slices_and_a_number(batch, rows, index):
     assert home(batch[rows]).equal(make(6).reorder(index))
 
 
-@batch_only
 @pytest.mark.parametrize(
     ("rows", "index"),
     [
@@ -101,6 +102,9 @@ def test_wrong_rows_and_names_are_refused(batch):
             batch[wrong]
     for wrong in (6, -7):
         with pytest.raises(IndexError):
+            batch[wrong]
+    for wrong in (None, 1.5, {}):
+        with pytest.raises(BatchError, match="indexed by columns or rows"):
             batch[wrong]
     with pytest.raises(BatchError, match="by name"):
         batch.select(["reward", 1])
@@ -170,3 +174,24 @@ def test_balance_loses_no_row(batch):
     assert sorted(rows) == list(range(6))
     with pytest.raises(MissingColumnError, match=r"no column 'rewards'. Did you mean 'reward'"):
         batch.balance(2, "rewards")
+
+
+@given(data())
+def test_chains_of_selections_are_those_of_a_batch(drawn):
+    """Parts of joined parts, by numbers and masks: a reference finds the rows that a batch copies."""
+    whole = make(8)
+    batch, reference = whole, BatchRef.concat([BatchRef.from_batch(whole[:3]), BatchRef.from_batch(whole[3:])])
+    for _ in range(3):
+        rows = len(batch)
+        numbers = lists(integers(-rows, rows - 1), max_size=9) if rows else just([])
+        key = drawn.draw(one_of(numbers, lists(booleans(), min_size=rows, max_size=rows), slices(rows)))
+        batch, reference = batch[key], reference[key]
+    assert len(reference) == len(batch)
+    assert reference.get().equal(batch)
+
+
+def test_a_column_selects_rows():
+    batch = make(6) | {"kept": [True, False, True, False, False, True]}
+    reference = BatchRef.from_batch(batch)
+    assert reference[reference["kept"]].get().equal(batch[batch["kept"]])
+    assert len(reference[[]].get()) == 0

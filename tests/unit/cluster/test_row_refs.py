@@ -228,7 +228,7 @@ def test_columns():
         (lambda ref: ref["tokns"], MissingColumnError, "Did you mean 'tokens'"),
         (lambda ref: ref.get("tokns"), MissingColumnError, "Did you mean 'tokens'"),
         (lambda ref: ref.rename(tokns="t"), MissingColumnError, "Did you mean 'tokens'"),
-        (lambda ref: ref[::2], BatchError, "step 1"),
+        (lambda ref: ref[[0.5]], BatchError, "row indices"),
         (lambda ref: ref | ref[:3], BatchError, "4 rows with one of 3 rows"),
         (lambda ref: ref | 1, BatchError, "only a batch or a mapping"),
         (lambda ref: ref.repeat(0), BatchError, r"repeat\(0\)"),

@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import normalizers
@@ -272,3 +274,41 @@ def test_every_row_of_gsm8k():
     assert sorted(first["prompt"]) == sorted(second["prompt"])
     assert first["prompt"] != second["prompt"]
     assert all("#### " in answer for answer in first["answer"])
+
+
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{i}+1="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        "extra_info": {"split": "train", "index": i},
+    }
+    for i in range(4)
+]
+
+
+@pytest.mark.parametrize("kind", ["list", "jsonl", "parquet"])
+def test_rows_in_verls_shape_need_no_arguments(tmp_path, kind):
+    path = tmp_path / f"train.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in VERL))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(VERL), path)
+    (batch,) = PromptSource(VERL if kind == "list" else path, batch_size=4, steps=1, shuffle=False)
+    assert batch["prompt"] == [row["prompt"] for row in VERL]
+    assert batch["ground_truth"] == batch["answer"] == ["1", "2", "3", "4"]
+    assert batch["extra_info"][2] == VERL[2]["extra_info"]
+
+
+def test_verls_ground_truth_keeps_columns_of_the_file(tmp_path):
+    (batch,) = PromptSource([row | {"answer": "own"} for row in VERL], batch_size=2, steps=1, shuffle=False)
+    assert (batch["answer"], batch["ground_truth"]) == (["own"] * 2, ["1", "2"])
+    (batch,) = PromptSource([{"prompt": "a", "reward_model": "DIR"}], batch_size=1, steps=1)
+    assert set(batch.columns) == {"row_id", "prompt", "reward_model"}
+    path = tmp_path / "some.parquet"
+    pq.write_table(pa.Table.from_pylist([VERL[0] | {"reward_model": None}, VERL[1]]), path)
+    (batch,) = PromptSource(path, batch_size=2, steps=1, shuffle=False)
+    assert batch["ground_truth"] == [None, "2"]
+    source = PromptSource(VERL, batch_size=1)
+    source.load_state(json.loads(json.dumps(source.state())))

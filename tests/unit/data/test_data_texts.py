@@ -19,6 +19,7 @@ from hybridflow.data.lm_dataset import TextSource
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.tokenizer import MOST_CHARACTERS, Tokenizer
 from hybridflow.errors import ConfigError, PromptError
+from hybridflow.loader import text_batch
 from recipes.small_model import SmallModel
 
 SMALL = SmallModel(characters="0123456789+=abcdefghijklmnopqrstuvwxyz <>")
@@ -107,6 +108,45 @@ def test_pairs_may_be_messages():
     record["prompt"].append({"role": "assistant", "content": "oh "})
     raw = make(chat=True).raw
     assert rows(TextSource([record], tokenizer=raw, **kind)) == [(ids("<hi><oh "), [*ids("yes"), END])]
+
+
+ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([("1+2=", "3"), ["2=", "2"]], [(ids("1+2="), [*ids("3"), END]), (ids("2="), [*ids("2"), END])]),
+        ([{"prompt": "1+2=", "completion": "3", "more": 1}], [(ids("1+2="), [*ids("3"), END])]),
+        ([[ASKED, ANSWERED], {"messages": [ASKED, ANSWERED]}], [(ids("<hi>"), [*ids("yes"), END])] * 2),
+        ([([ASKED], "yes")], [(ids("<hi>"), [*ids("yes"), END])]),
+        (["ab", "c"], [(ids("a"), [*ids("b"), END]), (ids("c"), [END])]),
+    ],
+)
+def test_own_texts_are_a_batch(texts, expected):
+    batch = text_batch(texts, make(chat=True).raw)
+    assert list(zip(batch["prompt_ids"].tolist(), batch["response_ids"].tolist(), strict=True)) == expected
+    assert batch["row_id"].tolist() == list(range(len(texts)))
+    cut = text_batch(texts * 2, make(chat=True), max_tokens=5)
+    assert len(cut) == 2 * len(texts)
+    assert int(cut["num_tokens"].max()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "give a list of texts"),
+        ("1+1=2", "give a list of texts"),
+        ([("a", "b"), ("c", None)], "record 1: column 'completion' is null"),
+        (["a", ("b", "c")], "record 0 has no column 'prompt'"),
+        ([("a", "b"), ("", "c")], "record 1: column 'prompt' is empty"),
+        ([("a", "b"), 3], "record 1 is a int"),
+        ([("abcdefgh", "b"), ("a", "b")], "have max_tokens=4 tokens or more"),
+    ],
+)
+def test_own_texts_that_cannot_be_used(texts, message):
+    with pytest.raises(PromptError, match=message):
+        text_batch(texts, make(), max_tokens=4)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -1,0 +1,85 @@
+"""Notebooks and prompts: cells that run again replace their groups and pools, and Ctrl-C leaves calls complete."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The run of a cell, and the place in it that makes a group or pool: its cell and the target of its assignment."""
+
+    place: tuple[str, str]
+    run: int = field(compare=False)
+
+    def earlier(self, other: Cell | None) -> bool:
+        """Whether `other` is of an earlier run, of this or another cell."""
+        return other is not None and other.run < self.run
+
+    def made_before(self, other: Cell | None) -> bool:
+        """Whether an earlier run of the same place made `other`."""
+        return other == self and self.earlier(other)
+
+
+def current_cell() -> Cell | None:
+    """The cell that runs now in IPython; None in a script."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (shell is not None and frame.f_globals is shell.user_ns is frame.f_locals):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
+    name = ((parent or {}).get("metadata") or {}).get("cellId") or frame.f_code.co_filename
+    return Cell((str(name), _target(frame)), int(shell.execution_count))
+
+
+def _target(frame: FrameType) -> str:
+    """What the running statement assigns to, or the statement."""
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    try:
+        tree = ast.parse("".join(linecache.getlines(name)))
+    except (SyntaxError, ValueError):
+        return str(line)
+    around = [
+        node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    inner = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+    if isinstance(inner, ast.Assign):
+        return ", ".join(map(ast.unparse, inner.targets))
+    return str(line) if inner is None else ast.unparse(inner)
+
+
+def replaced(what: str) -> None:
+    """Say that an earlier run's object is closed."""
+    logger.warning("%s of an earlier run of this cell is closed: the new one takes its place.", what)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C inside takes effect at the end: either all ranks have their call or none, so that no rank waits in a
+    collective for another one."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])

@@ -1,0 +1,62 @@
+"""LivePlot: curves of a run's metrics that grow in a notebook while its loop runs."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SECONDS = 1.0  # between two pictures
+_SIZE = (4.5, 3.0)  # inches, of each metric
+
+
+class LivePlot:
+    """Curves of the metrics `names` over iterations. A cell that ends with it shows the picture, which then follows the
+    run; `png()` is the picture of now."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.points: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+        self._shown: Any = None
+        self._drawn = -math.inf
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """The metrics of one iteration, `step` among them."""
+        for name, points in self.points.items():
+            value = line.get(name)
+            if value is not None and math.isfinite(value):
+                points.append((int(line["step"]), float(value)))
+        if time.monotonic() - self._drawn > _SECONDS:
+            self.update()
+
+    def update(self) -> None:
+        """Bring the shown picture up to date."""
+        if self._shown is not None:
+            self._shown.update(self._picture(), raw=True)
+            self._drawn = time.monotonic()
+
+    def png(self) -> bytes:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(_SIZE[0] * len(self.points), _SIZE[1]), layout="constrained")
+        for i, (name, points) in enumerate(self.points.items(), 1):
+            axes = figure.add_subplot(1, len(self.points), i, xlabel="iteration", title=name)
+            axes.plot([step for step, _ in points], [value for _, value in points], marker="o", markersize=3)
+            axes.grid(alpha=0.3)
+        FigureCanvasAgg(figure).print_png(png := io.BytesIO())
+        return png.getvalue()
+
+    def _picture(self) -> dict[str, str]:
+        return {"image/png": base64.b64encode(self.png()).decode(), "text/plain": repr(self)}
+
+    def _ipython_display_(self) -> None:
+        display = importlib.import_module("IPython.display").display
+        self._shown = display(self._picture(), raw=True, display_id=True)
+
+    def __repr__(self) -> str:
+        latest = [f"{name} {points[-1][1]:.4g}" for name, points in self.points.items() if points]
+        return f"LivePlot({', '.join(latest) or 'no iteration yet'})"

@@ -1,0 +1,50 @@
+"""Tables of notebooks: HTML of `_repr_html_`, and short texts of values. Every text is escaped, and no value raises."""
+
+from __future__ import annotations
+
+import html
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_LETTERS, _NUMBERS = 48, 6
+_LEFT = ' style="text-align:left"'
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, _LETTERS, _LETTERS, _LETTERS
+
+
+def table(title: str, heading: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+    """A titled table; a cell may have several lines, the first line of a heading is its name."""
+    head = "".join(f"<th{_LEFT}>{escaped(text)}</th>" for text in heading)
+    body = "".join("<tr>" + "".join(f"<td{_LEFT}>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    above = f"<thead><tr>{head}</tr></thead>" if heading else ""
+    below = f"<p>{escaped(note)}</p>" if note else ""
+    return f"<p>{escaped(title)}</p><table>{above}<tbody>{body}</tbody></table>{below}"
+
+
+def escaped(text: str) -> str:
+    """Text as HTML; half surrogates, which no message to a browser can hold, become question marks."""
+    return html.escape(text.encode(errors="replace").decode()).replace("\n", "<br>")
+
+
+def shown(value: Any) -> str:
+    """One value in one line, shortened. Never raises."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    try:
+        text = value[: 8 * _LETTERS] if isinstance(value, str) else _short.repr(value)
+    except Exception as error:  # the repr of a type of the user's; or an integer of more than 4,300 digits
+        text = f"<{type(value).__name__}: {type(error).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= _LETTERS else text[: _LETTERS - 3] + "..."
+
+
+def numbers(values: Sequence[Any], length: int) -> str:
+    """The first of `length` numbers, in brackets."""
+    first = [shown(value) for value in values[:_NUMBERS]]
+    return f"[{', '.join(first)}{', ...' if length > _NUMBERS else ''}]"
+
+
+def more(rows: int, shown_rows: int) -> str:
+    """The note below the first rows of a table."""
+    return f"{rows - shown_rows} more rows" if rows > shown_rows else ""
