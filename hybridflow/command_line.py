@@ -152,15 +152,17 @@ def _plain(settings: Any) -> Any:
 
 
 def _nearest(key: str, keys: Sequence[str], beside: Mapping[str, Any]) -> str:
-    """` Did you mean 'actor.optim.lr'?`: the keys whose last part is most like that of `key`; without any, the names
-    `beside` it."""
+    """` Did you mean 'actor.optim.lr'?`: the keys whose last part is most like that of `key`, those of its section
+    first; without any, the names `beside` it."""
 
     def likeness(one: str) -> tuple[float, float]:
         parts = key.rpartition(".")[2], one.rpartition(".")[2]
         whole = SequenceMatcher(None, key, one).ratio()
         return max(whole * ("." not in key), SequenceMatcher(None, *parts).ratio()), whole
 
-    found = sorted(keys, key=likeness, reverse=True)
+    section = key.rpartition(".")[0]
+    own = [one for one in keys if section and one.rpartition(".")[0] == section and likeness(one)[0] >= _CLOSE]
+    found = sorted(own or keys, key=likeness, reverse=True)
     best = likeness(found[0])[0] if found else 0.0
     if best < _CLOSE:
         return f" Known: {', '.join(beside)}. --help describes them."

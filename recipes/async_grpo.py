@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> None:
         hf.sync_weights(actor, rollout)
         evaluated = accuracy.evaluate(checkpoints.done + 1)
         tracker.log(batch.metrics(), stream.metrics(), metrics, evaluated)
+        tracker.samples(batch, every=10, tokenizer=job.model)
         checkpoints.step(evaluated)
     accuracy.measure("after")
     actor.save(settings.directory(cfg) / "model")

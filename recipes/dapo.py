@@ -70,6 +70,7 @@ def main(arguments: list[str]) -> None:
         )
         evaluated = accuracy.evaluate(checkpoints.done + 1)
         tracker.log(batch.metrics(), metrics, sampler.metrics(), evaluated)
+        tracker.samples(batch, every=10, tokenizer=job.model)
         checkpoints.step(evaluated)
     accuracy.measure("after")
     actor.save(settings.directory(cfg) / "model")

@@ -3,7 +3,7 @@
     python recipes/distill.py                                           arithmetic with generated small models
     python recipes/distill.py model=DIR teacher=DIR prompts=FILE.jsonl devices=[8] actor.train.tp=4 top_k=64
 
-All settings: DEFAULTS below, and the settings of all recipes in recipes/settings.py.
+All settings: python recipes/distill.py --help
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import settings, task
+from recipes import launch, settings, task
 from recipes.accuracy import Accuracy
 
 DEFAULTS = """
-name: distill         # metrics, checkpoints and the trained model go to runs/<name>
-steps: 40
+name: distill         # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+steps: 40             # iterations
 batch_size: 64        # prompts
-minibatches: 2
+minibatches: 2        # optimizer steps per iteration
 devices: [2]          # devices per node
 teacher: null         # a Hugging Face directory or hub name; null: a small model that answers right
 beta: 1.0             # 0: KL(teacher || student); 1: KL(student || teacher); between them GKD's divergence
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     reward = hf.RewardWorker.on(pool, **job.reward)
     text = task.texts(cfg, job) if cfg.supervised else itertools.repeat(None)
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
-    accuracy = Accuracy(actor, reward, job, tracker)
+    accuracy = Accuracy(actor, reward, job, tracker, cfg.evaluate_every)
 
     teach, over = reference.compute_ref_hidden_states, "vocabulary"
     if cfg.top_k:
@@ -71,13 +71,14 @@ def main(arguments: list[str]) -> None:
         batch |= teach(batch)
         metrics = actor.update_actor(batch, loss=loss, minibatches=cfg.minibatches)
         batch |= reward.compute_reward(batch)  # only to look at
-        tracker.log(batch.metrics(), metrics)
-        checkpoints.step()
+        evaluated = accuracy.evaluate(checkpoints.done + 1)
+        tracker.log(batch.metrics(), metrics, evaluated)
+        tracker.samples(batch, every=10, tokenizer=job.model)
+        checkpoints.step(evaluated)
     accuracy.measure("after")
-    actor.save(f"runs/{cfg.name}/model")
-    tracker.finish()
-    hf.shutdown()
+    actor.save(settings.directory(cfg) / "model")
+    settings.finish(tracker, checkpoints)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    launch.run(main)

@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> None:
         actor_metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches, epochs=cfg.epochs)
         evaluated = accuracy.evaluate(checkpoints.done + 1)
         tracker.log(batch.metrics(), critic_metrics, actor_metrics, evaluated)
+        tracker.samples(batch, every=10, tokenizer=job.model)
         checkpoints.step(evaluated)
     accuracy.measure("after")
     actor.save(settings.directory(cfg) / "model")

@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> None:
         metrics = actor.update_actor(batch, clip=cfg.clip, minibatches=cfg.minibatches)
         evaluated = accuracy.evaluate(checkpoints.done + 1)
         tracker.log(batch.metrics(), metrics, evaluated)
+        tracker.samples(batch, every=10, tokenizer=job.model)
         checkpoints.step(evaluated)
     accuracy.measure("after")
     actor.save(settings.directory(cfg) / "model")

@@ -87,6 +87,7 @@ def main(arguments: list[str]) -> None:
         text_metrics = actor.update_actor(examples, loss="pretrain", coef=cfg.pretrain_coef)
         evaluated = accuracy.evaluate(checkpoints.done + 1)
         tracker.log(batch.metrics(), critic_metrics, cost_metrics, text_metrics, actor_metrics, evaluated)
+        tracker.samples(batch, every=10, tokenizer=job.model)
         checkpoints.step(evaluated)
     accuracy.measure("after")
     actor.save(settings.directory(cfg) / "model")

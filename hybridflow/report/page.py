@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import importlib
-import importlib.util
 import json
 import math
 import os
@@ -20,6 +18,7 @@ from typing import Any
 from hybridflow.errors import ConfigError
 from hybridflow.report.curves import curves, is_number
 from hybridflow.report.event_summary import EventSummary
+from hybridflow.report.limits import find_limits
 from hybridflow.report.run_files import RunFiles
 from hybridflow.report.shown_samples import shown_samples
 
@@ -95,10 +94,7 @@ def run_data(files: RunFiles) -> dict[str, Any]:
 
 def limits_of(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What limits the iteration, largest share first."""
-    if importlib.util.find_spec("hybridflow.report.limits") is None:
-        return []
-    found = importlib.import_module("hybridflow.report.limits").find_limits(events)
-    return [asdict(limit) for limit in found]
+    return [asdict(limit) for limit in find_limits(events)]
 
 
 def as_script(data: Any) -> str:

@@ -25,9 +25,10 @@ from hybridflow.settings import require
 from hybridflow.topology import RankGrid
 from hybridflow.workers.generation import Generation, RowSession, check_alone, generates
 from hybridflow.workers.lora_options import lora_of
-from hybridflow.workers.model_worker import ModelWorker, UpdateCall
+from hybridflow.workers.model_worker import ModelWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.teacher import TeacherHead, check_teacher
+from hybridflow.workers.update_call import UpdateCall
 
 
 def _check_transition(worker: str, settings: Mapping[str, Any]) -> None:

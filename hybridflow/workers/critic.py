@@ -16,7 +16,8 @@ from hybridflow.config import Megatron, Optimizer, TrainStrategy
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.protocols import THREE_D_PROTO, register
 from hybridflow.topology import RankGrid
-from hybridflow.workers.model_worker import ModelWorker, UpdateCall
+from hybridflow.workers.model_worker import ModelWorker
+from hybridflow.workers.update_call import UpdateCall
 
 _OF_COSTS = MappingProxyType({"values": "cost_values", "returns": "cost_returns"})
 """A cost critic's columns for the `values` and `returns` of a value loss."""

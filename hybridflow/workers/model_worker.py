@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.batch.batch import Batch
-from hybridflow.cluster.batch_ref import BatchRef
-from hybridflow.cluster.session import Session
 from hybridflow.config import Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import agree
@@ -32,7 +27,7 @@ from hybridflow.engines.lora.adapters import CONFIG
 from hybridflow.engines.skipped_steps import SkippedSteps
 from hybridflow.engines.train_backends import backend, build_engine
 from hybridflow.engines.train_engine import TrainEngine
-from hybridflow.errors import CheckpointError, ConfigError, PlacementError, nearest, rows_named
+from hybridflow.errors import CheckpointError, ConfigError, PlacementError, rows_named
 from hybridflow.models.hf_spec import Decoder, read_spec
 from hybridflow.models.spec import Cost, Head
 from hybridflow.protocols import ONE_TO_ALL, ONE_TO_ONE, OperationKind, Protocol, Settings, register
@@ -82,70 +77,6 @@ def _check_save(settings: Settings, call: Any) -> None:
     if settings.get("model") is None:
         raise ConfigError("this worker calls a function: there is nothing to save.")
     call["path"] = os.path.abspath(call["path"])
-
-
-_OWN = ("minibatches", "epochs", "loss", "batch", "uneven")  # other settings of the call are options of the loss
-
-
-@dataclass(frozen=True)
-class UpdateCall:
-    """The declaration of an update operation, for `@register(reads=..., check=...)`.
-
-    `find_loss(loss, **options)` returns the loss of a call; `also_reads` are columns besides prompts, responses and the
-    loss's own.
-    """
-
-    role: str
-    find_loss: Callable[..., Loss]
-    also_reads: tuple[str, ...] = ()
-
-    def reads(self, settings: Settings, call: Settings) -> tuple[str, ...] | None:
-        loss = self._loss(call)
-        teacher = (TEACHER,) if "ref_logits" in loss.outputs else ()
-        if (own := loss.reads) is None:
-            return None
-        return ("prompt_ids", "response_ids", *own, *teacher, *self.also_reads, "row_id?")
-
-    def check(self, settings: Settings, call: Settings) -> None:
-        """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and
-        mini-batches of different sizes."""
-        worker, good = f"{self.role.capitalize()}Worker", settings["optim"] is not None
-        require(good, f"this {self.role} has no optimizer: give {worker}.on(..., optim=hf.Adam(lr=...)).")
-        for name in call:  # other names go to the loss
-            if name not in _OWN and difflib.get_close_matches(name, _OWN, n=1, cutoff=0.75):
-                raise ConfigError(f"there is no setting {name!r}.{nearest(name, _OWN)}")
-        for name in ("minibatches", "epochs"):
-            good = type(call[name]) is int and call[name] >= 1
-            require(good, f"{name}={call[name]!r} must be a whole number of at least 1.")
-        self._check_even(call)
-        asks = "ref_logits" in self._loss(call).outputs
-        good = not asks or settings.get("teacher") is not None
-        require(good, f"this loss reads the logits of a teacher: give {worker}.on(..., teacher=), its model.")
-
-    def _loss(self, call: Settings) -> Loss:
-        return self.find_loss(call["loss"], **{name: value for name, value in call.items() if name not in _OWN})
-
-    def _check_even(self, call: Settings) -> None:
-        """Each mini-batch is one step, so rows of a smaller one weigh more.
-
-        Errors: ConfigError for mini-batches of different sizes, unless the call says `uneven=True`.
-        """
-        batch, parts, uneven = call["batch"], call["minibatches"], call.get("uneven", False)
-        require(type(uneven) is bool, f"uneven={uneven!r}: give True or False.")
-        session = Session.existing()
-        traced = session is not None and session.traces and not session.backend.checks
-        placeholder = not isinstance(batch, BatchRef) or traced
-        if uneven or placeholder or parts > batch.rows or batch.rows % parts == 0:
-            return
-        rows = batch.rows
-        fewer = next(n for n in range(parts, 0, -1) if rows % n == 0)
-        more = next(n for n in range(parts, rows + 1) if rows % n == 0)
-        small, larger = divmod(rows, parts)
-        raise ConfigError(
-            f"update_{self.role}(minibatches={parts}): the batch has {rows} rows, which would be {larger} mini-batches "
-            f"of {small + 1} rows and {parts - larger} of {small}, and a row of a smaller one counts for more. Use "
-            f"minibatches={fewer} or {more}, or uneven=True."
-        )
 
 
 class ModelWorker(Worker):
