@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from hybridflow.batch.batch import Batch
@@ -19,28 +20,32 @@ class SampledBatches:
     """Samples of batches that may not have been computed yet, until their iteration is written."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, str, Batch | BatchRef, Tokenizer | None]] = []
-        self._tokenizers: dict[str, Tokenizer] = {}
+        self._waiting: list[tuple[int, str, Batch | BatchRef, Future[Tokenizer] | None]] = []
+        self._tokenizers: dict[str, Future[Tokenizer]] = {}
 
-    def add(self, step: int, title: str, batch: Batch | BatchRef, tokenizer: TokenizerLike | None) -> None:
-        """`batch` is what `sampled` returned. Errors: as `as_tokenizer`."""
-        self._waiting.append((step, title, batch, self._tokenizer(tokenizer)))
+    def add(self, step: int, title: str, batch: Batch | BatchRef, tokenizer: Future[Tokenizer] | None) -> None:
+        """`batch` is what `sampled` returned, `tokenizer` what `load` did."""
+        self._waiting.append((step, title, batch, tokenizer))
 
     def take(self, step: int) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
-        """(step, title, rows) of iterations up to `step`, once they are there. Errors: as `sample_rows`."""
+        """(step, title, rows) of iterations up to `step`, once they are there. Errors: as `sample_rows`, and as
+        `as_tokenizer`."""
         while self._waiting and self._waiting[0][0] <= step:
             at, title, batch, tokenizer = self._waiting.pop(0)
-            yield at, title, sample_rows(batch, tokenizer)
+            yield at, title, sample_rows(batch, None if tokenizer is None else tokenizer.result())
 
     def clear(self) -> None:
         self._waiting.clear()
 
-    def _tokenizer(self, given: TokenizerLike | None) -> Tokenizer | None:
-        """The tokenizer, read once; names of directories are remembered."""
-        if not isinstance(given, str | os.PathLike):
-            return None if given is None else as_tokenizer(given)
-        if (name := os.fspath(given)) not in self._tokenizers:
-            self._tokenizers[name] = as_tokenizer(given)
+    def load(self, given: TokenizerLike | None) -> Future[Tokenizer] | None:
+        """The tokenizer; that of a directory is read once, in a thread: importing its library takes seconds."""
+        if given is None:
+            return None
+        name = os.fspath(given) if isinstance(given, str | os.PathLike) else str(id(given))
+        if name not in self._tokenizers:
+            pool = ThreadPoolExecutor(1, "tokenizer")
+            self._tokenizers[name] = pool.submit(as_tokenizer, given)
+            pool.shutdown(wait=False)
         return self._tokenizers[name]
 
 

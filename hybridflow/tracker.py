@@ -156,8 +156,9 @@ class Tracker:
         """
         if isinstance(samples, Batch | BatchRef):
             with self._lock:
+                reader = self._sampled.load(tokenizer)
                 if self._step % max(every, 1) == 0:
-                    self._sampled.add(self._step, title, sampled(samples, rows, columns), tokenizer)
+                    self._sampled.add(self._step, title, sampled(samples, rows, columns), reader)
             return
         self._append_samples(self._step, title, samples)
         if self._display is not None:

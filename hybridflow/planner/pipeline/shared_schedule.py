@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from hybridflow.planner.pipeline.schedule import Instruction, Schedule, Work, scheduled
-from hybridflow.planner.pipeline.schedule_simulation import WINDOW
+from hybridflow.planner.pipeline.schedule_simulation import WINDOW, check
 from hybridflow.settings import require
 
 Order = tuple[int, ...]
@@ -62,7 +62,7 @@ def together(
 
     Live activations stay within `limits` on every stage (default: `memory_limits`). The search tries orders of the
     models' micro-batches, `at_once` only the first few, and is the same on every rank. To try an order is to run it
-    with all waits and limits, so `check` would find nothing. Errors: ConfigError for a limit below one micro-batch.
+    with all waits and limits; the result passes `check`. Errors: ConfigError for a limit below one micro-batch.
     """
     limits = memory_limits(stages, works) if limits is None else limits
     largest = max(work.activations for work in works)
@@ -81,9 +81,11 @@ def together(
     for _ in range(tries):
         if best[0] <= bound or len(works) == 1:
             break
-        found = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.choice(waits))))
-        best = found if found[0] <= best[0] else best
-    return scheduled(works, best[2].computed)
+        other = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.choice(waits))))
+        best = other if other[0] <= best[0] else best
+    found = scheduled(works, best[2].computed)
+    check(found, limits)
+    return found
 
 
 def _orders(works: Sequence[Work], waits: Sequence[float]) -> Iterator[tuple[Order, float]]:
