@@ -142,12 +142,13 @@ def devices() -> Iterator[Finding]:
     gpus = _gpus()
     if not gpus:
         yield Finding("devices", f"no GPU; {len(os.sched_getaffinity(0))} processor cores")
+    used = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     holders = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     for uuid, index, name, total, free in gpus:
-        there = [(pid, Path(program).name, used) for device, pid, program, used in holders if device == uuid]
-        own = [f"process {pid} ({program}) holds {used} MiB" for pid, program, used in there]
+        there = [(pid, Path(program).name, size) for device, pid, program, size in holders if device == uuid]
+        own = [f"process {pid} ({program}) holds {size} MiB" for pid, program, size in there]
         cure = f"{'; '.join(own) or 'another process holds the memory'}: end it, or choose CUDA_VISIBLE_DEVICES."
-        full = _number(free) < _LEAST_FREE * _number(total)
+        full = (index in used or uuid in used or not used) and _number(free) < _LEAST_FREE * _number(total)
         found = f"{name}, {_gib(_number(free) * 2**20)} of {_gib(_number(total) * 2**20)} free"
         yield Finding(f"device {index}", found, cure if full else "")
 
@@ -266,6 +267,9 @@ def _child(command: list[str], seconds: float, environment: Mapping[str, str]) -
                 os.killpg(process.pid, signal.SIGKILL)
                 text = process.communicate()[0]
             status = None
+        except BaseException:  # Ctrl-C does not reach its session
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
     return status, [line for line in text.splitlines() if line.strip()]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import importlib
 import io
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+logger = logging.getLogger(__name__)
 _SECONDS = 1.0  # between two pictures
 _SIZE = (4.5, 3.0)  # inches, of each metric
 
@@ -27,16 +29,25 @@ class LivePlot:
         """The metrics of one iteration, `step` among them."""
         for name, points in self.points.items():
             value = line.get(name)
-            if value is not None and math.isfinite(value):
+            if isinstance(value, int | float) and math.isfinite(value):
                 points.append((int(line["step"]), float(value)))
         if time.monotonic() - self._drawn > _SECONDS:
             self.update()
 
     def update(self) -> None:
         """Bring the shown picture up to date."""
-        if self._shown is not None:
+        if self._shown is None:
+            return
+        try:
             self._shown.update(self._picture(), raw=True)
-            self._drawn = time.monotonic()
+        except Exception:  # a closed notebook, a missing font: the run goes on
+            logger.warning("the plot cannot be drawn", exc_info=True)
+            self._shown = None
+        self._drawn = time.monotonic()
+
+    def forget(self, step: int) -> None:
+        """Drop the points after this iteration, which are computed again."""
+        self.points = {name: [point for point in points if point[0] <= step] for name, points in self.points.items()}
 
     def png(self) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -211,7 +211,7 @@ class Operation:
     replica: str | None = None
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
     kind: OperationKind | None = None
-    metrics: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, str] = field(default_factory=dict, compare=False)
     name: str = ""
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,10 @@ class RunDisplay:
             table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*(Text(_cell(row.get(name))) for name in names))
-        self._console.print(table)
+        with self._console.capture() as printed:
+            self._console.print(table)
+        # another live display may be on the screen: it has replaced sys.stdout to print above itself
+        (sys.stdout if self._console.is_terminal else self._console.file).write(printed.get())
 
     def close(self) -> None:
         if self._live is not None:

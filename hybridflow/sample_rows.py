@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,7 +74,9 @@ def sample_rows(batch: Batch | BatchRef, tokenizer: Tokenizer | None) -> list[di
 
 
 def _short(value: Any) -> Any:
-    """Numbers with six digits: float32 has no more."""
+    """Numbers with six digits: float32 has no more. JSON has no NaN: what is not finite becomes None."""
     if isinstance(value, list):
         return [_short(one) for one in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -98,7 +98,6 @@ class Tracker:
         self._step = self._resumed = self._logged = self._written = 0
         self._last = self._start = time.perf_counter()
         self._rewards: list[tuple[int, float]] = []
-        self._lines: list[dict[str, float | None]] = []
         self._plots: list[LivePlot] = []
         self._notes: dict[str, Any] = {}
         self._run = uuid.uuid4().hex
@@ -176,8 +175,9 @@ class Tracker:
         """
         plot = LivePlot(names or ("reward/mean",))
         with self._lock:
-            for line in self._lines:
-                plot.add(line)
+            if self._logged:  # otherwise the file is an earlier run's
+                for line in self._files.lines("metrics.jsonl"):
+                    plot.add(line)
             self._plots.append(plot)
         return plot
 
@@ -212,7 +212,8 @@ class Tracker:
         saved = RunState.read(state)
         self._run, self._rewards, self._notes = saved.run, saved.rewards, saved.notes
         self._step = self._resumed = self._logged = self._written = saved.step
-        self._lines = [line for line in self._lines if (line["step"] or 0) <= saved.step]
+        for plot in self._plots:
+            plot.forget(saved.step)
         self._closed = False
         self._pending.clear()
         self._sampled.clear()
@@ -245,6 +246,8 @@ class Tracker:
             return
         try:
             self.flush()
+            if self._recorder is not None and not failed:  # calls after the loop
+                self._recorder.session.iterations.collect()
             if self._rewards:
                 with self._files.forgiving("reward.png"):
                     self._files.replace("reward.png", drawn_curve(self._rewards))
@@ -301,7 +304,6 @@ class Tracker:
         self._write_config()
         self._written, self._logged = self.written, step
         self._files.append("metrics.jsonl", [as_line(plain)])
-        self._lines.append(plain)
         if math.isfinite(line.get("reward/mean", math.nan)):
             self._rewards.append((step, line["reward/mean"]))
         if not self._threads:

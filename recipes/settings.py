@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,8 @@ BEST = "held_out/reward"
 def read(defaults: str, arguments: Sequence[str]) -> Any:
     """`COMMON` and a recipe's `defaults` (YAML), changed by arguments: see `read_settings`. Errors: ConfigError."""
     cfg = read_settings(COMMON, defaults, arguments=arguments)
-    for role, options in cfg.items():  # schedules end with the run, unless total_steps says otherwise
-        optim = options.get("optim") if isinstance(options, dict | type(cfg)) else None
-        if optim is not None and optim.get("schedule", "constant") != "constant" and "total_steps" not in optim:
-            pretrain = role == "actor" and "pretrain_coef" in cfg  # one more step in each iteration
-            optim.total_steps = cfg.steps * (cfg.minibatches * cfg.get("epochs", 1) + pretrain)
+    for optim, steps in _schedules(cfg):  # they end with the run, unless total_steps says otherwise
+        optim.setdefault("total_steps", steps)
     check_sections(cfg)
     every, saved = cfg.evaluate_every or 0, cfg.checkpoint_every or 0
     if every < 0 or saved < 0 or (every and saved % every):
@@ -48,15 +46,28 @@ def read(defaults: str, arguments: Sequence[str]) -> Any:
     return cfg
 
 
+def _schedules(cfg: Any) -> Iterator[tuple[Any, int]]:
+    """Options of optimizers with a schedule, and the steps that they make in the run."""
+    for role, options in cfg.items():
+        optim = options.get("optim") if isinstance(options, dict | type(cfg)) else None
+        if optim is not None and optim.get("schedule", "constant") != "constant":
+            texts = role == "actor" and bool("pretrain_coef" in cfg or cfg.get("supervised"))  # a step of their own
+            yield optim, cfg.steps * (cfg.minibatches * cfg.get("epochs", 1) + texts)
+
+
 def directory(cfg: Any) -> Path:
-    """The run's directory: `name` if it is a path, otherwise runs/<name>."""
-    name = Path(str(cfg.name)).expanduser()
-    return name if len(name.parts) > 1 else Path("runs") / name
+    """The run's directory: `name` if it is a path, such as ./first, otherwise runs/<name>."""
+    name = str(cfg.name)
+    return Path(name).expanduser() if "/" in name else Path("runs") / name
 
 
 def tracker(cfg: Any) -> hf.Tracker:
     """The record of the run, in its directory, with the settings as config.yaml."""
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    given = copy.deepcopy(cfg)
+    for optim, steps in _schedules(given):
+        if optim.total_steps == steps:  # as `read` found it: with other settings it is another number
+            del optim.total_steps
+    config: Any = OmegaConf.to_container(given, resolve=False)
     return hf.Tracker(directory(cfg), to=tuple(cfg.track), total=cfg.steps, config=config)
 
 

@@ -122,7 +122,9 @@ def not_finite(batch: Batch, names: Iterable[str] | None = None) -> str:
         if count := int(bad.sum()):
             at = int(bad.nonzero()[0, 0])
             more = f" ({count} of {len(flat)} are not finite)" if count > 1 else ""
-            found.append(f"{name}: row {int(rows[at])} is {flat[at].tolist()}{more}")
+            values = flat[at].flatten()
+            value = float(values[~torch.isfinite(values)][0])
+            found.append(f"{name}: row {int(rows[at])} is {value}{more}")
     return "; ".join(found)
 
 

@@ -107,7 +107,7 @@ class Future:
 
     outputs: tuple[RankOutput, ...]
     merge: str | None = None
-    joins: Mapping[str, str] = field(default_factory=dict)
+    joins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def concat(futures: Sequence[Future], merge: str = "join") -> Future:

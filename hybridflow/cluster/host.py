@@ -148,15 +148,15 @@ class Host:
         member = self._members[call.group]
         context, start = member.context, time.time()
         context.step, context.call = call.step, call.seq
-        context.row_number = partial(self.reader.row_number, call.settings, call.span)
         if (failure := member.failure or member.incomplete) is not None:
             return failure, Status(failure)
+        context.row_number = partial(self.reader.row_number, call.settings, call.span)
         ready, before, work, sizes, output = start, self._new_peak(context), CallWork(), (0, 0), None
         result = inputs = self._inputs(member, call)
         if not isinstance(inputs, Failure):
             ready = time.time()
             result, output = self._run(member, call, inputs)
-        end = time.time()
+        context.row_number, end = int, time.time()  # what it refers to must not stay in the object store
         if not isinstance(inputs, Failure):
             work = self._work(member, call, inputs, output)
             sizes = bytes_of(inputs.values()), bytes_of((output,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
+import ray.exceptions
 
 from hybridflow import startup
 from hybridflow.cluster.future import (
@@ -110,7 +112,7 @@ class Iterations:
         """Collect a time span of the driver from `start` to now; `ahead`: it belongs to the next iteration."""
         if self.events is not None:
             step = self.done_before if self.step is None else self.step
-            self.events.append((self.current, Incident(kind, step + ahead, what, start, time.time())))
+            self.events.append((self.current + ahead, Incident(kind, step + ahead, what, start, time.time())))
 
     def timed(self, source: Iterable[T], what: str, ahead: int = 0) -> Iterator[T]:
         """The items of a loader; collects the waits for them. `ahead` as in `note`."""
@@ -191,6 +193,7 @@ class Iterations:
 
     def reset(self) -> None:
         """Forget all calls: the hosts that ran them are gone."""
+        self.done_before = self.step or self.done_before  # what is noted meanwhile belongs to the step that failed
         self.current += 1
         self._all, self._look_at, self._has_loader = {self.current: _Iteration()}, _LOOK_BACK, False
 
@@ -225,6 +228,16 @@ class Iterations:
                 if self.events is not None:
                     self.events.extend((number, event) for event in status.events)
                     self._note_skipped(number, status)
+
+    def collect(self) -> None:
+        """Collect the events of calls that have ended well, and leave all others as they are."""
+        for number, one in self._all.items():
+            sent = {output.sent_ref: output for output in one.waiting if output.sent_ref is not None}
+            ended = ray.wait(list(sent), num_returns=len(sent), timeout=0)[0] if sent else []
+            for ref in ended:
+                with contextlib.suppress(ray.exceptions.RayError):  # a lost host's
+                    if ray.get(ref).failure is None:
+                        self._settle(number, [sent[ref]])
 
     def _note_skipped(self, number: int, status: Status) -> None:
         """Optimizer steps that were skipped, once for all ranks."""

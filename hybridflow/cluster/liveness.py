@@ -142,9 +142,8 @@ class LivenessServer:
     def _doing(self) -> Doing:
         """Of the thread that runs the call, or of updates that share its stages: the first that does not wait."""
         updates = [thread.ident for thread in threading.enumerate() if thread.name == UPDATE_THREAD]
-        frames = sys._current_frames()
-        found = [frames.get(self._thread), *(frames[each] for each in updates if each in frames)]
-        frame = next((frame for frame in found if not _in_collective(frame)), found[0])
+        first, *others = _frames([self._thread, *updates])
+        frame = next((frame for frame in (first, *filter(None, others)) if not _in_collective(frame)), first)
         return Doing(self._call, _place(frame), _in_collective(frame))
 
     def close(self) -> None:
@@ -170,6 +169,16 @@ def _place(frame: FrameType | None) -> str:
         return "its end"
     path = "/".join(found.f_code.co_filename.split("/")[-2:])
     return f"{path}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def _frames(threads: Sequence[int | None]) -> list[FrameType | None]:
+    """The innermost frame of each thread. Python's dict of all frames holds this one, too: a cycle, which would keep
+    what the frames hold, such as a call's outputs."""
+    every = sys._current_frames()
+    try:
+        return [None if thread is None else every.get(thread) for thread in threads]
+    finally:
+        every.clear()
 
 
 def _in_collective(frame: FrameType | None) -> bool:

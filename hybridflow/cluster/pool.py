@@ -141,6 +141,8 @@ class ResourcePool:
         session.backend.stop_hosts(reserved.hosts, reserved.reservation)
         name = f"{session.name}-{uuid.uuid4().hex[:6]}"
         hosts, reservation = session.backend.start_hosts(name, per_node)
+        if (cell := session.cells.pop(reserved.name, None)) is not None:
+            session.cells[name] = cell
         reserved.name, reserved.hosts, reserved.reservation = name, hosts, reservation
 
     def check_open(self) -> None:

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.algorithms.logits import Logits
 from hybridflow.algorithms.losses.loss import LossFunction, Totals
 from hybridflow.algorithms.masked import not_finite, response_mask
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.engines.process_groups import RankContext, gather
+from hybridflow.engines.process_groups import RankContext, gather, is_communication_error
 from hybridflow.errors import BatchError, HybridFlowError, WorkerError, rank_at
 
 F = TypeVar("F")
@@ -159,7 +160,10 @@ class StepCheck:
     def share(
         self, loss: LossFunction, outputs: Mapping[str, Ragged], rows: Batch, totals: Totals
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """The result of `loss` for a micro-batch; None when it raises, because peers need this rank in the pass."""
+        """The result of `loss` for a micro-batch; None when it raises, because peers need this rank in the pass.
+
+        Errors: what leaves a collective of the loss over the vocabulary unfinished, on this rank alone.
+        """
         try:
             scalar, metrics = loss(outputs, rows, totals)
             valid = response_mask(rows).values
@@ -169,6 +173,9 @@ class StepCheck:
             self._finite.setdefault("the loss", []).append(scalar.detach().isfinite().all())
             return scalar, {name: value.detach() for name, value in metrics.items()}
         except Exception as error:
+            alone = isinstance(error, torch.OutOfMemoryError) or is_communication_error(error)
+            if alone and any(isinstance(output, Logits) and output.columns.group for output in outputs.values()):
+                raise
             self._errors.append(error)
             return None
 

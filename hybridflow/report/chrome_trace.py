@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,24 @@ def trace(events: Sequence[Record]) -> dict[str, Any]:
         label = f"{name} ({node})" if node else name
         out.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": label}})
         out.append({"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}})
+    lanes = _lanes([event for event in spans if event["kind"] in CALLS])
     for event in spans:
-        out += _of_device(event, numbers, first) if event["kind"] in CALLS else [_of_driver(event, first)]
+        own = _of_device(event, numbers, first) if event["kind"] in CALLS else [_of_driver(event, first)]
+        lane = lanes.get((event.get("pool"), event.get("rank"), event.get("seq")), 0)
+        out += [one | {"tid": lane} if one["ph"] == "X" else one for one in own]
     return {"traceEvents": out, "displayTimeUnit": "ms"}
+
+
+def _lanes(events: Sequence[Record]) -> dict[tuple[Any, Any, Any], int]:
+    """The thread of the trace for each call of a device: calls that overlap (`hf.together`) have different ones."""
+    out: dict[tuple[Any, Any, Any], int] = {}
+    ends: dict[tuple[Any, Any], list[float]] = defaultdict(list)
+    for event in sorted((e for e in events if e["kind"] in ("call", "transfer")), key=lambda e: e["start"]):
+        until = ends[event["pool"], event["rank"]]
+        lane = next((i for i, end in enumerate(until) if end <= event["start"]), len(until))
+        until[lane : lane + 1] = [event["end"]]
+        out[event["pool"], event["rank"], event["seq"]] = lane
+    return out
 
 
 def _of_driver(event: Record, first: float) -> dict[str, Any]:

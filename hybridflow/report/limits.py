@@ -63,7 +63,11 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
     start = max([start, *(e["end"] for e in everything if e["step"] not in used and e["end"] <= first)])
     total = max(e["end"] for e in calls) - start
     found: dict[str, float] = defaultdict(float)
+    parts_of_run = [e["time"] for e in events if e["kind"] == "run"]
     for before, after, call in critical_path(calls, start):
+        if call is None and any(before <= began <= after for began in parts_of_run):
+            total -= after - before
+            continue
         split = parts.of(call) if call is not None else [("data", _overlap(waits, before, after))]
         for name, seconds in split:
             found[name] += seconds

@@ -22,6 +22,7 @@ class EventRecorder:
         session.iterations.listen()
         self._described: tuple[dict[str, list[str]], list[dict[str, Any]]] | None = None
         self._devices: list[dict[str, Any]] = []
+        self._ahead: int | None = None  # of the run's step before the session's iteration
         if session.groups.keys() - {CONTROLLER}:
             self._ask()  # hosts answer between two calls
 
@@ -32,8 +33,9 @@ class EventRecorder:
         run and took `seconds`. Without an iteration the run has ended, and this was its last step."""
         waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events or deque()
         taken = [waiting.popleft() for _ in range(len(waiting))]
-        later = [0 if iteration is None else number - iteration for number, _ in taken]
-        found = [(event, self._step(event, step, n)) for n, (_, event) in zip(later, taken, strict=True)]
+        if iteration is not None:
+            self._ahead = step - iteration
+        found = [(event, self._step(event, number)) for number, event in taken]
         found.sort(key=lambda pair: pair[0].end)
         own = [event for event, at in found if at == step and isinstance(event, Event)]
         run = [] if iteration is None else self._run(step)
@@ -46,15 +48,18 @@ class EventRecorder:
     def forget(self, step: int) -> None:
         """Drop the events of iterations after `step`, which are done again."""
         if (events := self.session.iterations.events) is not None:
-            kept = [(n, event) for n, event in events if isinstance(event, Incident) or (event.step or 0) <= step]
+            kept = [(n, event) for n, event in events if isinstance(event, Incident) or self._step(event, n) <= step]
             events.clear()
             events.extend(kept)
 
-    def _step(self, event: Event | Incident, step: int, later: int) -> int:
-        """The step of an event that was seen `later` iterations after `step`; 0: outside of a loader's loop."""
-        if event.step is not None:
-            return event.step
-        return 0 if self.session.iterations.looped else max(step + later, 0)
+    def _step(self, event: Event | Incident, number: int) -> int:
+        """The run's step of an event in this iteration of the session, which may have run several loops; 0: outside of
+        a loader's loop."""
+        if event.step is None and self.session.iterations.looped:
+            return 0
+        if isinstance(event, Incident) and event.step == 0:
+            return 0
+        return max(number + self._ahead, 0) if self._ahead is not None else event.step or 0
 
     def _run(self, step: int) -> list[dict[str, Any]]:
         """The record of devices, groups and the plan, if they have changed."""

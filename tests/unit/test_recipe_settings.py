@@ -144,7 +144,7 @@ def test_the_directory_of_a_run_is_its_name_or_a_path(tmp_path):
     assert settings.directory(read()) == Path("runs/grpo")
     assert settings.directory(read("name=a/b")) == Path("a/b")
     assert settings.directory(read(f"name={tmp_path}")) == tmp_path
-    assert settings.directory(read("name=./b")) == Path("runs/b")
+    assert settings.directory(read("name=./b")) == Path("b")
 
 
 @pytest.fixture(scope="module")
