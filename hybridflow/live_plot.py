@@ -40,7 +40,7 @@ class LivePlot:
             return
         try:
             self._shown.update(self._picture(), raw=True)
-        except Exception:  # a closed notebook, a missing font: the run goes on
+        except Exception:  # a notebook that was closed, or no font
             logger.warning("the plot cannot be drawn", exc_info=True)
             self._shown = None
         self._drawn = time.monotonic()

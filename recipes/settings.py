@@ -67,25 +67,23 @@ def tracker(cfg: Any) -> hf.Tracker:
     for optim, steps in _schedules(given):
         if optim.total_steps == steps:  # as `read` found it: with other settings it is another number
             del optim.total_steps
-    config: Any = OmegaConf.to_container(given, resolve=False)
+    config: Any = OmegaConf.to_container(given)
     return hf.Tracker(directory(cfg), to=tuple(cfg.track), total=cfg.steps, config=config)
 
 
 def checkpoints(cfg: Any) -> hf.Checkpoints:
     """Checkpoints of the run, in its directory."""
-    best = BEST if cfg.evaluate_every else None
-    every = cfg.checkpoint_every or None
-    return hf.Checkpoints(directory(cfg) / "checkpoints", every=every, best=best, resume=str(cfg.resume))
+    how = {"every": cfg.checkpoint_every or None, "best": BEST if cfg.evaluate_every else None}
+    return hf.Checkpoints(directory(cfg) / "checkpoints", resume=str(cfg.resume), **how)
 
 
 def finish(tracker: hf.Tracker, checkpoints: hf.Checkpoints) -> None:
     """End the session, and say where everything is."""
-    quiet = is_traced()
+    quiet, home = is_traced(), tracker.directory
     tracker.finish()
     hf.shutdown()
     if quiet:
         return
-    home = tracker.directory
     kept = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "settings": "config.yaml", "model": "model"}
     lines = [f"  {what:<12} {home / name}" for what, name in kept.items() if (home / name).exists()]
     if (newest := checkpoints.newest) is not None:

@@ -14,6 +14,8 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
 
+_SHOWN = 8  # numbers of a row in a message
+
 
 def token_column(batch: Batch, name: str, like: Ragged | None = None) -> Ragged:
     """A ragged column, one value per response token. Errors: BatchError when it is not, or not as long as `like`."""
@@ -122,9 +124,8 @@ def not_finite(batch: Batch, names: Iterable[str] | None = None) -> str:
         if count := int(bad.sum()):
             at = int(bad.nonzero()[0, 0])
             more = f" ({count} of {len(flat)} are not finite)" if count > 1 else ""
-            values = flat[at].flatten()
-            value = float(values[~torch.isfinite(values)][0])
-            found.append(f"{name}: row {int(rows[at])} is {value}{more}")
+            value = flat[at] if flat[at].numel() <= _SHOWN else flat[at][~torch.isfinite(flat[at])][0]
+            found.append(f"{name}: row {int(rows[at])} is {value.tolist()}{more}")
     return "; ".join(found)
 
 

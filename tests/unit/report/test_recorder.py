@@ -54,7 +54,7 @@ def test_calls_beside_a_loop_are_of_step_zero(session):
 def test_mfu_is_that_of_the_steps_own_calls(session):
     recorder = EventRecorder(session)
     session.iterations.looped = True
-    session.iterations.events.extend([(1, event(1, 2.0, 835e12)), (1, event(2, 3.0, 835e12))])
+    session.iterations.events.extend([(1, event(1, 2.0, 835e12)), (2, event(2, 3.0, 835e12))])
     assert recorder.take(1, 1, 10.0)[1] == {"perf/mfu": pytest.approx(0.1), "perf/mfu/actor.go": pytest.approx(0.5)}
 
 
