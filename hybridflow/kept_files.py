@@ -92,13 +92,6 @@ class KeptFiles:
         self._first = partial(self._cut_after, step, dict(contents), n)
         self.write()
 
-    def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """The records of this file."""
-        with suppress(OSError):
-            for line in (self.directory / name).read_bytes().splitlines():
-                with suppress(ValueError):  # half a line, of a process that was killed
-                    yield json.loads(line)
-
     def waiting(self, name: str) -> int:
         """The number of lines that could not be written yet."""
         return len(self._lines.get(name, ()))

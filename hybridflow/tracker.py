@@ -29,6 +29,7 @@ from hybridflow.kept_files import KeptFiles, RunState, as_document, as_line
 from hybridflow.live_plot import LivePlot
 from hybridflow.metric_loggers import Destinations, LoggerThread, Metrics, find_loggers, is_there, resolve
 from hybridflow.report.recorder import EventRecorder
+from hybridflow.report.run_files import RunFiles
 from hybridflow.run_display import RunDisplay, drawn_curve
 from hybridflow.sample_rows import SampledBatches, sampled
 
@@ -176,7 +177,7 @@ class Tracker:
         plot = LivePlot(names or ("reward/mean",))
         with self._lock:
             if self._logged:  # otherwise the file is an earlier run's
-                for line in self._files.lines("metrics.jsonl"):
+                for line in RunFiles(self.directory).lines("metrics.jsonl"):
                     plot.add(line)
             self._plots.append(plot)
         return plot
