@@ -8,12 +8,14 @@ and several models in the same processes, need no other process.
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,31 @@ def gather(mine: T, group: dist.ProcessGroup) -> list[T]:
     everyone = [mine] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+class _SharedGloo(c10d.ProcessGroupGloo):
+    """A gloo group on devices that all of this process share.
+
+    torch gives each group a device of its own, whose thread wakes 100 times a second: 80 groups took 0.13 of a core
+    while nothing ran (torch 2.13), on shared devices 0.005.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  the stubs lack these names
+        options._devices, options._timeout = _gloo_devices(), timeout
+        options._threads = 2 * len(options._devices)
+        super().__init__(store, rank, size, options)
+
+
+@cache
+def _gloo_devices() -> list[Any]:
+    """Those that torch would make: one for each interface in `GLOO_SOCKET_IFNAME`, or that of the host's name."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    create = c10d.ProcessGroupGloo.create_device
+    return [create(interface=name) for name in names] or [c10d.ProcessGroupGloo.create_default_device()]
+
+
+c10d.ProcessGroupGloo = _SharedGloo  # type: ignore[misc]  torch has no option for it
 
 
 @dataclass
