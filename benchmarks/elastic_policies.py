@@ -9,9 +9,9 @@ arithmetic and not measured (as in `benchmarks.streams --simulate`): a decoding 
 the same for instances of four devices. A resized actor takes 2 s, a joining instance 1 s, a hand-over 0.2 s, a look
 20 ms. The static split is the best of six; all policies begin with it and see the lengths of one iteration before.
 
-`search`: the best schedule that `hybridflow.planner.elastic.clairvoyant` found; `clairvoyant`: the best of it and the
-policies, found and not proven; `lower_bound`: proven. `gain` over either is the ratio of the means over seeds;
-`worst_gain`: of the worst one.
+`search`: the best schedule that `benchmarks.clairvoyant` found; `clairvoyant`: the best of it and the policies, found
+and not proven; `lower_bound`: proven. `gain` over either is the ratio of the means over seeds; `worst_gain`: of the
+worst one.
 
 Prints one JSON line; `--markdown` the table.
 """
@@ -24,9 +24,9 @@ import time
 from statistics import fmean
 from typing import Any
 
+from benchmarks.clairvoyant import Search
 from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic.bounds import best_static, lower_bound
-from hybridflow.planner.elastic.clairvoyant import Search
 from hybridflow.planner.elastic.gain import POLICIES
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, drawn_lengths, simulate_elastic, start_of
 from hybridflow.planner.elastic.state import Speeds

@@ -1,4 +1,4 @@
-"""What a policy is compared with: the best static split, and a lower bound; see also `clairvoyant`. Pure."""
+"""What a policy is compared with: the best static split, and a lower bound. Pure."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import clairvoyant
+from benchmarks.clairvoyant import Search, thinned
 from hybridflow.planner import DecodingSpeed
-from hybridflow.planner.elastic import clairvoyant
 from hybridflow.planner.elastic.bounds import lower_bound
-from hybridflow.planner.elastic.clairvoyant import Search, thinned
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulation import simulate_iteration
 from hybridflow.planner.elastic.state import Action, Finalize, Speeds, State
