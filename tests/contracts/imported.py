@@ -1,6 +1,7 @@
 """What rank processes and warm programs compute with, imported once by the server that forks them: vLLM alone takes ten
 seconds. Not Ray, which reads the environment when it is imported."""
 
+import gc
 import sys
 
 import torch
@@ -28,3 +29,5 @@ import hybridflow.engines.vllm.scheduler  # noqa: E402, F401
 from tests.contracts import engine_tasks, state_tasks  # noqa: E402, F401
 
 del sys.modules["ray"]
+gc.collect()
+gc.freeze()  # for all copies: a collection that looks at what was imported takes a second, and copies its pages

@@ -1,4 +1,4 @@
-"""Weight plans executed on eight gloo processes: hundreds of random pairs of layouts, compared bit by bit.
+"""Weight plans executed on eight gloo processes: 130 random pairs of layouts, compared bit by bit.
 
 One set of processes serves the whole file; each writes what it saw to a file, and the tests read it.
 """
@@ -61,7 +61,7 @@ def mount(folder: Path, kilobytes: int) -> bool:
 def test_random_pairs_arrive_bit_by_bit_at_the_smallest_cost_within_the_memory_bound(seen):
     assert [rank["pairs"]["wrong"] for rank in seen] == [[]] * RANKS
     sent, received = (sum(rank["pairs"]["moved"][i] for rank in seen) for i in range(2))
-    assert sent == received > 1_000_000
+    assert sent == received > 500_000
     assert sum(rank["pairs"]["relayed"] for rank in seen) > 50
 
 

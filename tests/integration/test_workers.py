@@ -27,10 +27,8 @@ PLACEMENTS: dict[str, tuple[Any, tuple[int, int]]] = {
     "d2": (hf.Megatron(tp=2), (1, 1)),
     "p2t2": (hf.Megatron(tp=2, pp=2), (1, 1)),
     "t4": (hf.Megatron(tp=4), (1, 2)),
-    "fsdp": (hf.FSDP(), (1, 1)),
     "fsdp-tp": (hf.FSDP(tp=2), (1, 2)),
     "hsdp": (hf.FSDP(replicate=2), (1, 4)),
-    "zero-1": (hf.ZeRO(stage=1), (1, 2)),
     "zero-3": (hf.ZeRO(stage=3), (2, 1)),
 }
 SAMPLING = hf.Sampling(max_tokens=8, seed=5)
