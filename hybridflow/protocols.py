@@ -134,13 +134,21 @@ def _join_stages_as_replicas(grid: RankGrid, outputs: Sequence[Any]) -> Any:
 
 
 ONE_TO_ALL = Protocol("ONE_TO_ALL", _same_to_every_rank, _from_every_rank)
+"""The same arguments to every rank; a list of all outputs."""
 ONE_TO_ONE = Protocol("ONE_TO_ONE", _to_rank_zero, _from_rank_zero)
+"""Rank 0 only, and its output."""
 ALL_TO_ALL = Protocol("ALL_TO_ALL", _one_item_per_rank, _from_every_rank, prepared=True)
+"""Item i of a list to rank i; a list of all outputs."""
 DP_PROTO = Protocol("DP_PROTO", _split_over_all_ranks, _join_all_ranks)
+"""Rows split over all ranks, outputs joined."""
 THREE_D_PROTO = Protocol("THREE_D_PROTO", _split_over_d, _join_last_stages)
+"""Rows split over the data parallel replicas; outputs of their last pipeline stages, joined."""
 THREE_D_ALL_MICRO_DP = Protocol("THREE_D_ALL_MICRO_DP", _split_over_generation_replicas, _join_generation_replicas)
+"""Rows split over the generation replicas; outputs of their first ranks, joined."""
 THREE_D_PP_ONLY = Protocol("THREE_D_PP_ONLY", _same_to_every_rank, _from_every_stage)
+"""The same arguments to every rank; a list with one output per pipeline stage."""
 THREE_D_PP_AS_DP = Protocol("THREE_D_PP_AS_DP", _split_over_p_and_d, _join_stages_as_replicas)
+"""Rows split over pipeline stages and replicas, as if both were data parallel; outputs joined."""
 
 
 def on_replica(number: int) -> Protocol:

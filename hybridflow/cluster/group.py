@@ -290,7 +290,7 @@ class WorkerGroup:
         except MissingColumnError as error:
             column = getattr(error, "column", "")
             raise MissingColumnError(
-                f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column)}"
+                f"{self.name}.{operation.name} reads {column!r}; no call has written it{self._who_writes(column, ref)}"
             ) from None
 
     def _split_spec(self, operation: Operation, settings: dict[str, Any], rows: dict[str, BatchRef]) -> SplitSpec:
@@ -317,14 +317,13 @@ class WorkerGroup:
         cost = self.token_cost if weights is not None and self.grid.size > 1 else None
         return SplitSpec(weights, groups, chunks, cost)
 
-    def _who_writes(self, column: str) -> str:
+    def _who_writes(self, column: str, ref: BatchRef) -> str:
         if column in _DRIVER_WRITES:
             return f": call {_DRIVER_WRITES[column]} first."
-        for group in self.session.groups.values():
-            for name in group.operations:
-                if column in group.usually_writes(name):
-                    return f": call {group.name}.{name}(batch) first."
-        return " and no group writes it: the prompts must bring it."
+        for group, name in ((one, name) for one in self.session.groups.values() for name in one.operations):
+            if column in group.usually_writes(name):
+                return f": call {group.name}.{name}(batch) first."
+        return f" and no group writes it: the prompts must bring it.{nearest(column, ref.columns)}"
 
     def usually_writes(self, name: str) -> tuple[str, ...]:
         """Columns that an operation writes with its default settings."""
