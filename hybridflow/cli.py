@@ -1,5 +1,5 @@
 """The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver]`, `profile`, `export`, `timeline`,
-`report`, `doctor`."""
+`report`, `replay`, `doctor`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_timeline(commands)
     _add_report(commands)
+    _add_replay(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -184,6 +185,27 @@ def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
     if rest:
         raise ConfigError(f"report takes one run or two, got {rest[0]!r} as well.")
     print(f"written to {write_report(given.directory, given.other, given.output)}")
+
+
+def _add_replay(commands: Any) -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="run one recorded batch through preparation and update again, without generation",
+        description="Runs the program of a run again, from its last checkpoint before the step: calls that generate "
+        "return what they returned in the run, the others run. The run needs hf.Checkpoints(..., batches=True), or "
+        "record_batches=true of a recipe. Arguments after the options are added to the program's: actor.optim.lr=0.",
+    )
+    replay.set_defaults(run=_replay)
+    add = replay.add_argument
+    add("directory", metavar="RUN", help="of hf.Tracker, such as runs/first; RUN/replay-STEP gets metrics and samples")
+    add("--step", type=int, required=True, help="the iteration, from 1; the program ends after it")
+    add("--driver", metavar="FILE", help="a program in place of the run's, such as one with another loss")
+
+
+def _replay(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.replay import replay
+
+    print(replay(given.directory, given.step, load_driver, given.driver, rest))
 
 
 def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:
