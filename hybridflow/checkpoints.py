@@ -100,14 +100,14 @@ class Checkpoints:
         require(good, f"max_restarts={max_restarts!r} must be a whole number of at least 0.")
         require(on_failure in ("raise", "continue"), f"on_failure={on_failure!r}: give 'raise' or 'continue'.")
         require(type(asynchronous) is bool, f"asynchronous={asynchronous!r}: give True or False.")
-        require(not batches or every is not None, "batches=True keeps batches since an old checkpoint: give every=.")
+        good = type(batches) is bool and (every is not None or not batches)
+        require(good, f"batches={batches!r}, every={every!r}: give True or False; True keeps them with checkpoints.")
         self.directory = Path(os.path.abspath(directory))
         if os.path.lexists(self.directory) and not self.directory.is_dir():
             raise ConfigError(f"Checkpoints({str(directory)!r}): this is a file. Give a directory.")
-        self.every, self.keep, self.best = every, keep, best
+        self.every, self.keep, self.best, self.max_restarts = every, keep, best, 0 if Session.replay else max_restarts
         self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
-        self._replay, self._records = Session.replay, BatchRecords(self.directory / BATCHES) if batches else None
-        self.max_restarts = 0 if self._replay is not None else max_restarts
+        self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
         self._named, self._only = dict(parts or {}), only
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
@@ -146,7 +146,7 @@ class Checkpoints:
         settings than those of the saved run.
         """
         session = Session.current()
-        if self._records is not None and isinstance(loader, ResponseStream):
+        if self._record and isinstance(loader, ResponseStream):
             raise ConfigError("batches=True: hf.stream and hf.Elastic generate across iterations and are not recorded.")
         if session.traces:
             return iter(loader)
@@ -169,7 +169,7 @@ class Checkpoints:
         start = self._load(session, self._candidates(loader))
         if (replay := self._replay) is None:
             self._set_aside(saved_steps(self.directory), unless=start)
-        session.recorded = replay or (self._records and Recorder.start(self._records, self._step))
+        session.recorded = replay or Recorder.start(self._records, self._step, self._record)
         self._note(session)
         return self._iterate(session, loader)
 
@@ -376,7 +376,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         kept, surplus = (found := saved_steps(self.directory))[: self.keep], found[self.keep :]
-        if surplus and self._records is not None:
+        if surplus:
             self._records.drop(0, step_of(kept[-1]))
         best, _ = (self.best_checkpoint if surplus else None) or (None, 0.0)
         for path in surplus:

@@ -173,10 +173,9 @@ def _add_report(commands: Any) -> None:
         description="Writes one self-contained HTML file from the files of a run. Nothing is started.",
     )
     report.set_defaults(run=_report)
-    add = report.add_argument
-    add("directory", help="of the run, such as runs/first")
-    add("other", nargs="?", help="a second run, to compare")
-    add("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
+    report.add_argument("directory", help="of the run, such as runs/first")
+    report.add_argument("other", nargs="?", help="a second run, to compare")
+    report.add_argument("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
 
 
 def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -188,18 +187,13 @@ def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _add_replay(commands: Any) -> None:
-    replay = commands.add_parser(
-        "replay",
-        help="run one recorded batch through preparation and update again, without generation",
-        description="Runs the program of a run again, from its last checkpoint before the step: calls that generate "
-        "return what they returned in the run, the others run. The run needs hf.Checkpoints(..., batches=True), or "
-        "record_batches=true of a recipe. Arguments after the options are added to the program's: actor.optim.lr=0.",
-    )
+    what = "run one recorded batch through preparation and update again, without generation"
+    more = "Arguments after the options follow the program's, such as actor.optim.lr=0. See docs/tracking.md."
+    replay = commands.add_parser("replay", help=what, description=f"Runs a run's program again. {more}")
     replay.set_defaults(run=_replay)
-    add = replay.add_argument
-    add("directory", metavar="RUN", help="of hf.Tracker, such as runs/first; RUN/replay-STEP gets metrics and samples")
-    add("--step", type=int, required=True, help="the iteration, from 1; the program ends after it")
-    add("--driver", metavar="FILE", help="a program in place of the run's, such as one with another loss")
+    replay.add_argument("directory", metavar="RUN", help="recorded with hf.Checkpoints(..., batches=True)")
+    replay.add_argument("--step", type=int, required=True, help="the iteration; its metrics go to RUN/replay-STEP")
+    replay.add_argument("--driver", metavar="FILE", help="a program in place of the run's, such as one with a new loss")
 
 
 def _replay(given: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -236,8 +230,7 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
         if running is None:
             session.shutdown()
     found.save(given.save)
-    print(found)
-    print(f"\nmeasured in {time.perf_counter() - start:.0f} s, written to {given.save}")
+    print(f"{found}\n\nmeasured in {time.perf_counter() - start:.0f} s, written to {given.save}")
 
 
 def _devices(session: Any) -> int:
@@ -282,9 +275,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
         per_call=not given.one_layout,
         search=given.search,
     )
-    print(placement)
-    if not given.quiet:
-        print(f"\n{placement.explain()}")
+    print(placement if given.quiet else f"{placement}\n\n{placement.explain()}")
     if given.save:
         placement.save(given.save)
     if given.chart:

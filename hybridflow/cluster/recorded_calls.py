@@ -57,16 +57,19 @@ class Recorder:
         self._told = set[str]()
 
     @classmethod
-    def start(cls, records: BatchRecords, done: int) -> Recorder:
-        """Record the program that runs now from the iteration after `done`; later records are another run's.
+    def start(cls, records: BatchRecords, done: int, record: bool = True) -> Recorder | None:
+        """Record the program that runs now from the iteration after `done`; None unless `record`. Records of later
+        iterations, which are not the past of this run, are removed.
 
         Errors: ConfigError for a directory that cannot be written."""
+        records.drop(done or -1)
+        if not record:
+            return None
         driver = "" if current_cell() is not None or not os.path.isfile(sys.argv[0]) else os.path.abspath(sys.argv[0])
         try:
             RecordedProgram(driver, sys.argv[1:], os.getcwd()).write(records)
         except OSError as error:
             raise ConfigError(f"batches=True: {records.directory} cannot be written: {error.strerror}.") from None
-        records.drop(done)
         recorder = cls(records)
         Session.current().before_shutdown(recorder.close)
         return recorder
@@ -78,6 +81,8 @@ class Recorder:
             raise ConfigError(f"{role}.{name} is not recorded: its rows are generated across calls. Use batches=False.")
         result = run()
         if isinstance(result, BatchRef) and call.rows and (at := self._order.next()) is not None:
+            if at[1] == 0:  # of an iteration whose end was not seen
+                self.ended(at[0])
             prompts, rows = call.prompts(), result.select(*call.writes)
             write = Session.current().controller.write_record
             self._due.append(partial(write, prompts, rows, str(self.records.path(*at)), role, name, call.factor))
