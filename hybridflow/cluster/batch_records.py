@@ -21,11 +21,12 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
-from hybridflow.errors import ConfigError
+from hybridflow.errors import BatchError, ConfigError
 
 PROGRAM = "program.json"
 BATCHES = "batches"
 """The directory of the records, beside the checkpoints of their run."""
+_DAMAGED = (EOFError, BatchError, pickle.UnpicklingError)
 _NAME = re.compile(r"step-(\d{8,})\.(\d+)\.pt")
 
 
@@ -60,7 +61,7 @@ class BatchRecord:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
             return cls(**content | {name: _batch(content[name]) for name in ("prompts", "rows")})
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, *_DAMAGED) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"{path} cannot be read as a recorded batch: {why:.200} Replay another step.") from None
 

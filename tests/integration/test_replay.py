@@ -39,17 +39,20 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 
 def test_a_replayed_step_has_the_metrics_of_the_run(tmp_path, warm):
-    """It continues from the checkpoint before; older batches are gone; the run's files stay as they are."""
+    """It continues from the checkpoint before, over a step without one; the run's files stay as they are."""
     prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
     prompts.write_text("".join(json.dumps({"prompt": f"{'abc xyz'[i % 5 :]} k{i}"}) + "\n" for i in range(20)))
     model = tiny_models.make_policy(tmp_path / "model")
-    run_program(warm, DRIVER, run, model, prompts, STEPS, "every=1", "asynchronous=0", "batches=1")
+    run_program(warm, DRIVER, run, model, prompts, STEPS, "every=2", "asynchronous=0", "batches=1")
     records = BatchRecords(run / "checkpoints" / "batches")
-    assert records.steps == [5, 6]  # three checkpoints are kept: 4, 5, 6
-    step, before = 6, contents(run)
-    assert BatchRecord.read(records.path(step, 0)).rows.rows == 16
-    told = run_program(warm, ROOT / "hybridflow" / "cli.py", "replay", run, "--step", step)
+    assert records.steps == [*range(1, STEPS + 1)]
+    assert BatchRecord.read(records.path(STEP, 0)).rows.rows == 16
+    before = contents(run)
+    told = run_program(warm, ROOT / "hybridflow" / "cli.py", "replay", run, "--step", STEP)
     assert contents(run) == before
-    assert metrics(run / f"replay-{step}") == {step: metrics(run)[step]}
-    assert "0 of " in told.splitlines()[-2], told
-    assert json.loads((run / f"replay-{step}" / "events.jsonl").read_text().splitlines()[0])["kind"] == "run"
+    replayed = run / f"replay-{STEP}"
+    assert metrics(replayed) == {step: metrics(run)[step] for step in (STEP - 1, STEP)}
+    assert "\n0 of " in told, told
+    methods = {json.loads(line).get("method") for line in (replayed / "events.jsonl").read_text().splitlines()}
+    assert "update_actor" in methods
+    assert "generate_sequences" not in methods
