@@ -62,7 +62,7 @@ class Hostile:
         return os.system, ("true",)
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing", pickle.dumps(Hostile()), pickle.dumps({"role": 1})])
+@pytest.mark.parametrize("content", [b"", b"nothing", pickle.dumps(Hostile(), 2), pickle.dumps({"role": 1}, 2)])
 def test_a_damaged_record_is_named(tmp_path, content):
     path = tmp_path / "step-00000001.0.pt"
     path.write_bytes(content)
@@ -88,7 +88,7 @@ def test_steps_read_as_ranges(tmp_path):
     for step, index in ((0, 0), (1, 0), (2, 0), (2, 1), (5, 0)):
         records.path(step, index).touch()
     assert (str(records), records.steps) == ("steps 1-2, 5", [1, 2, 5])
-    with pytest.raises(ConfigError, match="call 3 that generates of step 2 .* step 2 has 2 calls"):
+    with pytest.raises(ConfigError, match=r"call 3 that generates of step 2 .* step 2 has 2 calls"):
         records.read(2, 2)
 
 
@@ -158,5 +158,5 @@ def test_the_table_marks_what_differs(tmp_path):
 def test_a_damaged_program_is_named(tmp_path):
     records = make_run(tmp_path, range(1, 3))
     (records.directory / "program.json").write_text(json.dumps({"driver": 3}))
-    with pytest.raises(ConfigError, match="program.json .* damaged"):
+    with pytest.raises(ConfigError, match=r"program\.json .* damaged"):
         RecordedProgram.read(records)
