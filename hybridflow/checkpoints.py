@@ -9,9 +9,7 @@ for prompts in checkpoints.resume(loader):
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import os
 import sys
 import weakref
@@ -21,14 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cluster.batch_records import BATCHES, BatchRecords
+from hybridflow.cluster.recorded_calls import Recorder
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
-    CheckpointManifest,
+    complete_steps,
     discard,
     leftovers,
     remove,
     saved_steps,
+    set_aside,
     step_directory,
     step_of,
 )
@@ -42,8 +43,9 @@ from hybridflow.errors import (
     WorkerError,
 )
 from hybridflow.recovery import needs_moments, rebuild, replace_lost
-from hybridflow.run_state import Moment, RunParts, Saving, restore, verified
+from hybridflow.run_state import Moment, RunParts, Saving, metric_values, restore, verified
 from hybridflow.settings import require
+from hybridflow.streams import ResponseStream
 
 logger = logging.getLogger(__name__)
 _ENDED, _END_SECONDS = "ended", 60.0
@@ -63,6 +65,7 @@ class Checkpoints:
     have done: training continues while the ranks write (`asynchronous=False` waits), at most one at a time. The newest
     `keep` stay, and with `best` the one with the highest value of that metric of `step` ("-name": the lowest).
     `on_failure`: "raise" reports a failed save at the next `step`, "continue" logs it and tries again at the next one.
+    `batches` also keeps what calls have generated since the oldest of these checkpoints, for `hybridflow replay`.
 
     `resume`: "auto" continues a run that has not ended, "never" starts anew, a path continues from that checkpoint.
     Checkpoints that are not continued are set aside, as `<directory>.1` and so on. Up to `max_restarts` times a lost
@@ -88,6 +91,7 @@ class Checkpoints:
         asynchronous: bool = True,
         max_restarts: int = 3,
         on_failure: str = "raise",
+        batches: bool = False,
     ) -> None:
         require(every is None or (type(every) is int and every >= 1), f"every={every!r}: give iterations, or None.")
         require(type(keep) is int and keep >= 1, f"keep={keep!r}: at least the newest checkpoint is kept.")
@@ -96,11 +100,14 @@ class Checkpoints:
         require(good, f"max_restarts={max_restarts!r} must be a whole number of at least 0.")
         require(on_failure in ("raise", "continue"), f"on_failure={on_failure!r}: give 'raise' or 'continue'.")
         require(type(asynchronous) is bool, f"asynchronous={asynchronous!r}: give True or False.")
+        good = type(batches) is bool and (every is not None or not batches)
+        require(good, f"batches={batches!r}, every={every!r}: give True or False; True keeps them with checkpoints.")
         self.directory = Path(os.path.abspath(directory))
         if os.path.lexists(self.directory) and not self.directory.is_dir():
             raise ConfigError(f"Checkpoints({str(directory)!r}): this is a file. Give a directory.")
-        self.every, self.keep, self.best, self.max_restarts = every, keep, best, max_restarts
+        self.every, self.keep, self.best, self.max_restarts = every, keep, best, 0 if Session.replay else max_restarts
         self._mode, self._asynchronous, self._on_failure = os.fspath(resume), asynchronous, on_failure
+        self._replay, self._records, self._record = Session.replay, BatchRecords(self.directory / BATCHES), batches
         self._named, self._only = dict(parts or {}), only
         self._step, self._saved = 0, -1
         self._saving: Saving | None = None
@@ -118,20 +125,14 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """The checkpoint from which a run continues now: the newest that is complete; its files are not read."""
-        for path in saved_steps(self.directory):
-            with suppress(CheckpointError):
-                CheckpointManifest.read(path)
-                return path
-        return None
+        return next((path for path, _ in complete_steps(self.directory)), None)
 
     @property
     def best_checkpoint(self) -> tuple[Path, float] | None:
         """The checkpoint with the best value of the metric `best`, and the value, if there is one."""
-        found, name = list[tuple[Path, float]](), (self.best or "").removeprefix("-")
-        for path in saved_steps(self.directory) if name else ():
-            with suppress(CheckpointError):
-                if (value := CheckpointManifest.read(path).metrics.get(name)) is not None:
-                    found.append((path, value))
+        name = (self.best or "").removeprefix("-")
+        saved = ((path, one.metrics.get(name)) for path, one in complete_steps(self.directory)) if name else ()
+        found = [(path, value) for path, value in saved if value is not None]
         sign = -1 if self.best and self.best.startswith("-") else 1
         return max(found, key=lambda one: sign * one[1], default=None)
 
@@ -145,6 +146,8 @@ class Checkpoints:
         settings than those of the saved run.
         """
         session = Session.current()
+        if self._record and isinstance(loader, ResponseStream):
+            raise ConfigError("batches=True: hf.stream and hf.Elastic generate across iterations and are not recorded.")
         if session.traces:
             return iter(loader)
         if not (callable(getattr(loader, "state", None)) and callable(getattr(loader, "load_state", None))):
@@ -161,10 +164,12 @@ class Checkpoints:
         session.attach(loader, "loader")
         for name, part in self._named.items():
             session.attach(part, name)
-        session.run_directory = session.run_directory or self.directory.parent
+        session.run_directory = session.run_directory or getattr(self._replay, "directory", self.directory.parent)
         session.before_shutdown(self._end)
         start = self._load(session, self._candidates(loader))
-        self._set_aside(saved_steps(self.directory), unless=start)
+        if (replay := self._replay) is None:
+            self._set_aside(saved_steps(self.directory), unless=start)
+        session.recorded = replay or Recorder.start(self._records, self._step, self._record)
         self._note(session)
         return self._iterate(session, loader)
 
@@ -175,6 +180,8 @@ class Checkpoints:
 
     def _candidates(self, loader: Any) -> list[Path]:
         """The checkpoints to continue from, the best choice first. Errors: CheckpointError for a path without any."""
+        if self._replay is not None:
+            return self._replay.checkpoints
         for path in leftovers(self.directory):
             with suppress(OSError):
                 discard(path)
@@ -221,11 +228,7 @@ class Checkpoints:
         (self.directory / _ENDED).unlink(missing_ok=True)
         if not gone:
             return
-        numbers = (self.directory.with_name(f"{self.directory.name}.{n}") for n in itertools.count(1))
-        aside = next(path for path in numbers if not os.path.lexists(path))
-        aside.mkdir(parents=True)
-        for path in gone:
-            path.rename(aside / path.name)
+        aside = set_aside(self.directory, gone)
         logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside)
 
     def _batches(self, session: Session, loader: Any) -> Generator[Any]:
@@ -240,6 +243,8 @@ class Checkpoints:
                     if self._step and self._saved != self._step:
                         self._save(session)
                     self._report(wait=True)
+                    if self._replay is not None:
+                        raise ConfigError(f"the loop ended after step {self._step}, before the step to replay.")
                     if status := session.backend.termination.asked:
                         raise SystemExit(status)
                     self._exhausted = True
@@ -316,6 +321,8 @@ class Checkpoints:
             self._note(session)
         if session.deferred is not None:
             return
+        if session.recorded is not None:
+            session.recorded.ended(self._step)
         self._report()
         status = session.backend.termination.asked
         if status or (self.every is not None and self._step % self.every == 0):
@@ -336,12 +343,12 @@ class Checkpoints:
     def _save(self, session: Session) -> None:
         self._report(wait=True)  # one at a time
         target = step_directory(self.directory, self._step)
-        if target.exists():
+        if target.exists() or self._replay is not None:
             return
         given = self._metrics
         try:
             parts = RunParts.of(session, self._only)
-            self._saving = Saving(session, target, parts, self._step, lambda: _numbers(given))
+            self._saving = Saving(session, target, parts, self._step, lambda: metric_values(given))
         except CheckpointError as error:
             self._failed(error)
         except (WorkerError, WaitTimeoutError) as error:
@@ -368,7 +375,9 @@ class Checkpoints:
         logger.error("%s The run continues without it.", error)
 
     def _prune(self) -> None:
-        surplus = saved_steps(self.directory)[self.keep :]
+        kept, surplus = (found := saved_steps(self.directory))[: self.keep], found[self.keep :]
+        if surplus:
+            self._records.drop(0, step_of(kept[-1]))
         best, _ = (self.best_checkpoint if surplus else None) or (None, 0.0)
         for path in surplus:
             if path != best:
@@ -389,12 +398,3 @@ class Checkpoints:
         if self._exhausted and sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
             with suppress(OSError):
                 (self.directory / _ENDED).write_text(f"{self._step}\n")
-
-
-def _numbers(metrics: Sequence[Any]) -> dict[str, float | None]:
-    """Metrics, or futures of them, as numbers; None for those that are not finite."""
-    found: dict[str, Any] = {}
-    for part in metrics:
-        found |= dict(part if isinstance(part, Mapping) else part.get())
-    numbers = {str(name): float(value) for name, value in found.items()}
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

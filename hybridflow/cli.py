@@ -1,5 +1,5 @@
 """The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver]`, `profile`, `export`, `timeline`,
-`report`, `doctor`."""
+`report`, `replay`, `doctor`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_timeline(commands)
     _add_report(commands)
+    _add_replay(commands)
     plan = commands.add_parser(
         "plan",
         help="find the best placement of a driver's groups on a cluster, without one",
@@ -172,10 +173,9 @@ def _add_report(commands: Any) -> None:
         description="Writes one self-contained HTML file from the files of a run. Nothing is started.",
     )
     report.set_defaults(run=_report)
-    add = report.add_argument
-    add("directory", help="of the run, such as runs/first")
-    add("other", nargs="?", help="a second run, to compare")
-    add("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
+    report.add_argument("directory", help="of the run, such as runs/first")
+    report.add_argument("other", nargs="?", help="a second run, to compare")
+    report.add_argument("--output", metavar="FILE", help="the page (default: report.html in the run's directory)")
 
 
 def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -184,6 +184,22 @@ def _report(given: argparse.Namespace, rest: Sequence[str]) -> None:
     if rest:
         raise ConfigError(f"report takes one run or two, got {rest[0]!r} as well.")
     print(f"written to {write_report(given.directory, given.other, given.output)}")
+
+
+def _add_replay(commands: Any) -> None:
+    what = "run one recorded batch through preparation and update again, without generation"
+    more = "Arguments after the options follow the program's, such as actor.optim.lr=0. See docs/tracking.md."
+    replay = commands.add_parser("replay", help=what, description=f"Runs a run's program again. {more}")
+    replay.set_defaults(run=_replay)
+    replay.add_argument("directory", metavar="RUN", help="recorded with hf.Checkpoints(..., batches=True)")
+    replay.add_argument("--step", type=int, required=True, help="the iteration; its metrics go to RUN/replay-STEP")
+    replay.add_argument("--driver", metavar="FILE", help="a program in place of the run's, such as one with a new loss")
+
+
+def _replay(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.replay import replay
+
+    print(replay(given.directory, given.step, load_driver, given.driver, rest))
 
 
 def _export(given: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -214,8 +230,7 @@ def _profile(given: argparse.Namespace, rest: Sequence[str]) -> None:
         if running is None:
             session.shutdown()
     found.save(given.save)
-    print(found)
-    print(f"\nmeasured in {time.perf_counter() - start:.0f} s, written to {given.save}")
+    print(f"{found}\n\nmeasured in {time.perf_counter() - start:.0f} s, written to {given.save}")
 
 
 def _devices(session: Any) -> int:
@@ -260,9 +275,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
         per_call=not given.one_layout,
         search=given.search,
     )
-    print(placement)
-    if not given.quiet:
-        print(f"\n{placement.explain()}")
+    print(placement if given.quiet else f"{placement}\n\n{placement.explain()}")
     if given.save:
         placement.save(given.save)
     if given.chart:

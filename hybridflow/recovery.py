@@ -33,6 +33,8 @@ def rebuild(session: Session, pools: Sequence[ResourcePool] | None = None) -> No
     pools = [*session.pools, session.controller_pool] if pools is None else pools
     former, groups = {pool.name: pool for pool in pools}, _groups_on(session, pools)
     session.iterations.reset()
+    if session.recorded is not None:
+        session.recorded.forget()
     for ranks in [ranks for group in groups for ranks in group.all_ranks]:
         session.backend.channels.close(ranks.key)
     for pool in former.values():

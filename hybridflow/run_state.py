@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -69,6 +70,15 @@ class RunParts:
                     f"parts={part!r:.80}: a part is a worker group, or has state() and load_state(state)."
                 )
         return cls(groups, objects)
+
+
+def metric_values(metrics: Iterable[Any]) -> dict[str, float | None]:
+    """Metrics, or futures of them, as numbers; None for those that are not finite."""
+    found: dict[str, Any] = {}
+    for part in metrics:
+        found |= dict(part if isinstance(part, Mapping) else part.get())
+    numbers = {str(name): float(value) for name, value in found.items()}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def folder_of(name: str, taken: Iterable[str] = ()) -> str:

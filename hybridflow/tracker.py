@@ -34,8 +34,6 @@ from hybridflow.run_display import RunDisplay, drawn_curve
 from hybridflow.sample_rows import SampledBatches, sampled
 
 logger = logging.getLogger(__name__)
-
-
 _KEPT = ("metrics.jsonl", "samples.jsonl", "events.jsonl", "notes.json", "reward.png", "config.yaml", "tensorboard")
 _FLUSH_SECONDS, _CLOSE_SECONDS = 5.0, 20.0  # the longest waits for loggers
 
@@ -77,6 +75,8 @@ class Tracker:
     ) -> None:
         if (session := Session.existing()) is not None and session.traces:
             directory, to, console = session.backend.scratch(), (), False
+        elif Session.replay is not None:
+            directory, to = Session.replay.directory_of(directory), ()
         self._loggers = find_loggers(to)
         self.directory = Path(directory)
         if self.directory.exists() and not self.directory.is_dir():
@@ -224,7 +224,8 @@ class Tracker:
             self._recorder.forget(saved.step)
         notes = as_document(self._notes) if self._notes else b""
         config = {"config.yaml": self._config} if self._config else {}
-        self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""} | config)
+        if Session.replay is None:  # whose files begin with the steps that are replayed
+            self._files.rewind(saved.step, {"notes.json": notes, "reward.png": b""} | config)
         self._config_due = False
         for thread in self._threads:
             thread.put("open", self.directory, saved.run, saved.step)

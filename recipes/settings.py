@@ -24,6 +24,7 @@ data:                 # columns of prompts and references (unit tests for code),
   {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null,
    name: null, split: null, held_out_split: null}
 checkpoint_every: 20  # iterations; 0: none
+record_batches: false # keep generated batches as long as checkpoints, for hybridflow replay
 resume: auto          # auto: continue the run of this name if it has not ended; never: start anew; or a checkpoint
 track: []             # tensorboard, wandb, mlflow
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
@@ -57,8 +58,7 @@ def _schedules(cfg: Any) -> Iterator[tuple[Any, int]]:
 
 def directory(cfg: Any) -> Path:
     """The run's directory: `name` if it is a path, such as ./first, otherwise runs/<name>."""
-    name = str(cfg.name)
-    return Path(name).expanduser() if "/" in name else Path("runs") / name
+    return Path(name).expanduser() if "/" in (name := str(cfg.name)) else Path("runs") / name
 
 
 def tracker(cfg: Any) -> hf.Tracker:
@@ -74,12 +74,12 @@ def tracker(cfg: Any) -> hf.Tracker:
 def checkpoints(cfg: Any) -> hf.Checkpoints:
     """Checkpoints of the run, in its directory."""
     how = {"every": cfg.checkpoint_every or None, "best": BEST if cfg.evaluate_every else None}
-    return hf.Checkpoints(directory(cfg) / "checkpoints", resume=str(cfg.resume), **how)
+    return hf.Checkpoints(directory(cfg) / "checkpoints", resume=str(cfg.resume), batches=cfg.record_batches, **how)
 
 
 def finish(tracker: hf.Tracker, checkpoints: hf.Checkpoints) -> None:
     """End the session, and say where everything is."""
-    quiet, home = is_traced(), tracker.directory
+    home, quiet = tracker.directory, is_traced()
     tracker.finish()
     hf.shutdown()
     if quiet:

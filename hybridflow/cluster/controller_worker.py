@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hybridflow.algorithms.advantage import AdvantageCall
@@ -11,6 +13,7 @@ from hybridflow.algorithms.advantages.prompt_groups import GroupFilter, filter_g
 from hybridflow.algorithms.kl import AdaptiveKL, Controller
 from hybridflow.algorithms.metrics import batch_metrics, metric_columns
 from hybridflow.batch.batch import Batch
+from hybridflow.cluster.batch_records import BatchRecord
 from hybridflow.protocols import ONE_TO_ONE, Settings, register
 
 
@@ -75,3 +78,12 @@ class ControllerWorker:
     @register(ONE_TO_ONE, reads=lambda settings, call: (call["by"], "group_id", "response_mask?"))
     def filter_groups(self, batch: Batch, by: str) -> GroupFilter:
         return filter_groups(batch, by)
+
+    @register(ONE_TO_ONE, reads=None)
+    def write_record(self, prompts: Batch, rows: Batch, path: str, role: str, method: str, factor: int) -> str:
+        """The reason why the record could not be written, which does not stop the run; "" once it is."""
+        try:
+            BatchRecord(role, method, factor, prompts, rows).write(Path(path))
+        except (OSError, TypeError, AttributeError, pickle.PicklingError, RuntimeError) as error:
+            return f"{path}: {error}"
+        return ""

@@ -33,14 +33,7 @@ from hybridflow.cluster.row_refs import ColumnRef, SplitSpec
 from hybridflow.cluster.session import Session
 from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.engine3d.layout import Layout
-from hybridflow.errors import (
-    ConfigError,
-    EmptyBatchError,
-    HybridFlowError,
-    MissingColumnError,
-    PlacementError,
-    nearest,
-)
+from hybridflow.errors import ConfigError, EmptyBatchError, HybridFlowError, MissingColumnError, PlacementError, nearest
 from hybridflow.models.spec import Cost
 from hybridflow.protocols import ONE_TO_ALL, Operation, kind_of, on_replica
 from hybridflow.topology import RankGrid
@@ -242,15 +235,18 @@ class WorkerGroup:
 
     def _issued(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of the group's own ranks."""
-        call = self._bind(operation, args, kwargs)
-        inputs = call.inputs(self.grid)
+        call, recorded = self._bind(operation, args, kwargs), self.session.recorded
+        if recorded is not None and (kind_of(operation) == "generation" or operation.later):
+            return recorded.call(self.name, call, partial(self._run, call))
+        return self._run(call)
+
+    def _run(self, call: GroupCall) -> Any:
+        """Issue the call and collect its results."""
+        inputs, operation = call.inputs(self.grid), call.operation
         asked = call.asked(inputs, self.session.iterations.sequence(), self.ranks.key)
         issued = self.session.backend.issue(self.ranks, asked, partners(self, operation))
         self.calls_issued[operation.name] += 1
-        result = call.operation.protocol.collect(self.grid, call.results(inputs, issued))
-        if operation.carries:
-            rows = next(iter(call.rows.values()))
-            result = (rows.repeat(call.factor) if call.factor > 1 else rows) | result
+        result = call.carried(operation.protocol.collect(self.grid, call.results(inputs, issued)))
         if isinstance(result, list) and result and all(isinstance(item, Future) for item in result):
             result = Future.concat(result, "list")
         if operation.blocking:

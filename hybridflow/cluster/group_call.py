@@ -84,6 +84,18 @@ class GroupCall:
                 out.append(BatchRef.of_output(output, self.writes, source.part if source else None))
         return out
 
+    def prompts(self) -> BatchRef:
+        """What the call reads of its first batch."""
+        name, rows = next(iter(self.rows.items()))
+        return rows.select(*self.reads[name])
+
+    def carried(self, result: Any) -> Any:
+        """The result, with the columns of the input where the operation carries them."""
+        if not self.operation.carries:
+            return result
+        rows = next(iter(self.rows.values()))
+        return (rows.repeat(self.factor) if self.factor > 1 else rows) | result
+
 
 def _source(mine: dict[str, Any]) -> BatchRef | None:
     """The rank's input rows, if any."""

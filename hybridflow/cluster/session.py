@@ -32,11 +32,13 @@ class Session:
     `controller_pool` is that of the controller worker; a session that `traces` only records calls. `parts` are the
     loaders, trackers and other objects of the driver that checkpoints contain, `states` those of a loaded checkpoint
     for parts that are not attached yet, `first_states` those at the start of the program. `run_directory` is that of
-    the first tracker. `cells`: the notebook cells that made the groups and pools, by name ("": the session).
+    the first tracker. `recorded` records calls that generate, or answers them in a `replay` of a run
+    (`recorded_calls`). `cells`: the notebook cells that made the groups and pools, by name ("": the session).
     """
 
     _current: ClassVar[Session | None] = None
     _assignment: ClassVar[Placement | None] = None
+    replay: ClassVar[Any] = None
 
     def __init__(self, backend: SessionBackend) -> None:
         self.backend: Any = backend
@@ -49,6 +51,7 @@ class Session:
         self.first_states: dict[str, Any] = {}
         self.run_directory: Path | None = None
         self.cells: dict[str, Cell] = {}
+        self.recorded: Any = None
         self._closing: list[Callable[[], None]] = []
         self._recoverable: Callable[[BaseException], bool] | None = None
         self.deferred: BaseException | None = None

@@ -102,6 +102,7 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
         asynchronous=options.get("asynchronous", "1") == "1",
         resume=options.get("resume", "auto"),
         best="reward/mean",
+        batches="batches" in options,
     )
     kl = hf.algorithms.AdaptiveKL(init=0.05, target=0.5, horizon=100)
     record = (run / "record.jsonl").open("a")

@@ -55,6 +55,7 @@ LAYERS = (
     ("recovery",),
     ("checkpoints",),
     ("tracing",),
+    ("replay",),
     ("profiling", "self_test", "doctor"),
     ("cli",),
     ("__main__",),

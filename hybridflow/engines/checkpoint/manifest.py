@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -335,6 +336,24 @@ def remove(directory: Path) -> None:
     with suppress(FileNotFoundError):
         directory.rename(doomed)
         discard(doomed)
+
+
+def complete_steps(root: Path) -> Iterator[tuple[Path, CheckpointManifest]]:
+    """The complete checkpoints of a run, newest first; their files are not read."""
+    for path in saved_steps(root):
+        with suppress(CheckpointError):
+            manifest = CheckpointManifest.read(path)
+            yield path, manifest
+
+
+def set_aside(root: Path, checkpoints: Iterable[Path]) -> Path:
+    """Move checkpoints to `<root>.1`, or the next number that is free, and return it."""
+    numbers = (root.with_name(f"{root.name}.{n}") for n in itertools.count(1))
+    aside = next(path for path in numbers if not os.path.lexists(path))
+    aside.mkdir(parents=True)
+    for path in checkpoints:
+        path.rename(aside / path.name)
+    return aside
 
 
 def discard(path: Path) -> None:

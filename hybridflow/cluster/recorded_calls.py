@@ -1,0 +1,175 @@
+"""Calls that generate, recorded in a run and answered in its replay.
+
+run:    group.generate_sequences -> Recorder.call: the call, kept by reference -> `ended`: the controller worker writes
+replay: group.generate_sequences -> Replay.call: the recorded rows; no host is called
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hybridflow.batch.batch import Batch
+from hybridflow.cluster.batch_records import BatchRecords, RecordedProgram
+from hybridflow.cluster.batch_ref import BatchRef
+from hybridflow.cluster.future import Future, fetch
+from hybridflow.cluster.group_call import GroupCall
+from hybridflow.cluster.interactive import current_cell
+from hybridflow.cluster.session import Session
+from hybridflow.errors import ConfigError, HybridFlowError
+
+logger = logging.getLogger(__name__)
+_END_SECONDS, _READ_SECONDS, _SHOWN = 60.0, 5.0, 8
+
+
+class CallOrder:
+    """Numbers the calls of each iteration, from 0; an iteration that is done again begins again."""
+
+    def __init__(self) -> None:
+        self._iteration, self._index, self._looped = -1, 0, False
+
+    def next(self) -> tuple[int, int] | None:
+        """Step (0: before the loop) and number of the call that is made now; None after the loop."""
+        iterations = Session.current().iterations
+        if iterations.step is None and self._looped:
+            return None
+        self._looped = iterations.step is not None
+        if self._iteration != iterations.current:
+            self._iteration, self._index = iterations.current, 0
+        self._index += 1
+        return iterations.step or 0, self._index - 1
+
+
+class Recorder:
+    """Records calls in `records`. Their rows are written by the controller worker at the end of their iteration: the
+    driver neither waits nor reads them, and no call that the controller worker computes for the iteration waits."""
+
+    def __init__(self, records: BatchRecords) -> None:
+        self.records, self._order = records, CallOrder()
+        self._due: list[Callable[[], Future]] = []
+        self._writing: list[Future] = []
+        self._told = set[str]()
+
+    @classmethod
+    def start(cls, records: BatchRecords, done: int, record: bool = True) -> Recorder | None:
+        """Record the program that runs now from the iteration after `done`; None unless `record`. Records of later
+        iterations, which are not the past of this run, are removed.
+
+        Errors: ConfigError for a directory that cannot be written."""
+        records.drop(done or -1)
+        if not record:
+            return None
+        driver = "" if current_cell() is not None or not os.path.isfile(sys.argv[0]) else os.path.abspath(sys.argv[0])
+        try:
+            RecordedProgram(driver, sys.argv[1:], os.getcwd()).write(records)
+        except OSError as error:
+            raise ConfigError(f"batches=True: {records.directory} cannot be written: {error.strerror}.") from None
+        recorder = cls(records)
+        Session.current().before_shutdown(recorder.close)
+        return recorder
+
+    def call(self, role: str, call: GroupCall, run: Callable[[], Any]) -> Any:
+        """Errors: ConfigError for rows that are generated across calls."""
+        name = call.operation.name
+        if call.operation.later:
+            raise ConfigError(f"{role}.{name} is not recorded: its rows are generated across calls. Use batches=False.")
+        result = run()
+        if isinstance(result, BatchRef) and call.rows and (at := self._order.next()) is not None:
+            if at[1] == 0:  # of an iteration whose end was not seen
+                self.ended(at[0])
+            prompts, rows = call.prompts(), result.select(*call.writes)
+            write = Session.current().controller.write_record
+            self._due.append(partial(write, prompts, rows, str(self.records.path(*at)), role, name, call.factor))
+        return result
+
+    def ended(self, step: int) -> None:
+        """The calls of the iteration are issued."""
+        del step
+        done = [one for one in self._writing if one.done()]
+        self._writing = [one for one in self._writing if one not in done]
+        self._report(done, _READ_SECONDS)
+        while self._due:
+            self._writing.append(self._due.pop(0)())
+
+    def forget(self) -> None:
+        """The hosts with the rows are gone."""
+        self._due.clear()
+        self._writing.clear()
+
+    def close(self) -> None:
+        """Wait until all records are written; those of failed calls never are."""
+        with suppress(HybridFlowError):
+            self.ended(0)
+            self._report(self._writing, _END_SECONDS)
+
+    def _report(self, writes: list[Future], seconds: float) -> None:
+        outputs = [output for one in writes for output in one.outputs]
+        with suppress(HybridFlowError):  # a lost host; failures of the calls themselves are values here
+            found = fetch([output.ref for output in outputs], outputs, seconds, follow=False)
+            for text in {one for one in found if isinstance(one, str) and one} - self._told:
+                self._told.add(text)
+                logger.warning("a batch is not recorded: %s. The run continues.", text)
+
+
+class Replay:
+    """Answers calls from `records` and ends the program after iteration `step`. The run continues from `checkpoint`
+    (None: from its start); `directory` takes what its trackers write, in place of the run's directory `run`."""
+
+    def __init__(self, records: BatchRecords, step: int, checkpoint: Path | None, run: Path) -> None:
+        self.records, self.step, self.checkpoint, self.run = records, step, checkpoint, run
+        self.directory, self.ended_at = run / f"replay-{step}", 0
+        self._order = CallOrder()
+
+    def directory_of(self, tracker: Any) -> Path:
+        """The directory of a tracker that the run has at `tracker`."""
+        path = Path(tracker)
+        return self.directory if path.resolve() == self.run.resolve() else self.directory / path.name
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return [] if self.checkpoint is None else [self.checkpoint]
+
+    def call(self, role: str, call: GroupCall, run: Callable[[], Any]) -> Any:
+        """Errors: ConfigError for another call than that of the run, or other prompts."""
+        if not call.rows or call.operation.later or (at := self._order.next()) is None:
+            return run()
+        record, what = self.records.read(*at), f"step {at[0]}, call {at[1] + 1} that generates"
+        for kind, then, now in (
+            ("", f"{record.role}.{record.method}", f"{role}.{call.operation.name}"),
+            ("responses per prompt: ", record.factor, call.factor),
+        ):
+            if then != now:
+                raise ConfigError(f"{what}: {kind}{then} in the run, {now} in this driver. Replay with the run's.")
+        if differing := differing_rows(record.prompts, call.prompts().get()):
+            shown = ", ".join(map(str, differing[:_SHOWN])) + (", ..." if len(differing) > _SHOWN else "")
+            raise ConfigError(
+                f"{what}: {len(differing)} prompts of {role}.{call.operation.name} differ from those of the run, rows "
+                f"{shown}. The driver or its data have changed: replay with those of the run."
+            )
+        return call.carried(BatchRef.from_batch(record.rows, number=False))
+
+    def ended(self, step: int) -> None:
+        """Errors: SystemExit (0) after the iteration that is replayed."""
+        self.ended_at = step
+        if step >= self.step:
+            raise SystemExit(0)
+
+    def forget(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def differing_rows(then: Batch, now: Batch) -> list[int]:
+    """Rows that are not the same in both, or that one of the two does not have."""
+    if then.equal(now):
+        return []
+    before, after = then.to_dicts(), now.to_dicts()
+    common = min(len(before), len(after))
+    rows = [row for row in range(common) if before[row] != after[row]]
+    return [*rows, *range(common, max(len(before), len(after)))] or list(range(common))
