@@ -40,7 +40,7 @@ PerRank = dict[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
-class StageSeconds:
+class IterationSeconds:
     """The seconds of each call of one iteration, as metrics for a tracker."""
 
     iterations: Iterations
@@ -140,9 +140,9 @@ class Iterations:
                     raise error
                 return
 
-    def stage_seconds(self) -> StageSeconds:
+    def stage_seconds(self) -> IterationSeconds:
         """The metrics of the current iteration, once it is done. Without a loader the iteration ends here."""
-        found = StageSeconds(self, self.current)
+        found = IterationSeconds(self, self.current)
         if not self._has_loader:
             self._next(in_flight=2)
             self.looped = False

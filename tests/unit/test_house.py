@@ -55,7 +55,7 @@ LAYERS = (
     ("recovery",),
     ("checkpoints",),
     ("tracing",),
-    ("profiling", "self_test", "doctor"),
+    ("profiling", "self_test", "doctor", "launch"),
     ("cli",),
     ("__main__",),
 )
