@@ -92,8 +92,8 @@ def start(driver: Driver, arguments: Sequence[str], check: bool = True) -> None:
         driver.run()
         return
     if asks_for_help(arguments):
-        own = "" if driver.defaults else "\nThe driver gets further arguments as they are.\n"
-        print(help_text(driver.usage, *driver.defaults) if driver.defaults else driver.usage + own, end="")
+        own = f"{inspect.cleandoc(driver.usage)}\n\nThe driver gets all arguments as they are.\n"
+        print(help_text(driver.usage, *driver.defaults) if driver.defaults else own, end="")
         return
     display = None
     try:

@@ -89,7 +89,7 @@ def test_errors_of_settings_are_a_paragraph_with_the_line(tmp_path: Path):
 def test_help_is_the_drivers(tmp_path: Path):
     (tmp_path / "mine.py").write_text(MAIN)
     plain = hybridflow("mine.py", "--help", cwd=tmp_path)
-    assert plain.stdout == "Mine.\n\nThe driver gets further arguments as they are.\n"
+    assert plain.stdout == "Mine.\n\nThe driver gets all arguments as they are.\n"
     (tmp_path / "mine.py").write_text(f"{MAIN}\nDEFAULTS = 'steps: 3  # iterations'\n")
     assert "steps=3" in hybridflow("mine.py", "--help", cwd=tmp_path).stdout
     wrong = hybridflow("mine.py", "stpes=4", cwd=tmp_path)
