@@ -73,8 +73,9 @@ class _Iteration:
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
 
-    `events`, unless None, collects the events of finished calls, each with the number of its iteration; the oldest are
-    `dropped`, and counted, if they are not taken. `looped`: iterations are those of a loader's loop, of which the last may have ended.
+    `events`, unless None, collects the events of finished calls, each with the number of its iteration; if they are not
+    taken, the oldest are dropped and counted (`dropped`). `looped`: iterations are those of a loader's loop, of which
+    the last may have ended.
 
     `current` is the index of the driver's iteration, `done_before` the steps of its loop that an earlier run made.
     `defer` returns whether the loop handles an error of a call. `held` are calls that are not sent yet.

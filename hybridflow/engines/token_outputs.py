@@ -54,8 +54,8 @@ class TokenOutputs:
             )
         if without_loss and (wrong := [name for name in outputs if name in ("logits", "ref_logits")]):
             raise ModelError(
-                f"{self.role}: forward was asked for {wrong[0]!r}, which only a loss gets: one value per token and entry "
-                f"of the vocabulary is not kept. Use a loss with outputs=({wrong[0]!r},), or compute_ref_top_k."
+                f"{self.role}: forward was asked for {wrong[0]!r}, which only a loss gets: one value per token and "
+                f"entry of the vocabulary is not kept. Use a loss with outputs=({wrong[0]!r},), or compute_ref_top_k."
             )
         if not (temperature > 0 and math.isfinite(temperature)):
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")
