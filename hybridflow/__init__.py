@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hybridflow.driver import together as together
     from hybridflow.elastic import Elastic as Elastic
     from hybridflow.engines.checkpoint.export import export as export
+    from hybridflow.launch import run as run
     from hybridflow.loader import PromptLoader as PromptLoader
     from hybridflow.loader import TextLoader as TextLoader
     from hybridflow.loader import dynamic_sampling as dynamic_sampling
@@ -84,6 +85,7 @@ _WHERE = {
     "driver": ("KEEP", "compute_advantage", "init", "reallocate", "shutdown", "sync_weights", "together"),
     "elastic": ("Elastic",),
     "engines.checkpoint.export": ("export",),
+    "launch": ("run",),
     "loader": ("PromptLoader", "TextLoader", "dynamic_sampling", "text_batch"),
     "placement": ("Placement",),
     "protocols": (

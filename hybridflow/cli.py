@@ -1,18 +1,14 @@
-"""The command line: `plan DRIVER.py --cluster a100:16x8 [settings of the driver]`, `profile`, `export`, `timeline`,
-`report`, `replay`, `doctor`."""
+"""The command line: `run DRIVER.py [settings]`, `plan DRIVER.py --cluster a100:16x8 [settings]`, `profile`, `export`,
+`timeline`, `report`, `replay`, `doctor`."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import re
-import runpy
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given.run(given, [*rest, *words[end + 1 :]])
     except (HybridFlowError, OSError) as error:
+        if given.run is _run:  # a driver's, which has said what a user can do about it
+            raise
         print(f"hybridflow: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -50,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning as one driver script.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
     _add_profile(commands)
     _add_export(commands)
     _add_doctor(commands)
@@ -91,6 +90,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
     add("--quiet", action="store_true", help="the table only, no explanation")
     return parser
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a driver: settings are tried before anything starts, and the start is shown",
+        description="Runs a driver's main(arguments), or the file. `hybridflow run DRIVER.py --help` is the driver's.",
+    )
+    run.set_defaults(run=_run)
+    run.add_argument("--no-check", action="store_true", help="leave out the first iteration without processes")
+    run.add_argument("driver", help="a program, such as recipes/ppo.py; or FILE.py:FUNCTION")
+    run.add_argument("settings", nargs=argparse.REMAINDER, help="arguments of the driver")
+
+
+def _run(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.launch import run_file
+
+    run_file(given.driver, [*given.settings, *rest], check=not given.no_check)
 
 
 def _add_profile(commands: Any) -> None:
@@ -248,7 +265,9 @@ def _check_target(path: str | None) -> None:
 
 
 def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
-    _file(given.driver)
+    from hybridflow.launch import load_driver, split_name
+
+    split_name(given.driver)
     for target in (given.save, given.chart):
         _check_target(target)
     from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
@@ -280,68 +299,6 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
         placement.save(given.save)
     if given.chart:
         placement.chart(given.chart)
-
-
-def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
-    """`FILE.py` as a program, or the function `FILE.py:FUNCTION`, called with all arguments as one list, like a
-    recipe's `main`, if it takes any. Errors: ConfigError without such a file or function, and for any error of the
-    driver, with the driver's own lines."""
-    path, function = _file(name)
-
-    def run() -> None:
-        with _as_program(path, arguments):
-            found = runpy.run_path(path, run_name="__main__" if not function else "__driver__")
-            if not function:
-                return
-            if not callable(driver := found.get(function)):
-                raise ConfigError(f"{path} has no function {function!r}.")
-            driver(*([list(arguments)] if _takes_arguments(driver, name) else []))
-
-    return run
-
-
-def _file(name: str) -> tuple[str, str]:
-    """Both parts of FILE.py:FUNCTION. Errors: ConfigError."""
-    path, _, function = name.partition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"there is no driver {path}. Give a Python file, such as recipes/ppo.py.")
-    return path, function
-
-
-def _takes_arguments(driver: Callable[..., Any], name: str) -> bool:
-    """Errors: ConfigError for a function that wants more than a list of arguments."""
-    parameters = inspect.signature(driver).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(needed) > 1:
-        raise ConfigError(
-            f"{name} takes {', '.join(needed)}: a driver takes nothing, or one list of arguments. Write a function "
-            f"that calls it."
-        )
-    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
-
-
-@contextmanager
-def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Sets arguments and module path as `python FILE.py ...` does. SystemExit ends the program normally."""
-    before = sys.argv, list(sys.path)
-    sys.argv, sys.path[0:0] = [path, *arguments], [str(Path(path).resolve().parent)]
-    try:
-        yield
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise ConfigError(f"{path} ended before its loop: {end.code}") from None
-    except HybridFlowError as error:
-        if lines := [line for file, line, *_ in traceback.extract_tb(error.__traceback__) if file == path]:
-            error.add_note(f"  asked for by {path}, line {lines[-1]}")
-        raise
-    except Exception as error:
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename != path:
-            own = own.tb_next
-        told = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-        raise ConfigError(f"{path} cannot be traced, it raises {type(error).__name__}:\n{told}") from None
-    finally:
-        sys.argv, sys.path[:] = before
 
 
 def _constraints(given: argparse.Namespace) -> list[Any]:

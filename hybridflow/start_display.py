@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -40,7 +41,7 @@ class _RunningStage:
         return time.monotonic() - self.begin
 
 
-class StageSecondsFile:
+class LastDurations:
     """Seconds of the stages of the last start, for each run: a small JSON file that may be missing or damaged."""
 
     def __init__(self, path: Path, run: str) -> None:
@@ -79,10 +80,11 @@ class StartDisplay:
     """
 
     def __init__(self, directory: str | os.PathLike[str], console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or Console(file=sys.stdout)
         path = Path(os.path.abspath(directory))
         self.started = False  # whether the first iteration is done
-        self._file = StageSecondsFile(path.parent / ".stages.json", path.name)
+        self.directory: Path | None = None
+        self._file = LastDurations(path.parent / ".stages.json", path.name)
         self._start = time.monotonic()
         self._open: list[_RunningStage] = []
         self._done: list[tuple[str, float]] = []

@@ -3,13 +3,18 @@ happens."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 
 class StageListener(Protocol):
     """A display of stages. Its methods must not raise."""
+
+    directory: Path | None
+    """Where the run's tracker writes."""
 
     def begin(self, name: str) -> None:
         """A stage begins, within those that have not ended."""
@@ -34,6 +39,17 @@ def listening(listener: StageListener) -> Iterator[None]:
         yield
     finally:
         _stop(listener, started=False)
+
+
+def is_shown() -> bool:
+    """Whether something listens."""
+    return bool(_listeners)
+
+
+def writes_to(directory: str | os.PathLike[str]) -> None:
+    """Reports the run's directory."""
+    for listener in _listeners:
+        listener.directory = Path(directory)
 
 
 @contextmanager

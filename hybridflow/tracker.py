@@ -18,10 +18,11 @@ from typing import Any
 
 import yaml
 
+from hybridflow import startup
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.interactive import current_cell
-from hybridflow.cluster.iterations import StageSeconds
+from hybridflow.cluster.iterations import IterationSeconds
 from hybridflow.cluster.session import Session
 from hybridflow.data.tokenizer import TokenizerLike
 from hybridflow.errors import ConfigError, HybridFlowError
@@ -73,6 +74,7 @@ class Tracker:
         console: bool = True,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        startup.writes_to(directory)
         if (session := Session.existing()) is not None and session.traces:
             directory, to, console = session.backend.scratch(), (), False
         elif Session.replay is not None:
@@ -331,7 +333,7 @@ class Tracker:
         """Write the events of the calls that have ended; the metrics that follow from them."""
         if (recorder := self._recorder) is None:
             return {}
-        iteration = stages.iteration if isinstance(stages, StageSeconds) else None
+        iteration = stages.iteration if isinstance(stages, IterationSeconds) else None
         records, found = recorder.take(step, iteration, line.get("time/iteration", 0.0))
         self._files.append("events.jsonl", [as_line(record) for record in records])
         if "perf/tokens_per_second" in line and recorder.devices:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from threading import Lock
 
 import hybridflow as hf
@@ -52,10 +51,13 @@ class Accuracy:
         return Evaluation(self._answers() if due else None)
 
     def measure(self, when: str) -> float | None:
-        """Mean reward; None without held-out prompts. `when`: "before" or "after"."""
+        """Mean reward; None without held-out prompts, and in a trace. `when`: "before" or "after"."""
         if self.prompts is None:
             return None
-        with nullcontext() if is_traced() else stage(f"generating answers {when} the run"):
+        if is_traced():
+            self._answers()
+            return None
+        with stage(f"generating answers {when} the run"):
             batch = self._answers()
             found = batch.get([name for name in ("prompt", "response", "answer", "rewards") if name in batch])
         accuracy = float(found["rewards"].mean())

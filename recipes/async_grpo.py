@@ -18,10 +18,10 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import launch, settings, task
+from recipes import settings, task
 from recipes.accuracy import Accuracy
 
-DEFAULTS = """
+DEFAULTS = settings.defaults("""
 name: async_grpo      # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 rows: 128             # of a batch: rows / n prompts with n responses each
@@ -35,7 +35,7 @@ rollout_devices: [2]  # also per node
 clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: 2}, optim: {lr: 5.0e-5, warmup_steps: 20}}
 rollout: {generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}}}
-"""
+""")
 
 
 def main(arguments: list[str]) -> None:
@@ -75,4 +75,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    hf.run(main)

@@ -14,10 +14,10 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import launch, scorers, settings, task
+from recipes import scorers, settings, task
 from recipes.accuracy import Accuracy
 
-DEFAULTS = """
+DEFAULTS = settings.defaults("""
 name: dapo            # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 batch_size: 16        # prompts per sampling round
@@ -31,7 +31,7 @@ clip: 0.2             # of the ratio of probabilities, downwards
 clip_high: 0.28       # upwards
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
-"""
+""")
 
 
 def main(arguments: list[str]) -> None:
@@ -78,4 +78,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    hf.run(main)

@@ -16,10 +16,10 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import launch, settings, task
+from recipes import settings, task
 from recipes.accuracy import Accuracy
 
-DEFAULTS = """
+DEFAULTS = settings.defaults("""
 name: distill         # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 batch_size: 64        # prompts
@@ -34,7 +34,7 @@ text_tokens: 64       # maximum length
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-4, warmup_steps: 5}}
 reference: {train: {tp: 2}}
-"""
+""")
 
 
 def main(arguments: list[str]) -> None:
@@ -81,4 +81,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    hf.run(main)

@@ -14,10 +14,10 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import launch, settings, task
+from recipes import settings, task
 from recipes.accuracy import Accuracy
 
-DEFAULTS = """
+DEFAULTS = settings.defaults("""
 name: ppo             # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 batch_size: 128       # prompts per iteration
@@ -30,7 +30,7 @@ actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${see
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
 reference: {train: {tp: 2}}
-"""
+""")
 
 
 def main(arguments: list[str]) -> None:
@@ -75,4 +75,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    hf.run(main)

@@ -14,10 +14,10 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import launch, settings, task
+from recipes import settings, task
 from recipes.accuracy import Accuracy
 
-DEFAULTS = """
+DEFAULTS = settings.defaults("""
 name: reinforce_plus_plus    # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 batch_size: 128        # prompts
@@ -28,7 +28,7 @@ clip: 0.2             # of the ratio of probabilities, in both directions
 actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 reference: {train: {tp: 2}}
-"""
+""")
 
 
 def main(arguments: list[str]) -> None:
@@ -68,4 +68,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    hf.run(main)

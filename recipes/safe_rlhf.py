@@ -14,10 +14,10 @@ from pathlib import Path
 import hybridflow as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import launch, scorers, settings, task
+from recipes import scorers, settings, task
 from recipes.accuracy import Accuracy
 
-DEFAULTS = """
+DEFAULTS = settings.defaults("""
 name: safe_rlhf       # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 batch_size: 128       # prompts per iteration
@@ -36,7 +36,7 @@ actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${see
 critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
 cost_critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
 reference: {train: {tp: 2}}
-"""
+""")
 
 
 def main(arguments: list[str]) -> None:
@@ -95,4 +95,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    hf.run(main)

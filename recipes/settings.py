@@ -1,4 +1,4 @@
-"""Settings of a recipe, and what they decide: the run's directory, its record, its checkpoints and its last words."""
+"""Settings of a recipe, and what they decide: the run's directory, its record and its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 import hybridflow as hf
 from hybridflow.command_line import check_sections, read_settings
 from hybridflow.errors import ConfigError
+from hybridflow.launch import run_directory
 
 COMMON = """
 seed: 1               # of prompts, sampling and initial values
@@ -32,9 +33,14 @@ scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward f
 BEST = "held_out/reward"
 
 
-def read(defaults: str, arguments: Sequence[str]) -> Any:
-    """`COMMON` and a recipe's `defaults` (YAML), changed by arguments: see `read_settings`. Errors: ConfigError."""
-    cfg = read_settings(COMMON, defaults, arguments=arguments)
+def defaults(own: str) -> tuple[str, str]:
+    """Default settings of a recipe: those of all recipes, and its `own` (YAML)."""
+    return COMMON, own
+
+
+def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
+    """A recipe's `defaults` changed by arguments: see `read_settings`. Errors: ConfigError."""
+    cfg = read_settings(*defaults, arguments=arguments)
     for optim, steps in _schedules(cfg):  # they end with the run, unless total_steps says otherwise
         optim.setdefault("total_steps", steps)
     check_sections(cfg)
@@ -58,7 +64,7 @@ def _schedules(cfg: Any) -> Iterator[tuple[Any, int]]:
 
 def directory(cfg: Any) -> Path:
     """The run's directory: `name` if it is a path, such as ./first, otherwise runs/<name>."""
-    return Path(name).expanduser() if "/" in (name := str(cfg.name)) else Path("runs") / name
+    return run_directory(str(cfg.name))
 
 
 def tracker(cfg: Any) -> hf.Tracker:
@@ -78,19 +84,11 @@ def checkpoints(cfg: Any) -> hf.Checkpoints:
 
 
 def finish(tracker: hf.Tracker, checkpoints: hf.Checkpoints) -> None:
-    """End the session, and say where everything is."""
-    home, quiet = tracker.directory, is_traced()
+    """End the session; the best checkpoint becomes a note of the run."""
+    if (best := checkpoints.best_checkpoint) is not None:
+        tracker.note(best_checkpoint=f"{best[0].name}, {checkpoints.best} {best[1]:.3f}")
     tracker.finish()
     hf.shutdown()
-    if quiet:
-        return
-    kept = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "settings": "config.yaml", "model": "model"}
-    lines = [f"  {what:<12} {home / name}" for what, name in kept.items() if (home / name).exists()]
-    if (newest := checkpoints.newest) is not None:
-        lines.append(f"  {'checkpoints':<12} {home / 'checkpoints'}, the newest {newest.name}")
-    if (best := checkpoints.best_checkpoint) is not None:
-        lines.append(f"  {'best':<12} {home / 'checkpoints' / best[0].name}, {checkpoints.best} {best[1]:.3f}")
-    print("\n".join([f"The run has ended after {checkpoints.done} iterations.", *lines]), flush=True)
 
 
 def is_traced() -> bool:

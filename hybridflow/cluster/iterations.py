@@ -40,7 +40,7 @@ PerRank = dict[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
-class StageSeconds:
+class IterationSeconds:
     """The seconds of each call of one iteration, as metrics for a tracker."""
 
     iterations: Iterations
@@ -73,8 +73,9 @@ class _Iteration:
 class Iterations:
     """Bookkeeping of the calls of a driver; `timeout` seconds bound the wait for an iteration.
 
-    `events`, unless None, collects the events of finished calls, each with the number of its iteration; the oldest are
-    dropped if they are not taken. `looped`: iterations are those of a loader's loop, of which the last may have ended.
+    `events`, unless None, collects the events of finished calls, each with the number of its iteration; if they are not
+    taken, the oldest are dropped and counted (`dropped`). `looped`: iterations are those of a loader's loop, of which
+    the last may have ended.
 
     `current` is the index of the driver's iteration, `done_before` the steps of its loop that an earlier run made.
     `defer` returns whether the loop handles an error of a call. `held` are calls that are not sent yet.
@@ -88,6 +89,7 @@ class Iterations:
     held: HeldCalls = field(default_factory=HeldCalls)
     events: deque[tuple[int, Event | Incident]] | None = None
     looped: bool = False
+    dropped: int = 0
     _skipped: set[tuple[str, int, int]] = field(default_factory=set)
     _loop_start: int = 0
     _all: dict[int, _Iteration] = field(default_factory=lambda: {0: _Iteration()})
@@ -112,7 +114,13 @@ class Iterations:
         """Collect a time span of the driver from `start` to now; `ahead`: it belongs to the next iteration."""
         if self.events is not None:
             step = self.done_before if self.step is None else self.step
-            self.events.append((self.current + ahead, Incident(kind, step + ahead, what, start, time.time())))
+            self._add(self.current + ahead, Incident(kind, step + ahead, what, start, time.time()))
+
+    def _add(self, number: int, *events: Event | Incident) -> None:
+        """Collect events, and count those that are dropped for them."""
+        if self.events is not None:
+            self.dropped += max(len(self.events) + len(events) - _MOST_EVENTS, 0)
+            self.events.extend((number, event) for event in events)
 
     def timed(self, source: Iterable[T], what: str, ahead: int = 0) -> Iterator[T]:
         """The items of a loader; collects the waits for them. `ahead` as in `note`."""
@@ -140,9 +148,9 @@ class Iterations:
                     raise error
                 return
 
-    def stage_seconds(self) -> StageSeconds:
+    def stage_seconds(self) -> IterationSeconds:
         """The metrics of the current iteration, once it is done. Without a loader the iteration ends here."""
-        found = StageSeconds(self, self.current)
+        found = IterationSeconds(self, self.current)
         if not self._has_loader:
             self._next(in_flight=2)
             self.looped = False
@@ -226,7 +234,7 @@ class Iterations:
                     key = (f"{event.role}.{event.method}", output.origin.rank)
                     one.seconds[key] = one.seconds.get(key, 0.0) + event.seconds
                 if self.events is not None:
-                    self.events.extend((number, event) for event in status.events)
+                    self._add(number, *status.events)
                     self._note_skipped(number, status)
 
     def collect(self) -> None:
@@ -247,7 +255,7 @@ class Iterations:
                 self._skipped.add(key)
                 at = status.events[-1].end if status.events else time.time()
                 what = f"{step.role}.{step.method}, mini-batch {step.number}: {step.reason}"
-                self.events.append((number, Incident("skipped", step.step, what, at, at)))
+                self._add(number, Incident("skipped", step.step, what, at, at))
 
     def seconds(self, iteration: int) -> dict[str, float]:
         """Seconds of each call in an iteration, `role.method` -> the slowest rank's; waits for a running iteration."""

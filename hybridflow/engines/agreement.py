@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -111,20 +111,24 @@ class Replicas:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
-    def summed(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-        """Metrics added over micro-batches and replicas; a replica without rows does not know their names."""
+    def joined(self, shares: Sequence[dict[str, Tensor]], joins: Mapping[str, str]) -> dict[str, float]:
+        """Metrics added over micro-batches and replicas, unless `joins` says "max" or "min" for their name; a replica
+        without rows does not know their names."""
         names = list(dict.fromkeys(name for share in shares for name in share))
         sums: dict[str, float] = {}
         if names:
             values = [torch.stack([share[name].double() for share in shares if name in share]) for name in names]
-            sums = dict(zip(names, torch.stack([value.sum() for value in values]).tolist(), strict=True))
+            own = [getattr(value, joins.get(name, "sum"))() for name, value in zip(names, values, strict=True)]
+            sums = dict(zip(names, torch.stack(own).tolist(), strict=True))
         if self.size == 1:
             return sums
         everyone = gather(sums, self.group)
         keys = dict.fromkeys(name for other in everyone for name in other)
-        return {name: sum(other.get(name, 0.0) for other in everyone) for name in keys}
+        given = {name: [other[name] for other in everyone if name in other] for name in keys}
+        return {name: REDUCTIONS[joins.get(name, "sum")](values) for name, values in given.items()}
 
 
+REDUCTIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
 _NAMED = 3  # findings in the text of a refusal
 
 
@@ -148,6 +152,10 @@ class StepCheck:
         self._columns, self._refusal, self._taken = "", "", ""
         self._errors: list[BaseException] = []
         self._finite: dict[str, list[Tensor]] = {}
+
+    def beside(self, others: Sequence[StepCheck]) -> None:
+        """Set `others` for an update that begins: errors of an earlier one are over."""
+        self.others, self._errors = list(others), []
 
     def begin(self, batch: Batch, loss: LossFunction) -> None:
         """Check the columns that `loss` reads (its attribute `reads`; without it, all columns)."""

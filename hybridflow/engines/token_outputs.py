@@ -39,7 +39,9 @@ class TokenOutputs:
         self.columns = Columns(*vocabulary, spec.vocab, group)
         self.teacher: Tensor | None = None
 
-    def check(self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0) -> None:
+    def check(
+        self, batch: Batch, outputs: Sequence[Output], temperature: float = 1.0, without_loss: bool = False
+    ) -> None:
         """Without any collective. Errors: ModelError for an output that the model's head does not give, BatchError for
         a temperature of 0, a row without a prompt, or longer than the positions that the model has learned, an unknown
         token id, or a mask that does not fit the response."""
@@ -49,6 +51,11 @@ class TokenOutputs:
             raise ModelError(
                 f"{self.role} was asked for {asked}; a model with head={self.spec.head!r} gives "
                 f"{' and '.join(map(repr, given))}."
+            )
+        if without_loss and (wrong := [name for name in outputs if name in ("logits", "ref_logits")]):
+            raise ModelError(
+                f"{self.role}: forward was asked for {wrong[0]!r}, which only a loss gets: one value per token and "
+                f"entry of the vocabulary is not kept. Use a loss with outputs=({wrong[0]!r},), or compute_ref_top_k."
             )
         if not (temperature > 0 and math.isfinite(temperature)):
             raise BatchError(f"temperature={temperature!r} must be above 0: log-probabilities are divided by it.")

@@ -110,7 +110,7 @@ class TrainEngine:
 
         `values` are at the positions that predict each response token. Errors: those of `check`.
         """
-        self.tokens.check(batch, outputs, temperature)
+        self.tokens.check(batch, outputs, temperature, without_loss=True)
         return self.infer(batch, partial(self.tokens.read, names=outputs, temperature=temperature))
 
     def score(self, batch: Batch, tokens: bool = False) -> Tensor | Ragged | None:
@@ -156,9 +156,7 @@ class TrainEngine:
         gradients. With FSDP and ZeRO, or where tensor parallel peers do not fail as well, another error is raised on
         one rank alone; its peers wait for their timeout. When a column that `loss` reads (its attribute `reads`;
         without one, any), an output or its value is not finite where it counts, on any rank, the step that follows is
-        skipped on all ranks.
-
-        Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
+        skipped on all ranks. Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
         """
         optimizer, last_stage = self._training(), self._model.loop.last_stage
         self._require("parameters", "gradients")
@@ -191,12 +189,13 @@ class TrainEngine:
             optimizer.zero_grad()
             self._gradients = "zero"
             raise
-        return self._replicas.summed(metrics) if last_stage else {}
+        return self._replicas.joined(metrics, getattr(loss, "metrics", {})) if last_stage else {}
 
     @contextmanager
     def in_turns(self, turn: PipelineTurn, others: Sequence[TrainEngine]) -> Iterator[None]:
         """Inside, mini-batches are run by `turn`, and a loss that raises in one of these engines stops all steps."""
-        self._model.loop.turn, self._check.others = turn, [other._check for other in others]
+        self._model.loop.turn = turn
+        self._check.beside([other._check for other in others])
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.call_events import Event
 from hybridflow.report.record import as_record
 from hybridflow.report.utilization import mfu, peak_flops
+
+logger = logging.getLogger(__name__)
 
 
 class EventRecorder:
@@ -33,6 +36,11 @@ class EventRecorder:
         run and took `seconds`. Without an iteration the run has ended, and this was its last step."""
         waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events or deque()
         taken = [waiting.popleft() for _ in range(len(waiting))]
+        if dropped := self.session.iterations.dropped:
+            self.session.iterations.dropped, at = 0, time.time()
+            what = f"{dropped:,} older events were dropped: log at least every {len(taken):,} events"
+            logger.warning("%s.", what)
+            taken.append((taken[-1][0], Incident("note", taken[-1][1].step, what, at, at)))
         if iteration is not None:
             self._ahead = step - iteration
         found = [(event, self._step(event, number)) for number, event in taken]

@@ -127,16 +127,21 @@ def check_driver(driver: Callable[..., Any], *arguments: Any) -> None:
     """Run the first iteration of `driver(*arguments)` without processes, up to the second batch of its loader: groups
     and calls are checked before Ray starts, with settings, columns and row counts.
 
-    Side effects are as in `trace_driver`. A driver that cannot run so, since it needs results of its calls, is not
-    checked further. Errors: those of the driver's groups and calls that need no process.
+    Side effects are as in `trace_driver`. A driver that cannot run so is not checked further, nor is one that has read
+    results of its calls: they are made up, and what it does with them, such as choosing rows, is unknown. Errors: those
+    of the driver's groups and calls that need no process, and SystemExit of a driver that refuses its arguments.
     """
+    backend = TraceBackend(checks=True)
     try:
-        with TraceBackend(checks=True).within(), suppress(TraceEndedError):
+        with backend.within(), suppress(TraceEndedError):
             driver(*arguments)
     except NoProcessError:
         logger.debug("the driver asks a process: it is checked up to there", exc_info=True)
+    except SystemExit as end:
+        if end.code not in (None, 0) and not backend.guessed:
+            raise
     except Exception as error:
-        if isinstance(error, HybridFlowError):
+        if isinstance(error, HybridFlowError) and not backend.guessed:
             raise
         logger.debug("the driver is not checked before it starts", exc_info=True)
 

@@ -40,6 +40,7 @@ from hybridflow.topology import RankGrid
 
 ITERATIONS = 3  # the third is typical, even if the first has no data yet
 _MOST = 64  # limit for a loop in which a group with an optimizer never trains
+_MOST_CALLS = 256  # of a check, once its results are guesses
 _CHARACTERS = 4  # of a token, in texts that are not tokenised yet
 _TEXTS = ("prompt", "response")
 _PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
@@ -65,6 +66,35 @@ class NoHost:
         )
 
 
+class TracedCall(IssuedCall):
+    """A call whose results are made up; `backend` notes that the driver reads them."""
+
+    def __init__(self, backend: TraceBackend) -> None:
+        super().__init__([], backend.incidents, backend.deadlines.peers)
+        self.backend = backend
+
+
+class MadeUpOutput(RankOutput):
+    """A result of a `TracedCall`."""
+
+    __slots__ = ("_made_up",)
+
+    def __init__(self, ref: Any, rows: int | None, origin: CallOrigin, call: TracedCall, address: Any = None) -> None:
+        own = {"rows": rows, "origin": origin, "call": call, "address": address, "_made_up": ref}
+        for name, value in own.items():
+            object.__setattr__(self, name, value)  # the base is frozen, and `ref` is no field here
+
+    @property
+    def ref(self) -> Any:  # type: ignore[override]
+        assert isinstance(self.call, TracedCall)
+        self.call.backend.guessed = True
+        return self._made_up
+
+    @property
+    def sent_ref(self) -> Any:
+        return self._made_up
+
+
 @dataclass(frozen=True)
 class SampledRows:
     """The largest generation of an iteration: `rows` prompts with `factor` responses of up to `max_tokens` each."""
@@ -78,7 +108,8 @@ class SampledRows:
 class TraceBackend:
     """Records a driver's calls in `program`, and acts as its own `iterations` and `channels`.
 
-    With `checks` groups are checked as before they are built, and one iteration is enough.
+    With `checks` groups are checked as before they are built, and one iteration is enough. `guessed`: the driver has
+    read made-up results, so that whatever it does from then on may differ from a run.
     """
 
     traces = True
@@ -94,8 +125,8 @@ class TraceBackend:
         self.sampled: SampledRows | None = None
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
         self._sequence, self.incidents = itertools.count(1), Incidents()
-        self._recording = self._has_loader = False
-        self._trained_most = 0
+        self._recording = self._has_loader = self.guessed = False
+        self._trained_most, self._calls_left = 0, _MOST_CALLS
         self._sources: dict[IssuedCall, Source] = {}
         self._scratch = contextlib.ExitStack()
 
@@ -159,22 +190,36 @@ class TraceBackend:
     def issue(
         self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
     ) -> list[RankOutput | None]:
-        issued = IssuedCall([], self.incidents, self.deadlines.peers)
+        if self.checks and self.guessed:  # a loop until the results are good would not end
+            self._calls_left -= 1
+            if self._calls_left < 0:
+                raise TraceEndedError
+        issued = TracedCall(self)
         return [None if call is None else self._answer(ranks, call, issued) for call in calls]
 
-    def _answer(self, ranks: RankGroup, call: RankCall, issued: IssuedCall) -> RankOutput:
+    def _answer(self, ranks: RankGroup, call: RankCall, issued: TracedCall) -> RankOutput:
         rows = [value for value in call.settings.values() if isinstance(value, RankRows)]
         due = call.rows if call.rows is not None else rows[0].rows if rows else 1
+        origin = CallOrigin(ranks.name, 0, call.method)
         if call.writes:
-            ref = write(placeholder_columns(call.writes, due), on_driver=True)
+            ref: Any = write(placeholder_columns(call.writes, due), on_driver=True)
         elif ranks.name == HELPER and call.method == "filter_groups":
-            ref = Known(_every_group(rows[0]))
+            with self._unread():
+                ref = Known(_every_group(rows[0]))
         else:
             ref = Known(placeholder_value(getattr(ranks.worker_class, call.method), call.settings))
         operation = operations(ranks.worker_class)[call.method]
         if self._recording and (operation.kind or rows) and (ranks.name != HELPER or call.writes):
-            self._sources[issued] = self._record(ranks, call, operation, rows, due)
-        return RankOutput(ref, due, CallOrigin(ranks.name, 0, call.method), issued)
+            with self._unread():
+                self._sources[issued] = self._record(ranks, call, operation, rows, due)
+        return MadeUpOutput(ref, due, origin, issued)
+
+    @contextlib.contextmanager
+    def _unread(self) -> Iterator[None]:
+        """What is read inside is not read by the driver."""
+        before = self.guessed
+        yield
+        self.guessed = before
 
     def _record(
         self, ranks: RankGroup, call: RankCall, operation: Operation, rows: Sequence[RankRows], due: int

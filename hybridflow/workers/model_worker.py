@@ -19,7 +19,7 @@ from hybridflow.algorithms.masked import batch_temperature, not_finite
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
-from hybridflow.engines.agreement import agree
+from hybridflow.engines.agreement import REDUCTIONS, agree
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
@@ -260,10 +260,11 @@ class ModelWorker(Worker):
     def _update(self, batch: Batch, loss: Loss, epochs: int) -> dict[str, float]:
         """Epochs over the mini-batches of `batch`, one optimizer step each.
 
-        Metrics are averaged over the completed steps (nan without any); `skipped` counts the others. Errors:
+        Metrics are averaged over the completed steps (nan without any), unless `loss.metrics` says otherwise;
+        `skipped` counts the others. Errors:
         DivergenceError on all ranks after too many skipped steps in a row.
         """
-        total: dict[str, float] = {}
+        total, known = dict[str, list[float]](), dict[str, None]()
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(batch, outputs, loss)
         minibatches, skipped, engine = batch.chunks() * epochs, 0, self.engine
@@ -273,15 +274,18 @@ class ModelWorker(Worker):
             step = self._step(last=number == len(minibatches))
             metrics |= {f"{self.prefix}/{name}": value for name, value in step.items() if name != "skipped"}
             if step["skipped"]:
-                skipped, metrics = skipped + 1, dict.fromkeys(metrics, 0.0)
+                skipped += 1
                 rows: list[int] = minibatch["row_id"].tolist() if "row_id" in minibatch else []
                 self._skipped.skipped(number, len(minibatches), engine.skip_reason, rows, engine.overflowed)
             else:
                 self._skipped.made()
-            for name, value in metrics.items():
-                total[name] = total.get(name, 0.0) + value
-        made = len(minibatches) - skipped
-        means = {name: value / made if made else math.nan for name, value in total.items()}
+            for name, value in metrics.items() if not step["skipped"] else ():
+                total.setdefault(name, []).append(value)
+            known |= dict.fromkeys(metrics)
+        joins, made = loss.metrics, len(minibatches) - skipped
+        means = dict.fromkeys(known, math.nan)
+        for name, values in total.items():
+            means[name] = sum(values) / made if joins.get(name, "sum") == "sum" else REDUCTIONS[joins[name]](values)
         return means | {f"{self.prefix}/skipped": float(skipped)}
 
     def _step(self, last: bool) -> dict[str, float]:

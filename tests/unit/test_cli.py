@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hybridflow as hf
-from hybridflow import cli
+from hybridflow import cli, launch
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import Placement
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
@@ -117,14 +117,14 @@ def test_a_driver_runs_as_a_program_or_as_one_of_its_functions(tmp_path: Path):
     before = list(sys.argv), list(sys.path)
     for name, expected in ((str(path), "program"), (f"{path}:other", "other"), (f"{path}:silent", "silent")):
         with pytest.raises(ConfigError, match=rf"{expected} \['a=1', 'b=2'\]"):
-            cli.load_driver(name, ["a=1", "b=2"])()
+            launch.load_driver(name, ["a=1", "b=2"])()
     with pytest.raises(ConfigError, match="takes a, b"):
-        cli.load_driver(f"{path}:two", [])()
+        launch.load_driver(f"{path}:two", [])()
     assert (sys.argv, sys.path) == before
     path.write_text("import sys\nsys.exit(0)\n")
-    cli.load_driver(str(path), [])()
+    launch.load_driver(str(path), [])()
     with pytest.raises(ConfigError, match="no driver"):
-        cli.load_driver(str(tmp_path / "none.py"), [])
+        launch.load_driver(str(tmp_path / "none.py"), [])
 
 
 def test_what_a_driver_raises_is_told_by_its_own_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -202,7 +202,7 @@ def test_a_cluster_that_is_too_small(home: Path, capsys: pytest.CaptureFixture[s
 
 
 def traced(home: Path) -> Trace:
-    return trace_driver(cli.load_driver(f"{home}/driver.py", [f"model={home}/model", "minibatches=2"]))
+    return trace_driver(launch.load_driver(f"{home}/driver.py", [f"model={home}/model", "minibatches=2"]))
 
 
 def test_the_workload_is_the_drivers_where_it_is_not_given(home: Path):

@@ -17,7 +17,7 @@ from hybridflow.models.hf_spec import hf_config, make_model, read_spec
 from recipes import settings
 from tests.tiny_models import make_policy
 
-DEFAULTS = "name: test\nsteps: 1\nactor: {train: {}}"
+DEFAULTS = settings.defaults("name: test\nsteps: 1\nactor: {train: {}}")
 FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "adapter_config.json")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -69,15 +70,15 @@ def test_help_takes_no_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert done.stdout == help_text(str(grpo.__doc__), settings.COMMON, grpo.DEFAULTS)
+    assert done.stdout == help_text(str(grpo.__doc__), *grpo.DEFAULTS)
 
 
 @pytest.mark.parametrize("recipe", run_all.RECIPES)
 def test_help_describes_every_setting(recipe):
     found = importlib.import_module(f"recipes.{recipe}")
-    lines = help_text(found.__doc__, settings.COMMON, found.DEFAULTS).splitlines()
+    lines = help_text(found.__doc__, *found.DEFAULTS).splitlines()
     assert lines[0] == found.__doc__.splitlines()[0]
-    for key, value in (*OmegaConf.create(found.DEFAULTS).items(), *OmegaConf.create(settings.COMMON).items()):
+    for key, value in (pair for text in found.DEFAULTS for pair in OmegaConf.create(text).items()):
         shown = [line for line in lines if line.startswith((f"  {key}=", f"  {key}."))]
         assert shown, key
         assert isinstance(value, DictConfig) or "   " in shown[0].strip(), f"{key} has no comment"
@@ -205,7 +206,7 @@ def test_errors_of_settings_are_a_paragraph_and_others_keep_their_traceback(tmp_
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "mine.py: there is no setting 'step'. Did you mean 'steps'?\n"
     refused = start("fails=config")
-    assert (refused.returncode, refused.stderr) == (2, "mine.py, line 7: two words\n")
+    assert (refused.returncode, refused.stderr) == (2, "mine.py, line 8: two words\n")
     failed = start("fails=else")
     assert failed.returncode == 1
     assert "Traceback" in failed.stderr
@@ -214,31 +215,29 @@ def test_errors_of_settings_are_a_paragraph_and_others_keep_their_traceback(tmp_
 
 PROGRAM = """'Mine.'
 from hybridflow.errors import ConfigError
-from recipes import launch, settings
-DEFAULTS = "{name: mine, steps: 3, fails: nothing}"
+import hybridflow as hf
+from recipes import settings
+DEFAULTS = settings.defaults("{name: mine, steps: 3, fails: nothing}")
 def main(arguments):
     if settings.read(DEFAULTS, arguments).fails == "config":
         raise ConfigError("two\\n  words")
     raise ZeroDivisionError
-launch.run(main)
+hf.run(main)
 """
 
 
-def test_a_run_ends_by_saying_where_everything_is(tmp_path, capsys):
+def test_a_run_keeps_its_settings_and_notes(tmp_path):
     cfg = read(f"name={tmp_path}/run", "evaluate_every=5")
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     tracker.note(accuracy_before=0.5)
     settings.finish(tracker, checkpoints)
-    said = capsys.readouterr().out
-    assert f"settings     {tmp_path}/run/config.yaml" in said
-    assert f"metrics      {tmp_path}/run/metrics.jsonl" in said
-    assert "model" not in said
+    assert json.loads((tmp_path / "run" / "notes.json").read_text()) == {"accuracy_before": 0.5}
     assert checkpoints.best == settings.BEST
     assert read(f"config={tmp_path}/run/config.yaml").actor == cfg.actor
 
 
 def config(*arguments: str):
-    return settings.read("name: test", arguments)
+    return settings.read(settings.defaults("name: test"), arguments)
 
 
 def test_a_model_or_prompts_alone_are_refused():

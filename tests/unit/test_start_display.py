@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hybridflow import start_display, startup
 from hybridflow.run_display import RunDisplay
-from hybridflow.start_display import StageSecondsFile, StartDisplay
+from hybridflow.start_display import LastDurations, StartDisplay
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_a_start_that_fails_keeps_what_ended(tmp_path, output):
 
 
 def test_the_durations_of_the_last_start_are_shown(tmp_path, output):
-    StageSecondsFile(tmp_path / ".stages.json", "run").write({"slow": 12.3, "quick": 0.1})
-    StageSecondsFile(tmp_path / ".stages.json", "other").write({"slow": 99.0})
+    LastDurations(tmp_path / ".stages.json", "run").write({"slow": 12.3, "quick": 0.1})
+    LastDurations(tmp_path / ".stages.json", "other").write({"slow": 99.0})
     with startup.listening(plain(tmp_path / "run", output)), startup.stage("slow"), startup.stage("quick"):
         pass
     assert lines(output) == ["slow (12 s last time)", "quick"]
@@ -86,15 +86,15 @@ def test_the_durations_of_the_last_start_are_shown(tmp_path, output):
 def test_a_damaged_file_of_durations_is_no_hindrance(tmp_path, content):
     path = tmp_path / ".stages.json"
     path.write_text(content, encoding="latin-1")
-    assert StageSecondsFile(path, "run").last == {}
-    StageSecondsFile(path, "run").write({"slow": 1.0})
-    assert StageSecondsFile(path, "run").last == {"slow": 1.0}
-    StageSecondsFile(tmp_path / "absent" / "file", "run").write({"slow": 1.0})
+    assert LastDurations(path, "run").last == {}
+    LastDurations(path, "run").write({"slow": 1.0})
+    assert LastDurations(path, "run").last == {"slow": 1.0}
+    LastDurations(tmp_path / "absent" / "file", "run").write({"slow": 1.0})
 
 
 def test_the_file_of_durations_stays_small(tmp_path):
     for number in range(start_display._MOST_RUNS + 3):
-        StageSecondsFile(tmp_path / "file", f"run-{number}").write({"slow": 1.0})
+        LastDurations(tmp_path / "file", f"run-{number}").write({"slow": 1.0})
     kept = json.loads((tmp_path / "file").read_text())
     assert len(kept) == start_display._MOST_RUNS
     assert f"run-{start_display._MOST_RUNS + 2}" in kept

@@ -94,6 +94,17 @@ class TokenWeights:
         return max(self._totals.longest, 1.0)
 
 
+def declared_metrics(function: Any) -> Mapping[str, str]:
+    """The attribute `metrics` of a user's loss. Errors: ConfigError for an unknown join."""
+    found = getattr(function, "metrics", {})
+    if not isinstance(found, Mapping) or (wrong := [how for how in found.values() if how not in ("sum", "max", "min")]):
+        got = repr(wrong[0]) if isinstance(found, Mapping) else repr(found)
+        raise ConfigError(
+            f"metrics of a loss: got {got}. Give a dict such as {{'actor/longest': 'max'}}: sum, max, min."
+        )
+    return found
+
+
 class Loss:
     """Base of the losses: `loss(outputs, rows, totals) -> (scalar, metrics)`, shares of one micro-batch.
 
@@ -110,6 +121,12 @@ class Loss:
     def outputs(self) -> tuple[str, ...]:
         """The engine outputs that the loss differentiates."""
         return ("log_probs",)
+
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        """How metrics are joined over micro-batches, ranks and steps, by name: "max", "min"; others are shares, added
+        over micro-batches and ranks, and averaged over steps."""
+        return {}
 
     @property
     def per_token(self) -> tuple[str, ...]:
@@ -129,11 +146,14 @@ class Loss:
 @dataclass(frozen=True)
 class UserLoss(Loss):
     """`function(outputs, rows, totals, **options)` of a user, whose attributes `reads` (default: every column) and
-    `outputs` say what it needs. It gives a scalar or (scalar, metrics)."""
+    `outputs` say what it needs, and `metrics` how its metrics are joined. It gives a scalar or (scalar, metrics)."""
 
     function: Callable[..., Share | Tensor]
     options: Mapping[str, Any]
     default_outputs: tuple[str, ...] = ("log_probs",)
+
+    def __post_init__(self) -> None:
+        declared_metrics(self.function)
 
     @property
     def reads(self) -> tuple[str, ...] | None:
@@ -143,6 +163,10 @@ class UserLoss(Loss):
     @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(getattr(self.function, "outputs", self.default_outputs))
+
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        return declared_metrics(self.function)
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         """Errors: BatchError when the function does not give a scalar and metrics, and for a wrong mask."""
