@@ -262,6 +262,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
     )
     print(placement)
     if not given.quiet:
+        placement = placement.explained()
         print(f"\n{placement.explain()}")
     if given.save:
         placement.save(given.save)
