@@ -188,7 +188,7 @@ class TraceBackend:
         kind = kind_of(operation)
         reads: dict[str, dict[Source, None]] = {}
         for column, ref in itertools.chain.from_iterable(given.columns.items() for given in rows):
-            written = (output.call for output in outputs_of([ref.node]))
+            written = (output.call for output in outputs_of([ref.node]) if output.call is not None)
             reads.setdefault(column, {}).update(
                 dict.fromkeys(source for made in written for source in self._sources.get(made, ()))
             )

@@ -296,8 +296,8 @@ class AutoMapping:
             if len(keys) == 1:
                 group = self.example[keys[0]]
                 fits = self.problem.rules.allows_mesh(group, mesh)
-                settings = group_layouts(self.problem, group, mesh) if fits else ()
-                self._fronts[at] = Front.of(settings, mesh.size, capacity)
+                layouts = group_layouts(self.problem, group, mesh) if fits else ()
+                self._fronts[at] = Front.of(layouts, mesh.size, capacity)
             else:
                 self._fronts[at] = self._front(keys[:-1], mesh).with_peers(self._front(keys[-1:], mesh), capacity)
         return self._fronts[at]

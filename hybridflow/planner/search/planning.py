@@ -182,6 +182,7 @@ def _calls(problem: Problem, found: ExecutionPlan) -> dict[str, CallLayout]:
     calls = {}
     for call in problem.calls:
         here, home = found[call.name], found[problem.homes[call.group]]
+        on_cpu = problem.graph.models[call.group] is None
         devices = here.mesh.devices
         beside = max(static[d] for d in devices)
         room = problem.costs.room(call.name, here, beside) if call.kind == "generation" else None
@@ -189,14 +190,14 @@ def _calls(problem: Problem, found: ExecutionPlan) -> dict[str, CallLayout]:
         fullest = max(devices, key=lambda d: (static[d] + active) / problem.capacity[d])
         calls[call.name] = CallLayout(
             group=call.group,
-            kind=call.kind,
+            kind="function" if on_cpu else call.kind,
             devices=devices,
             sizes=here.parallel.sizes,
             seconds=seconds[call.name],
             differs=here != home,
             move_seconds=moved.get(call.name, 0.0),
             limit=problem.limit(call, here, beside),
-            memory=static[fullest] + active if call.kind != "function" else 0.0,
-            capacity=problem.capacity[fullest] if call.kind != "function" else 0.0,
+            memory=0.0 if on_cpu else static[fullest] + active,
+            capacity=0.0 if on_cpu else problem.capacity[fullest],
         )
     return calls
