@@ -3,13 +3,12 @@
 Every way to colocate groups in sets is tried, every way to share the devices between the sets, and every layout of
 every group in its set. The result is that of trying all of them together; most are ruled out by bounds before that:
 
-- what a group can choose on a number of devices is found once for every architecture and workload, and reduced to the
-  choices that no other beats in a stage's seconds or in memory, which peers may need;
+- the choices of a group on a number of devices are found once for every architecture and workload, without those that
+  another beats in the seconds of all stages and in memory;
 - an allocation costs at least the sum over stages of the largest least seconds of its sets.
 
-Where devices are unlike, bounds are those of the best devices for every set, and an allocation is looked at wherever
-its sets can go. Weights that one group gives to another (rollout engines) and devices that slow each other down are no
-part of a stage-wise cost: timelines have them.
+Where devices are unlike, bounds are those of the best devices for every set, and every place of its sets is tried. Only
+timelines have weights that one group gives to another (rollout engines), and contention.
 
 A stage-wise cost lets every stage wait for the one before. Calls do not: each begins once what it reads is there and
 its devices are free (paper, section 4.1), so an actor generates for the next iteration while a critic on other devices
@@ -59,11 +58,8 @@ class _TimeUpError(Exception):
 
 @dataclass(frozen=True)
 class Mapped:
-    """The best placement: the mesh of each set of colocated groups, `seconds` of an iteration by stage-wise cost, and
-    the same as an execution plan.
-
-    `allocations` were bounded, and `tried` of them looked at in full.
-    """
+    """The best placement: meshes of the sets of colocated groups, `seconds` of an iteration by stage-wise cost, and its
+    execution plan. `allocations` were bounded, `tried` of them timed."""
 
     sets: Mapping[tuple[str, ...], Mesh]
     seconds: float

@@ -1,7 +1,8 @@
 """Planning: from a graph, a cluster and a workload to the best placement found. Pure.
 
-Small spaces of execution plans are searched exactly. In larger ones HybridFlow's auto-mapping finds where every group
-goes, and MCMC starts from there to give calls of a group layouts of their own where that is faster (ReaL).
+HybridFlow's algorithm 1 (auto-mapping) finds the devices and one layout of every group. From there calls of a group get
+layouts of their own where that is faster (ReaL): by trying all of them where there are few, else by random changes that
+are kept the more often the faster they are (Markov chain Monte Carlo, MCMC).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ STEPS = 64
 
 
 class Option(NamedTuple):
-    """One way to run a call: seconds (generation: with all memory for it), bytes that stay if the weights are at home
+    """One way to run a call: seconds (generation: with all memory for it), bytes that stay if the weights stay
     here, bytes on top while it runs, those of a second copy of the weights if they are at home elsewhere, and the share
     of the seconds in which devices work."""
 
