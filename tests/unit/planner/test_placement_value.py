@@ -109,9 +109,9 @@ def test_functions_claim_no_device():
 def test_a_further_layout_must_win_by_the_error_of_predictions():
     graph, found = ppo_of(LLAMA_7B, LLAMA_70B), {}
     for error in (0.0, 0.03, 5.0):
-        found[error] = plan(graph, "a100:2x8", WORK, coefficients=replace(DEFAULT, error=error), budget_s=4.0)
+        found[error] = plan(graph, "a100:4x8", WORK, coefficients=replace(DEFAULT, error=error), budget_s=4.0)
     away = {e: {(n, at.devices, at.sizes) for n in GROUPS for at in p[n].elsewhere} for e, p in found.items()}
-    one = plan(graph, "a100:2x8", WORK, per_call=False)
+    one = plan(graph, "a100:4x8", WORK, per_call=False)
     assert found[0.03].seconds * 1.03 ** len(away[0.03]) <= one.seconds * (1 + 1e-5)
     assert not away[5.0]
 
