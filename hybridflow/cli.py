@@ -81,10 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         add(name, action="append", default=[], metavar=asked, help=meaning)
     add("--coefficients", metavar="FILE", help="of a simulator that was fitted to a machine")
     add("--profile", metavar="FILE", help="a layer profile that was measured on the devices")
-    add("--budget", type=float, default=10.0, metavar="SECONDS", help="for the search (default: 10)")
+    add("--budget", type=float, default=10.0, metavar="SECONDS", help="for all searches (default: 10)")
     add("--seed", type=int, default=0)
     searches = ("auto", "auto_mapping", "exact", "mcmc", "similarity")
-    add("--search", choices=searches, default="auto", help="one search instead of those that suit the size")
+    meaning = (
+        "auto_mapping: a layout for each group; exact, mcmc (random changes): for each call; similarity: all on all"
+    )
+    add("--search", choices=searches, default="auto", help=f"one search instead of those that suit the size. {meaning}")
     add("--save", metavar="FILE", help="the placement as YAML, for hf.auto(placement=FILE)")
     add("--chart", metavar="FILE", help="devices over time as PNG")
     add("--one-layout", action="store_true", help="one layout for all calls of a group, but generation")
@@ -294,7 +297,11 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
         per_call=not given.one_layout,
         search=given.search,
     )
-    print(placement if given.quiet else f"{placement}\n\n{placement.explain()}")
+    print(placement)
+    if not given.quiet:
+        placement = placement.explained()
+        print(f"
+{placement.explain()}")
     if given.save:
         placement.save(given.save)
     if given.chart:

@@ -6,8 +6,8 @@ A plain value that can be printed, drawn, saved as YAML and run. Devices are num
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -74,7 +74,8 @@ class CallLayout:
 
     `differs`: its group's weights have another layout or other devices and are moved here first, in `move_seconds`.
     `memory`: bytes of all groups on its fullest device while it runs, out of `capacity`. `limit` names the largest part
-    of its `seconds`, `runner_up` the next best layout, `lost` the reason against that.
+    of its `seconds`, `runner_up` the next best layout, `lost` the reason against that (see `Placement.explained`).
+    Functions use no device memory: their `capacity` is 0.
     """
 
     group: Text
@@ -119,8 +120,8 @@ class Placement:
     """`placement["actor"]` is the actor's GroupPlacement.
 
     `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
-    of an iteration, `bars` its timeline, `found_by` the search that found it. Errors: PlacementError for an unknown
-    group, with the nearest name.
+    of an iteration, `bars` its timeline, `found_by` how it was found. `alternatives` computes the runner-up of every
+    call and why it lost, which takes a while. Errors: PlacementError for an unknown group, with the nearest name.
     """
 
     nodes: tuple[int, ...]
@@ -130,6 +131,7 @@ class Placement:
     cluster: Text = ""
     found_by: Text = ""
     bars: tuple[Bar, ...] = ()
+    alternatives: Callable[[], Mapping[str, tuple[str, str]]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_nodes(self.nodes)
@@ -176,9 +178,11 @@ class Placement:
         heading = ("call", "devices", "p-t-d", "seconds", "weights", "memory", "limited by")
         found: list[tuple[str, ...]] = [heading]
         for name, call in self.calls.items():
-            moved = f"+{call.move_seconds:.3g} s" if call.differs else "at home"
-            memory = f"{call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB" if call.capacity else ""
-            found += [(name, ranges(call.devices), call.layout, f"{call.seconds:.3g}", moved, memory, call.limit)]
+            moved = f"+{call.move_seconds:.3g} s" if call.differs else "in place"
+            memory, layout = f"{call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB", call.layout
+            if call.kind == "function":
+                moved, memory, layout = "", "none: on the CPU", ""
+            found += [(name, ranges(call.devices), layout, f"{call.seconds:.3g}", moved, memory, call.limit)]
         return found
 
     def __repr__(self) -> str:
@@ -195,17 +199,26 @@ class Placement:
         heading, *rows = self.rows()
         return markup.table(self._title(), heading, rows)
 
+    def explained(self) -> Placement:
+        """With the runner-up of each call and why it lost."""
+        others = {} if self.alternatives is None else self.alternatives()
+        calls = dict(self.calls)
+        calls |= {name: replace(calls[name], runner_up=other, lost=why) for name, (other, why) in others.items()}
+        return replace(self, calls=calls, alternatives=None)
+
     def explain(self) -> str:
         """For every call: devices, time and its limit, memory, and the reason against the runner-up."""
         parts = [self._title()]
-        for name, call in self.calls.items():
+        for name, call in self.explained().calls.items():
             lines = [f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}"]
+            if call.kind == "function":
+                lines = [f"{name}: on the CPU, in the processes of devices {ranges(call.devices)}"]
             lines.append(f"  takes {call.seconds:.4g} s" + (f", mostly {call.limit}" if call.limit else ""))
             if call.differs:
                 lines.append(f"  its weights are moved there before it, in {call.move_seconds:.3g} s")
             if call.capacity:
                 share = call.memory / call.capacity
-                lines.append(f"  fills {call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB ({share:.0%}) a device")
+                lines.append(f"  uses {call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB ({share:.0%}) a device")
             lines.append(f"  runner-up: {call.runner_up}: {call.lost}" if call.runner_up else "  there is no runner-up")
             parts.append("\n".join(lines))
         return "\n\n".join(parts)
@@ -214,6 +227,7 @@ class Placement:
         """Devices over the time of an iteration; a PNG at `path`, else the matplotlib figure (a notebook shows it)."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
 
         devices = sum(self.nodes)
         figure = Figure(figsize=(10, 1.2 + min(8.0, 0.16 * devices + 1.0)), layout="constrained")
@@ -228,8 +242,8 @@ class Placement:
                     (first - 0.45, last - first + 0.9),
                     facecolors=color,
                     edgecolor="white",
-                    hatch="////" if bar.move else None,
-                    alpha=0.5 if bar.move else 0.9,
+                    hatch="////" if bar.move else "...." if self._on_cpu(bar) else None,
+                    alpha=0.5 if bar.move or self._on_cpu(bar) else 0.9,
                 )
             if not bar.move:
                 first, last = max(runs, key=lambda run: run[1] - run[0])
@@ -239,12 +253,22 @@ class Placement:
         for edge in itertools.accumulate(self.nodes[:-1]):
             axes.axhline(edge - 0.5, color="0.5", linewidth=0.6, linestyle=":")
         axes.set(xlabel="seconds", ylabel="device", ylim=(devices - 0.5, -0.5), title=self._title())
+        patches = [Patch(facecolor=f"C{i % 10}", label=group) for i, group in enumerate(groups)]
+        if any(bar.move for bar in self.bars):
+            patches.append(Patch(facecolor="0.8", hatch="////", label="weights move"))
+        if any(map(self._on_cpu, self.bars)):
+            patches.append(Patch(facecolor="0.8", hatch="....", label="on the CPU"))
+        if patches:
+            figure.legend(handles=patches, loc="outside right upper", fontsize=8)
         figure.draw_without_rendering()
         for label, low, high in labels:
             _fit(label, *(abs(a - b) for a, b in zip(*axes.transData.transform([low, high]), strict=True)))
         if path is not None:
             canvas.print_png(str(path))
         return figure
+
+    def _on_cpu(self, bar: Bar) -> bool:
+        return bar.call in self.calls and self.calls[bar.call].kind == "function"
 
 
 def _is_size(value: Any) -> bool:

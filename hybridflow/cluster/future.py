@@ -250,6 +250,8 @@ def fetch(
     be waiting in a collective. `follow=False` does not watch the calls. `timeout` defaults to the calls' own.
     """
     if known := [ref.value for ref in refs if isinstance(ref, Known)]:
+        for output in outputs:
+            output.note_read()
         return known  # a trace has no other references
     if not refs:
         return []

@@ -47,13 +47,14 @@ class IssuedCall:
     """One call that the driver issued; `statuses` are the outcomes on all ranks, collected or not.
 
     `observed`: the driver has raised its failure. `incidents` are those of the session (`incidents.Incidents`).
-    `timeout` bounds a wait for its results, in seconds.
+    `timeout` bounds a wait for its results, in seconds. A trace notes with `on_read` that the driver reads them.
     """
 
     statuses: list[RankOutput]
     incidents: Any
     timeout: float
     observed: bool = False
+    on_read: Callable[[IssuedCall], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,10 @@ class RankOutput:
     def sent_ref(self) -> Any:
         """`ref`; None while the call is not sent."""
         return self.ref
+
+    def note_read(self) -> None:
+        if self.call is not None and self.call.on_read is not None:
+            self.call.on_read(self.call)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class Reader:
 
     def _manifests(self, outputs: Sequence[RankOutput]) -> list[Manifest]:
         pending = [output for output in outputs if not isinstance(output.ref, Manifest)]
+        for output in outputs:
+            output.note_read()
         got = iter(fetch([output.ref for output in pending], pending, self.timeout))
         values = [output.ref if isinstance(output.ref, Manifest) else next(got) for output in outputs]
         for output, value in zip(outputs, values, strict=True):

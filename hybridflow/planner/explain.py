@@ -189,7 +189,7 @@ def _need(problem: Problem, group: str) -> Need | None:
     for size in search.sizes:
         for mesh in search.places((search.keys[group],), size):
             usable = min(problem.capacity[device] for device in mesh.devices)
-            asked = [setting.static + setting.active for setting in group_layouts(problem, group, mesh)]
+            asked = [layout.static + layout.active for layout in group_layouts(problem, group, mesh)]
             found += [Need(min(asked), usable, size)] if asked else []
     return min(found, key=lambda need: need.lack, default=None)
 
@@ -198,7 +198,7 @@ def _together(problem: Problem) -> Need:
     """The need of all groups on all devices."""
     mesh, both = Mesh.of(0, problem.cluster.size), np.zeros((1, 2))  # static and active bytes
     for group in problem.graph.groups:
-        asked = np.array([setting.values[-2:] for setting in group_layouts(problem, group, mesh)]).reshape(-1, 2)
+        asked = np.array([layout.values[-2:] for layout in group_layouts(problem, group, mesh)]).reshape(-1, 2)
         static = (both[:, None, 0] + asked[None, :, 0]).reshape(-1)
         active = np.maximum(both[:, None, 1], asked[None, :, 1]).reshape(-1)
         both = np.stack([static, active], axis=1)

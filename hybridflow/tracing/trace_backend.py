@@ -2,7 +2,7 @@
 
 driver -> hf.ActorWorker.on(...)  -> ranks without hosts   no checkpoint is read, no device is asked for
           actor.method(batch)     -> GraphBuilder.call(...)     settings and columns are checked as ever
-          batch.get(), .metrics() -> placeholders
+          batch.get(), .metrics() -> placeholders; later calls wait for the calls that write these
 A driver ends where its fourth iteration would begin.
 """
 
@@ -34,6 +34,7 @@ from hybridflow.cluster.store import Reader, write
 from hybridflow.config import VLLM
 from hybridflow.data.tokenizer import has_tokenizer
 from hybridflow.errors import ConfigError
+from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.graph import HELPER, GraphBuilder, Source
 from hybridflow.protocols import Operation, kind_of, operations
 from hybridflow.topology import RankGrid
@@ -44,7 +45,7 @@ _MOST_CALLS = 256  # of a check, once its results are guesses
 _CHARACTERS = 4  # of a token, in texts that are not tokenised yet
 _TEXTS = ("prompt", "response")
 _PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
-_VALUES = {"num_tokens": 2, "finished": True, "temperature": 1.0}
+_VALUES = {"num_tokens": 2, "finished": True, "temperature": 1.0, "rewards": 1.0}  # all responses are good
 _OF_ANNOTATION: dict[str, Any] = {"float": 0.0, "int": 0, "bool": False, "list": [], "None": None}
 
 
@@ -64,35 +65,6 @@ class NoHost:
             f"a trace has no processes, and the driver asks one for {name!r}. Trace the loop's body, which need not "
             f"ask: hf.trace(step, groups)."
         )
-
-
-class TracedCall(IssuedCall):
-    """A call whose results are made up; `backend` notes that the driver reads them."""
-
-    def __init__(self, backend: TraceBackend) -> None:
-        super().__init__([], backend.incidents, backend.deadlines.peers)
-        self.backend = backend
-
-
-class MadeUpOutput(RankOutput):
-    """A result of a `TracedCall`."""
-
-    __slots__ = ("_made_up",)
-
-    def __init__(self, ref: Any, rows: int | None, origin: CallOrigin, call: TracedCall, address: Any = None) -> None:
-        own = {"rows": rows, "origin": origin, "call": call, "address": address, "_made_up": ref}
-        for name, value in own.items():
-            object.__setattr__(self, name, value)  # the base is frozen, and `ref` is no field here
-
-    @property
-    def ref(self) -> Any:  # type: ignore[override]
-        assert isinstance(self.call, TracedCall)
-        self.call.backend.guessed = True
-        return self._made_up
-
-    @property
-    def sent_ref(self) -> Any:
-        return self._made_up
 
 
 @dataclass(frozen=True)
@@ -126,8 +98,8 @@ class TraceBackend:
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
         self._sequence, self.incidents = itertools.count(1), Incidents()
         self._recording = self._has_loader = self.guessed = False
-        self._trained_most, self._calls_left = 0, _MOST_CALLS
-        self._sources: dict[IssuedCall, Source] = {}
+        self._reads_of_driver, self._trained_most, self._calls_left = True, 0, _MOST_CALLS
+        self._sources: dict[IssuedCall, tuple[Source, ...]] = {}  # the calls of the loop that a result comes from
         self._scratch = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -160,7 +132,8 @@ class TraceBackend:
     def ranks(self, worker_class: type, settings: Mapping[str, Any], name: str) -> RankGroup:
         """A group of one rank, without checks; its `model` may be anything."""
         self.described[name] = (worker_class, settings)
-        texts = {"model": str(settings["model"])} if settings.get("model") is not None else {}
+        model = settings.get("model")
+        texts = {} if model is None else {"model": model.family if isinstance(model, ModelSpec) else str(model)}
         key = f"{name}/{self.sequence()}"
         own, hosts = {**settings, **texts}, (HostProcess(NoHost()),)
         return RankGroup(name, worker_class, own, RankGrid(), self.name, (0,), hosts, key)
@@ -194,49 +167,43 @@ class TraceBackend:
             self._calls_left -= 1
             if self._calls_left < 0:
                 raise TraceEndedError
-        issued = TracedCall(self)
+        issued = IssuedCall([], self.incidents, self.deadlines.peers, on_read=self._note_read)
         return [None if call is None else self._answer(ranks, call, issued) for call in calls]
 
-    def _answer(self, ranks: RankGroup, call: RankCall, issued: TracedCall) -> RankOutput:
+    def _answer(self, ranks: RankGroup, call: RankCall, issued: IssuedCall) -> RankOutput:
         rows = [value for value in call.settings.values() if isinstance(value, RankRows)]
         due = call.rows if call.rows is not None else rows[0].rows if rows else 1
-        origin = CallOrigin(ranks.name, 0, call.method)
         if call.writes:
             ref: Any = write(placeholder_columns(call.writes, due), on_driver=True)
         elif ranks.name == HELPER and call.method == "filter_groups":
-            with self._unread():
+            with self._not_by_driver():
                 ref = Known(_every_group(rows[0]))
         else:
             ref = Known(placeholder_value(getattr(ranks.worker_class, call.method), call.settings))
         operation = operations(ranks.worker_class)[call.method]
-        if self._recording and (operation.kind or rows) and (ranks.name != HELPER or call.writes):
-            with self._unread():
+        if self._recording and (operation.kind or rows):
+            with self._not_by_driver():
                 self._sources[issued] = self._record(ranks, call, operation, rows, due)
-        return MadeUpOutput(ref, due, origin, issued)
-
-    @contextlib.contextmanager
-    def _unread(self) -> Iterator[None]:
-        """What is read inside is not read by the driver."""
-        before = self.guessed
-        yield
-        self.guessed = before
+        return RankOutput(ref, due, CallOrigin(ranks.name, 0, call.method), issued)
 
     def _record(
         self, ranks: RankGroup, call: RankCall, operation: Operation, rows: Sequence[RankRows], due: int
-    ) -> Source:
-        """Write a call of the loop down."""
+    ) -> tuple[Source, ...]:
+        """Write a call of the loop down; of what the driver alone reads (metrics), the calls behind it."""
         kind = kind_of(operation)
         reads: dict[str, dict[Source, None]] = {}
         for column, ref in itertools.chain.from_iterable(given.columns.items() for given in rows):
-            written = (output.call for output in outputs_of([ref.node]))
+            written = (output.call for output in outputs_of([ref.node]) if output.call is not None)
             reads.setdefault(column, {}).update(
-                {self._sources[made]: None for made in written if made in self._sources}
+                dict.fromkeys(source for made in written for source in self._sources.get(made, ()))
             )
+        if ranks.name == HELPER and not call.writes:
+            return tuple(itertools.chain.from_iterable(reads.values()))
         if kind == "generation" and rows:
             sampled = _sampled(ranks, call, rows[0], due)
             if self.sampled is None or due >= self.sampled.rows * self.sampled.factor:
                 self.sampled = sampled
-        return self.program.call(
+        recorded = self.program.call(
             ranks.name,
             call.method,
             "function" if ranks.name == HELPER else kind,
@@ -246,6 +213,21 @@ class TraceBackend:
             minibatches=call.settings.get(operation.chunks, 1) if operation.chunks else 1,
             epochs=call.settings.get("epochs", 1) if kind == "training" else 1,
         )
+        return (recorded,)
+
+    def _note_read(self, issued: IssuedCall) -> None:
+        if self._reads_of_driver:
+            self.guessed = True
+            self.program.wait(self._sources.get(issued, ()))
+
+    @contextlib.contextmanager
+    def _not_by_driver(self) -> Iterator[None]:
+        """Inside the block, the trace itself reads."""
+        self._reads_of_driver = False
+        try:
+            yield
+        finally:
+            self._reads_of_driver = True
 
     # Iterations
 

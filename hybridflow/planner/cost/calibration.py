@@ -113,7 +113,8 @@ def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT
         at, residual, error, damping = at + step, tried, found, max(damping / 10, 1e-9)
         if settled:
             break
-    return replace(_moved(start, at), device=devices[0])
+    misfit = math.sqrt(float(np.mean(np.square(residual[: len(seen)] * NOISE))))
+    return replace(_moved(start, at), device=devices[0], error=max(start.error, misfit))
 
 
 def _moved(start: Coefficients, at: np.ndarray) -> Coefficients:

@@ -46,6 +46,7 @@ class Coefficients:
     call_seconds: NonNegative = 20e-3  # dispatch of a call, and of every optimizer step
     function_seconds: NonNegative = 100e-6  # what a host does for a row in a function (a reward by rules)
     usable_memory: PositiveFraction = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
+    error: NonNegative = 0.03  # relative, of predictions: by more than this a further layout of a group must win
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""

@@ -226,11 +226,18 @@ class ClusterSpec:
     def counts(self, devices: Sequence[int]) -> dict[int, int]:
         """How many of `devices`, which ascend, are in each node. Errors: PlacementError outside of the cluster."""
         first, last = devices[0], devices[-1]
-        nodes = range(self.node_of(first), self.node_of(last) + 1)
         if last - first + 1 > len(devices):
             return dict(Counter(map(self.node_of, devices)))
-        # neighbours: node by node, for there may be very many devices
-        return {n: min(self._ends[n], last + 1) - max(self._ends[n] - self.nodes[n].count, first) for n in nodes}
+        if (first, last) not in self._counts:  # neighbours: node by node, for there may be very many devices
+            nodes, ends = range(self.node_of(first), self.node_of(last) + 1), self._ends
+            counts = {n: min(ends[n], last + 1) - max(ends[n] - self.nodes[n].count, first) for n in nodes}
+            self._counts[first, last] = counts
+        return self._counts[first, last]
+
+    @cached_property
+    def _counts(self) -> dict[tuple[int, int], dict[int, int]]:
+        """What `counts` has found, by first and last device."""
+        return {}
 
     def devices_of(self, node: int) -> range:
         """The devices of node `node`, as numbers in the cluster."""

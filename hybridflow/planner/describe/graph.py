@@ -5,7 +5,7 @@ A `GraphBuilder` records the calls of the loop body, iteration after iteration, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -42,6 +42,8 @@ class Call:
 @dataclass(frozen=True)
 class Edge:
     """`target` waits for `source`: for columns that it wrote ("data"), or for the weights that it stepped.
+
+    A "data" edge without columns: the driver reads what `source` wrote before it issues `target`.
 
     `distance` is 0 within an iteration and 1 from the iteration before.
     """
@@ -149,10 +151,23 @@ class GraphBuilder:
     _calls: dict[str, Call] = field(default_factory=dict)
     _edges: dict[tuple[Source, str, EdgeKind], dict[str, None]] = field(default_factory=dict)
     _versions: dict[str, Source] = field(default_factory=dict)
+    _waits: set[Source] = field(default_factory=set)
+    _upstream: dict[Source, set[Source]] = field(default_factory=dict)
 
     def begin(self) -> None:
         self.iteration += 1
         self._calls, self._edges = {}, {}
+        self._waits = {source for source in self._waits if source.iteration >= self.iteration - 1}
+        self._upstream = {s: before for s, before in self._upstream.items() if s.iteration >= self.iteration - 1}
+
+    def wait(self, sources: Iterable[Source]) -> None:
+        """The driver reads results of these calls: it issues all later calls after them."""
+        self._waits |= set(sources)
+        self._waits -= self._behind(self._waits)
+
+    def _behind(self, sources: Iterable[Source]) -> set[Source]:
+        """The calls that these wait for, directly or not."""
+        return set().union(*(self._upstream.get(source, ()) for source in sources))
 
     def call(
         self,
@@ -178,7 +193,11 @@ class GraphBuilder:
                 self._edges.setdefault((source, name, "data"), {})[column] = None
         if group in self._versions:
             self._edges.setdefault((self._versions[group], name, "parameters"), {})
-        here = Source(name, self.iteration)
+        here, before = Source(name, self.iteration), {source for source, target, _ in self._edges if target == name}
+        for source in self._waits - before - self._behind(before):  # the others follow from what it reads
+            self._edges[source, name, "data"] = {}
+        before |= self._waits
+        self._upstream[here] = before | self._behind(before)
         if kind == "training":
             self._versions[group] = here
         return here

@@ -3,13 +3,12 @@
 Every way to colocate groups in sets is tried, every way to share the devices between the sets, and every layout of
 every group in its set. The result is that of trying all of them together; most are ruled out by bounds before that:
 
-- what a group can choose on a number of devices is found once for every architecture and workload, and reduced to the
-  choices that no other beats in a stage's seconds or in memory, which peers may need;
+- the choices of a group on a number of devices are found once for every architecture and workload, without those that
+  another beats in the seconds of all stages and in memory;
 - an allocation costs at least the sum over stages of the largest least seconds of its sets.
 
-Where devices are unlike, bounds are those of the best devices for every set, and an allocation is looked at wherever
-its sets can go. Weights that one group gives to another (rollout engines) and devices that slow each other down are no
-part of a stage-wise cost: timelines have them.
+Where devices are unlike, bounds are those of the best devices for every set, and every place of its sets is tried. Only
+timelines have weights that one group gives to another (rollout engines), and contention.
 
 A stage-wise cost lets every stage wait for the one before. Calls do not: each begins once what it reads is there and
 its devices are free (paper, section 4.1), so an actor generates for the next iteration while a critic on other devices
@@ -18,8 +17,11 @@ is still trained. `overlap_map` therefore times the allocations whose busiest se
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
@@ -27,7 +29,7 @@ from itertools import islice, product
 import numpy as np
 
 from hybridflow.planner.cost.timeline import Order
-from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, packings, sizes
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, packings, powers, sizes
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import (
     STAGES,
@@ -47,15 +49,17 @@ PLACES = 256
 TIMED, TIMED_PLACES = 24, 4
 """Allocations of each way to colocate that are timed, and places on unlike devices for each of them."""
 NOTHING = Front.of((), 0, 0.0)
+_Placed = tuple[float, list[tuple[str, ...]], list[Mesh], list[tuple[Front, int]]]
+
+
+class _TimeUpError(Exception):
+    """Ends a search that has found a placement."""
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """The best placement: the mesh of each set of colocated groups, `seconds` of an iteration by stage-wise cost, and
-    the same as an execution plan.
-
-    `allocations` were bounded, and `tried` of them looked at in full.
-    """
+    """The best placement: meshes of the sets of colocated groups, `seconds` of an iteration by stage-wise cost, and its
+    execution plan. `allocations` were bounded, `tried` of them timed."""
 
     sets: Mapping[tuple[str, ...], Mesh]
     seconds: float
@@ -82,13 +86,17 @@ def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 class AutoMapping:
-    """The choices of every set of groups on every number of devices, and the best way to share devices between sets."""
+    """The choices of every set of groups on every number of devices, and the best way to share devices between sets.
 
-    def __init__(self, problem: Problem) -> None:
+    After `deadline` (of `time.monotonic`) searches return the best placement so far, once they have one.
+    """
+
+    def __init__(self, problem: Problem, deadline: float = math.inf) -> None:
+        self.deadline, self._found = deadline, False
         self.problem, cluster, pins = problem, problem.cluster, problem.rules.pins.values()
-        pinned = {size for pin in pins for size in pin.sizes}
-        self.usual = frozenset(sizes(cluster)) | {size for size in pinned if size % cluster.nodes[0].count == 0}
-        self.sizes = sorted(self.usual | pinned)
+        self.pinned = {size for pin in pins for size in pin.sizes}
+        self.usual = frozenset(sizes(cluster)) | {size for size in self.pinned if size % cluster.nodes[0].count == 0}
+        self.sizes = sorted(self.usual | self.pinned)
         self.most_places = max(4, PLACES // len(cluster.nodes) ** 2)
         known: dict[tuple, int] = {}
         self.keys = {group: known.setdefault(self._kind(group), len(known)) for group in problem.graph.groups}
@@ -99,7 +107,7 @@ class AutoMapping:
         self._fronts: dict[tuple, Front] = {}
         self._ready: dict[tuple, Front] = {}
         self._places: dict[tuple[tuple[int, ...] | None, int], list[Mesh]] = {}
-        self._known: dict[tuple[tuple[int, ...], int], Front] = {}
+        self._known: dict[tuple[tuple[int, ...], int, int], Front] = {}
         self._lone: dict[tuple[tuple[int, ...], int], Floats] = {}
 
     def _kind(self, group: str) -> tuple:
@@ -119,23 +127,38 @@ class AutoMapping:
         """Some placement keeps the constraints and fits into memory."""
         return next(self._placements(), None) is not None
 
-    def _placements(self) -> Iterator[tuple[float, list[tuple[str, ...]], list[Mesh], list[tuple[Front, int]]]]:
+    def _placements(self) -> Iterator[_Placed]:
         """Seconds, sets, their meshes and choices of placements that take less and less time, down to the least."""
         limit = np.inf
-        for sets in self.ways():
-            some, keys = self.some_sizes(len(sets)), [tuple(self.keys[name] for name in names) for names in sets]
-            least = [self._least(own, some, exact=own != keys[-1]) for own in keys]
-            for bound, allocation in self.bounded(least, some, limit):
-                if bound >= limit:
-                    break
-                for fronts, where in self._choices(sets, some, allocation, limit):
-                    if stage_cost([front.least.tolist() for front in fronts]) >= limit:
-                        continue
-                    self.tried += 1
-                    seconds, rows = cheapest(fronts)
-                    if seconds < limit:
-                        limit = seconds
-                        yield seconds, sets, where, list(zip(fronts, rows, strict=True))
+        with suppress(_TimeUpError):
+            for sets, some in self._spaces():
+                for found in self._better(sets, some, limit):
+                    limit, self._found = found[0], True
+                    yield found
+
+    def _spaces(self) -> Iterator[tuple[list[tuple[str, ...]], list[int]]]:
+        """Ways to colocate with the sizes of their sets; with a deadline few sizes of the first way come before."""
+        ways = self.ways()
+        if ways and self.deadline < math.inf:
+            few = {self.sizes[-1]} if len(ways[0]) == 1 else {*powers(self.sizes[-1]), self.sizes[-1], *self.pinned}
+            yield ways[0], [size for size in self.sizes if size in few]
+        yield from ((sets, self.some_sizes(len(sets))) for sets in ways)
+
+    def _better(self, sets: list[tuple[str, ...]], some: list[int], limit: float) -> Iterator[_Placed]:
+        """Placements of these sets that take less and less time, below `limit`."""
+        keys = [tuple(self.keys[name] for name in names) for names in sets]
+        least = [self._least(own, some, exact=own != keys[-1]) for own in keys]
+        for bound, allocation in self.bounded(least, some, limit):
+            if bound >= limit:
+                break
+            for fronts, where in self._choices(sets, some, allocation, limit):
+                if stage_cost([front.least.tolist() for front in fronts]) >= limit:
+                    continue
+                self.tried += 1
+                seconds, rows = cheapest(fronts)
+                if seconds < limit:
+                    limit = seconds
+                    yield seconds, sets, where, list(zip(fronts, rows, strict=True))
 
     def ways(self) -> list[list[tuple[str, ...]]]:
         """To colocate groups; few sets first: they are quick to look at, and their best bounds the others."""
@@ -226,7 +249,7 @@ class AutoMapping:
 
         A bound that has fallen since leaves choices in that are too slow, which does not matter.
         """
-        at = (keys, some[last])
+        at = (keys, some[last], len(some))
         if at not in self._known:
             found = self._exactly(keys, some[last])
             # sizes that promise most come first: a set that has all devices then bounds the others
@@ -250,6 +273,8 @@ class AutoMapping:
     def generating(self, keys: tuple[int, ...], mesh: Mesh) -> Front:
         """Choices on exactly this mesh, with the seconds of generation."""
         at = (keys, self._like(keys, mesh))
+        if self._found and time.monotonic() >= self.deadline:
+            raise _TimeUpError
         if at not in self._ready:
 
             def seconds(generates: Generates, steps: int) -> float:
@@ -267,8 +292,8 @@ class AutoMapping:
             if len(keys) == 1:
                 group = self.example[keys[0]]
                 fits = self.problem.rules.allows_mesh(group, mesh)
-                settings = group_layouts(self.problem, group, mesh) if fits else ()
-                self._fronts[at] = Front.of(settings, mesh.size, capacity)
+                layouts = group_layouts(self.problem, group, mesh) if fits else ()
+                self._fronts[at] = Front.of(layouts, mesh.size, capacity)
             else:
                 self._fronts[at] = self._front(keys[:-1], mesh).with_peers(self._front(keys[-1:], mesh), capacity)
         return self._fronts[at]
@@ -329,19 +354,20 @@ def overlap_map(problem: Problem, order: Order = "ready", search: AutoMapping | 
     if (mapped := search.best) is None:
         return None
     limit, best = problem.timeline(mapped.plan, order=order).per_iteration, None
-    for sets in search.ways():
-        for bound, where, fronts in _promising(search, sets, limit):
-            if bound >= limit:
-                break
-            for rows in product(*map(_rows, fronts)):
-                chosen = list(zip(fronts, rows, strict=True))
-                if max(front.values[row, :STAGES].sum() for front, row in chosen) >= limit:
-                    continue
-                search.tried += 1
-                found = search.mapped(0.0, sets, where, chosen)
-                seconds = problem.timeline(found.plan, order=order).per_iteration
-                if seconds < limit:
-                    limit, best = seconds, (sets, where, chosen)
+    with suppress(_TimeUpError):
+        for sets in search.ways():
+            for bound, where, fronts in _promising(search, sets, limit):
+                if bound >= limit:
+                    break
+                for rows in product(*map(_rows, fronts)):
+                    chosen = list(zip(fronts, rows, strict=True))
+                    if max(front.values[row, :STAGES].sum() for front, row in chosen) >= limit:
+                        continue
+                    search.tried += 1
+                    found = search.mapped(0.0, sets, where, chosen)
+                    seconds = problem.timeline(found.plan, order=order).per_iteration
+                    if seconds < limit:
+                        limit, best = seconds, (sets, where, chosen)
     return search.mapped(limit, *best) if best else replace(mapped, seconds=limit)
 
 

@@ -26,7 +26,8 @@ _PENALTY, _PENALTY_RATE = 2.0, 10.0
 
 
 class Score(NamedTuple):
-    """`cost` is what searches make small: `seconds` per iteration if the plan can run, else a multiple of them.
+    """`cost` is what searches make small: `seconds` per iteration, with the problem's margin for each further layout,
+    if the plan can run, else a multiple of them.
 
     `good`: it fits into memory and keeps the constraints.
     """
@@ -152,7 +153,8 @@ class Evaluator:
         excess = float((self.memory(chosen, static) / self.capacity).max()) - 1.0
         broken = self._broken(chosen)
         good = excess <= 0 and not broken
-        factor = 1.0 if good else _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken)
+        factor = (1 + self.problem.margin) ** self._further(chosen) if self.problem.margin else 1.0
+        factor *= 1.0 if good else _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken)
         seconds, masks = self.loads(state)
         for node, call in self._generating:
             seconds[node] = self._generation(call, chosen[call], static)
@@ -231,6 +233,11 @@ class Evaluator:
             on[list(mesh.devices)] = 1.0
             self._vectors[mesh] = on
         return self._vectors[mesh]
+
+    def _further(self, chosen: Sequence[Option]) -> int:
+        """`Problem.further`."""
+        plans = {call.name: option.plan for call, option in zip(self.calls, chosen, strict=True)}
+        return self.problem.further(plans)
 
     def _broken(self, chosen: Sequence[Option]) -> int:
         rules, broken = self.problem.rules, 0

@@ -1,14 +1,17 @@
 """Planning: from a graph, a cluster and a workload to the best placement found. Pure.
 
-Small spaces of execution plans are searched exactly. In larger ones HybridFlow's auto-mapping finds where every group
-goes, and MCMC starts from there to give calls of a group layouts of their own where that is faster (ReaL).
+HybridFlow's algorithm 1 (auto-mapping) finds the devices and one layout of every group. From there calls of a group get
+layouts of their own where that is faster (ReaL): by trying all of them where there are few, else by random changes that
+are kept the more often the faster they are (Markov chain Monte Carlo, MCMC).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, get_args
 
 from hybridflow.errors import ConfigError, PlacementError, nearest
@@ -30,8 +33,10 @@ from hybridflow.planner.search.similarity import similarity_map
 from hybridflow.settings import require
 
 Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity"]
-SMALL = 1e7
-"""Execution plans that are searched exactly, as far as time allows."""
+SMALL, FEW = 1e7, 32
+"""Execution plans, and devices, up to which all plans are tried, as far as time allows."""
+LEAST = 1.0
+"""Seconds to search where no plan is known yet."""
 
 
 def plan(
@@ -48,9 +53,10 @@ def plan(
     search: Search = "auto",
     order: Order = "program",
 ) -> Placement:
-    """The placement with the least time per iteration that is found, after auto-mapping, in `budget_s` seconds.
+    """The placement with the least time per iteration that is found in about `budget_s` seconds.
 
-    With `per_call=False` all calls of a group but generation have one layout, as auto-mapping finds it. `search` asks
+    Each further layout of a group must shorten the iteration by more than the predictions' error
+    (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks
     for one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
     "similarity", which puts all groups on all devices. `order` is how devices take their calls (see `GraphSchedule`):
     hosts take them in program order.
@@ -58,6 +64,7 @@ def plan(
     Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
     (for which model, how much memory is missing, and the smallest cluster that fits).
     """
+    began = time.monotonic()
     require(budget_s > 0, f"budget_s={budget_s!r}: give a positive number of seconds.")
     require(workload.micro_batches is None, "Workload(micro_batches): engines cut by micro_tokens. Leave it out.")
     if search not in get_args(Search):
@@ -65,8 +72,8 @@ def plan(
     spec = ClusterSpec.of(cluster)
     if profile is not None:
         spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)
-    problem = Problem(Simulator(spec, graph, workload, coefficients, profile), tuple(constraints))
-    found = _search(problem, search, budget_s, seed, per_call, order)
+    problem = Problem(Simulator(spec, graph, workload, coefficients, profile), tuple(constraints), coefficients.error)
+    found = _search(problem, search, began + budget_s, seed, per_call, order)
     if found is None and search == "similarity":
         raise PlacementError(
             f"search='similarity' puts all groups on all {spec.size} devices, where they do not fit or constraints "
@@ -78,32 +85,46 @@ def plan(
 
 
 def _search(
-    problem: Problem, search: Search, budget_s: float, seed: int, per_call: bool, order: Order
+    problem: Problem, search: Search, deadline: float, seed: int, per_call: bool, order: Order
 ) -> tuple[ExecutionPlan, str] | None:
-    """The fastest plan of all that the search finds, and by what it was found."""
+    """The best plan of all that the search finds, and how it was found."""
     if search == "similarity":
         mapped = similarity_map(problem)
         return None if mapped is None else (mapped, "similarity search")
-    mapping = AutoMapping(problem)
-    searches = ((mapping.best, "auto-mapping"), (overlap_map(problem, order, mapping), "auto-mapping by timeline"))
-    found: list[tuple[ExecutionPlan, str]] = [(mapped.plan, how) for mapped, how in searches if mapped is not None]
-    of_calls = per_call or not found if search == "auto" else search != "auto_mapping"
-    left = budget_s if of_calls else 0.0
-    if of_calls and (search == "exact" or (search == "auto" and space_size(problem) <= SMALL)):
+    of_calls, began = search != "auto_mapping" and (search != "auto" or per_call), time.monotonic()
+    left = deadline - began
+    mapping = AutoMapping(problem, began + (left / 2 if of_calls else left * 3 / 4))
+    found = [(mapping.best, "by stages")]
+    mapping.deadline = began + (left * 3 / 4 if of_calls else left)
+    found.append((overlap_map(problem, order, mapping), "by timeline"))
+    plans = [(mapped.plan, f"one layout for each group, {how}") for mapped, how in found if mapped is not None]
+    if of_calls or not plans:
+        plans += _search_calls(problem, search, [plan for plan, _ in plans], deadline, seed, order)
+
+    def rounded(one: tuple[ExecutionPlan, str]) -> float:  # of equals the earlier one: it moves fewer weights
+        return float(f"{problem.weighted(problem.timeline(one[0], order=order).per_iteration, one[0]):.6g}")
+
+    return min(plans, key=rounded, default=None)
+
+
+def _search_calls(
+    problem: Problem, search: Search, starts: Sequence[ExecutionPlan], deadline: float, seed: int, order: Order
+) -> list[tuple[ExecutionPlan, str]]:
+    """Plans in which each call may have a layout of its own, and how they were found."""
+    found, left, few = [], deadline - time.monotonic(), problem.cluster.size <= FEW
+    if not starts:  # something must be found
+        left = max(left, LEAST)
+    if left > 0 and (search == "exact" or (search == "auto" and few and space_size(problem) <= SMALL)):
         share = left if search == "exact" else left / 2
-        best = exact(problem, start=found[0][0] if found else None, budget_s=share, order=order)
+        best = exact(problem, start=starts[0] if starts else None, budget_s=share, order=order)
         left = 0.0 if best and best.complete else left - share
         if best is not None:
-            found.append((best.plan, "exact enumeration" if best.complete else "enumeration"))
+            found.append((best.plan, "all layouts tried" if best.complete else "many layouts tried in order"))
     if left > 0:
-        best = mcmc(problem, starts=[p for p, _ in found], seed=seed, budget_s=left, order=order, patience=12)
+        best = mcmc(problem, starts=starts, seed=seed, budget_s=left, order=order, patience=12)
         if best is not None:
-            found.append((best.plan, "MCMC"))
-
-    def rounded(one: tuple[ExecutionPlan, str]) -> float:  # of equals the earlier one: auto-mapping moves less
-        return float(f"{problem.timeline(one[0], order=order).per_iteration:.6g}")
-
-    return min(found, key=rounded, default=None)
+            found.append((best.plan, "random changes to the best layouts (MCMC)"))
+    return found
 
 
 def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order: Order = "program") -> Placement:
@@ -126,8 +147,9 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
     for span, mesh in spans:
         group, moves = problem.graph.call(span.call).group, span.moves is not None
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
-    calls, cluster = _calls(problem, found, order), str(problem.cluster)
-    return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars))
+    calls, cluster = _calls(problem, found), str(problem.cluster)
+    others = partial(alternatives, problem, found, order=order)
+    return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars), others)
 
 
 def _memory_fraction(problem: Problem, found: ExecutionPlan, call: Call) -> float:
@@ -154,31 +176,29 @@ def _elsewhere(problem: Problem, found: ExecutionPlan, group: str) -> tuple[Call
     return tuple(away)
 
 
-def _calls(problem: Problem, found: ExecutionPlan, order: Order) -> dict[str, CallLayout]:
+def _calls(problem: Problem, found: ExecutionPlan) -> dict[str, CallLayout]:
     seconds, static = problem.seconds(found), problem.static(found)
     uses = moves(problem.graph)
     moved = {use.target: problem.reallocation(use.group, found[use.source], found[use.target]) for use in uses}
-    others, calls = alternatives(problem, found, order=order), {}
+    calls = {}
     for call in problem.calls:
         here, home = found[call.name], found[problem.homes[call.group]]
+        on_cpu = problem.graph.models[call.group] is None
         devices = here.mesh.devices
         beside = max(static[d] for d in devices)
         room = problem.costs.room(call.name, here, beside) if call.kind == "generation" else None
         active = problem.costs.active(call.name, here, home, room)
         fullest = max(devices, key=lambda d: (static[d] + active) / problem.capacity[d])
-        runner_up, lost = others.get(call.name, ("", ""))
         calls[call.name] = CallLayout(
             group=call.group,
-            kind=call.kind,
+            kind="function" if on_cpu else call.kind,
             devices=devices,
             sizes=here.parallel.sizes,
             seconds=seconds[call.name],
             differs=here != home,
             move_seconds=moved.get(call.name, 0.0),
             limit=problem.limit(call, here, beside),
-            memory=static[fullest] + active,
-            capacity=problem.capacity[fullest],
-            runner_up=runner_up,
-            lost=lost,
+            memory=0.0 if on_cpu else static[fullest] + active,
+            capacity=0.0 if on_cpu else problem.capacity[fullest],
         )
     return calls

@@ -24,7 +24,7 @@ STEPS = 64
 
 
 class Option(NamedTuple):
-    """One way to run a call: seconds (generation: with all memory for it), bytes that stay if the weights are at home
+    """One way to run a call: seconds (generation: with all memory for it), bytes that stay if the weights stay
     here, bytes on top while it runs, those of a second copy of the weights if they are at home elsewhere, and the share
     of the seconds in which devices work."""
 
@@ -40,11 +40,13 @@ class Option(NamedTuple):
 class Problem:
     """The placement of the graph that `costs` prices, on its cluster.
 
+    A plan is worth each further layout of a group only if it saves more than the share `margin` of its seconds.
     Errors: PlacementError for constraints that name unknown groups or contradict each other.
     """
 
     costs: Simulator
     constraints: tuple[Constraint, ...] = ()
+    margin: float = 0.0
     _known: dict[tuple, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Options, seconds of generation, moves, and shapes of meshes that were asked for."""
 
@@ -234,6 +236,20 @@ class Problem:
             if plan[first] == plan[second]:
                 found[second] = self.together(first, second, plan[first]) - found[first]
         return found
+
+    def further(self, plan: ExecutionPlan) -> int:
+        """Layouts that groups have beside that of their weights, and of generation within it."""
+        own = {(call.group, at) for call in self.calls if not self.at_home(call, at := plan[call.name], plan)}
+        return len(own)
+
+    def at_home(self, call: Call, at: CallPlan, plan: ExecutionPlan) -> bool:
+        """The call runs where the weights of its group stay."""
+        home = plan[self.homes[call.group]]
+        return at == home or (call.kind == "generation" and at.within(home))
+
+    def weighted(self, seconds: float, plan: ExecutionPlan) -> float:
+        """Seconds of an iteration that make plans comparable: with the margin for each further layout."""
+        return seconds * (1 + self.margin) ** self.further(plan) if self.margin else seconds
 
     def together(self, first: str, second: str, plan: CallPlan) -> float:
         """Seconds of two updates in one layout."""

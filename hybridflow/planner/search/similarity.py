@@ -19,7 +19,16 @@ from hybridflow.planner.describe.constraints import Pin
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.search.problem import Problem
-from hybridflow.planner.search.stages import STAGES, Choice, Floats, Front, GroupLayout, Layouts, group_layouts, setting
+from hybridflow.planner.search.stages import (
+    STAGES,
+    Choice,
+    Floats,
+    Front,
+    GroupLayout,
+    Layouts,
+    group_layout,
+    group_layouts,
+)
 
 ALONE = Front(np.zeros((1, STAGES + 2)), [Choice()])
 """No peers: no choices, time or memory."""
@@ -110,7 +119,7 @@ def best_pair(
     for train in problem.strategies(group, mesh):
         for generate in problem.strategies(group, mesh, generates=True):
             pair = Layouts(train, generate)
-            own = setting(problem, group, calls, mesh, pair)
+            own = group_layout(problem, group, calls, mesh, pair)
             if own is None or len(rows := _fitting(problem, mesh, group, pair, own, peers)) == 0:
                 continue
             options = [option for call in generation if (option := problem.option(call, mesh, generate)) is not None]

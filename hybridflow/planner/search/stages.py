@@ -83,7 +83,7 @@ def group_layouts(problem: Problem, group: str, mesh: Mesh) -> Iterator[GroupLay
     found = []
     for parallel in problem.strategies(group, mesh, all(call.kind == "generation" for call in calls)):
         for generate in problem.generation_sizes(group, mesh, parallel) if hybrid else [None]:
-            found.append(setting(problem, group, calls, mesh, Layouts(parallel, generate)))
+            found.append(group_layout(problem, group, calls, mesh, Layouts(parallel, generate)))
     kept: dict[tuple[Generates, ...], list[GroupLayout]] = {}
     for one in sorted(filter(None, found), key=lambda s: s.seconds):
         alike = kept.setdefault(one.generates, [])
@@ -92,7 +92,9 @@ def group_layouts(problem: Problem, group: str, mesh: Mesh) -> Iterator[GroupLay
     yield from (one for alike in kept.values() for one in alike)
 
 
-def setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, layouts: Layouts) -> GroupLayout | None:
+def group_layout(
+    problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, layouts: Layouts
+) -> GroupLayout | None:
     """Without the transition to the generation layout."""
     seconds, static, active, generates = [0.0] * STAGES, 0.0, 0.0, []
     for call in calls:
@@ -113,13 +115,13 @@ def setting(problem: Problem, group: str, calls: Sequence[Call], mesh: Mesh, lay
     return GroupLayout(layouts, (*seconds, static, active), tuple(generates))
 
 
-def _with_transition(problem: Problem, group: str, mesh: Mesh, setting: GroupLayout) -> GroupLayout:
+def _with_transition(problem: Problem, group: str, mesh: Mesh, layout: GroupLayout) -> GroupLayout:
     """Weights get into the layout of each generation call before it."""
-    home, (generation, *others) = CallPlan(mesh, setting.layouts.parallel), setting.values
-    for call in setting.generates:
+    home, (generation, *others) = CallPlan(mesh, layout.layouts.parallel), layout.values
+    for call in layout.generates:
         if call.parallel != home.parallel:
             generation += problem.reallocation(group, home, CallPlan(mesh, call.parallel))
-    return setting._replace(values=(generation, *others))
+    return layout._replace(values=(generation, *others))
 
 
 class Choice(NamedTuple):
@@ -141,9 +143,9 @@ class Front:
     choices: list[Choice]
 
     @classmethod
-    def of(cls, settings: Iterable[GroupLayout], size: int, capacity: float) -> Front:
+    def of(cls, layouts: Iterable[GroupLayout], size: int, capacity: float) -> Front:
         """Choices of one group on `size` devices of `capacity` bytes."""
-        given = [s for s in settings if s.static + s.active <= capacity]
+        given = [s for s in layouts if s.static + s.active <= capacity]
         values = np.array([s.values for s in given]).reshape(-1, _WIDTH)
         made = cls(values, [Choice((s.layouts,), s.generates, size) for s in given])
         return made._kept(_undominated_alike(values, made._kinds()))

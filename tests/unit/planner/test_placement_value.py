@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Cap, Pin, Rules, Together
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
+from hybridflow.planner.search.auto_mapping import auto_map
+from hybridflow.planner.search.call_search import mcmc
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.problem import Problem
 from tests.example_plans import LLAMA_7B, LLAMA_70B, SMALL, cluster, grpo_of, ppo_of
@@ -42,9 +45,10 @@ def test_a_placement_has_every_group_and_call(found: Placement):
     for name, call in found.calls.items():
         p, t, d = call.sizes
         assert p * t * d == len(call.devices), name
-        assert 0 < call.memory <= call.capacity
+        assert (call.kind == "function") == (call.capacity == call.memory == 0)
+        assert call.memory <= call.capacity
         assert call.limit
-        assert call.lost
+        assert not call.runner_up, "computed when it is asked for"
         group = found[call.group]
         if not call.differs:
             assert group.devices == call.devices
@@ -76,20 +80,58 @@ def test_a_placement_survives_yaml_and_pickle(found: Placement, tmp_path: Path):
 
 
 def test_a_placement_is_shown(found: Placement, tmp_path: Path):
-    table, explained = str(found), found.explain()
-    for name, call in found.calls.items():
+    table, explained, known = str(found), found.explain(), found.explained()
+    assert known.explained() == known
+    known.save(tmp_path / "plan.yaml")
+    assert Placement.load(tmp_path / "plan.yaml").explain() == explained
+    for name, call in known.calls.items():
+        assert call.lost
         assert f"{name} " in table
-        assert f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}" in explained
+        assert f"{name}: {'on the CPU' if call.kind == 'function' else call.layout + ' (p-t-d)'}" in explained
+        assert f"devices {ranges(call.devices)}" in explained
         assert f"runner-up: {call.runner_up}" in explained
     assert found._repr_html_().count("<tr>") == 1 + len(found.calls)
     found.chart(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert found.chart().axes[0].get_ylabel() == "device"
+    figure = found.chart()
+    assert figure.axes[0].get_ylabel() == "device"
+    assert {text.get_text() for text in figure.legends[0].get_texts()} >= set(GROUPS)
+
+
+def test_functions_claim_no_device():
+    """Rewards by rules run on the CPU of the devices' hosts."""
+    found = plan(grpo_of(LLAMA_7B), "a100:1x8", WORK, search="auto_mapping")
+    call = found.calls["reward.compute_reward"]
+    assert (call.kind, call.capacity, call.memory) == ("function", 0, 0)
+    assert "none: on the CPU" in str(found)
+    assert "reward.compute_reward: on the CPU" in found.explain()
+    assert "on the CPU" in {text.get_text() for text in found.chart().legends[0].get_texts()}
+
+
+def test_a_further_layout_must_win_by_the_error_of_predictions():
+    graph = ppo_of(LLAMA_7B, LLAMA_7B)
+    for margin in (0.03, 5.0):
+        problem = Problem(Simulator(ClusterSpec.of("a100:1x8"), graph, WORK), margin=margin)
+        one = auto_map(problem)
+        assert one is not None
+        found = mcmc(problem, starts=[one.plan], evaluations=300, budget_s=60, order="program")
+        assert found is not None
+        at_most = problem.timeline(one.plan, order="program").per_iteration * (1 + 1e-5)
+        assert problem.weighted(found.seconds, found.plan) <= at_most
+        assert margin < 1 or not problem.further(found.plan)
+
+
+def test_searches_keep_to_their_budget():
+    """In seconds of this process, which others do not slow down; half of what it may take is spare."""
+    graph, began = ppo_of(LLAMA_7B, LLAMA_70B), time.process_time()
+    found = plan(graph, "a100:64x8", WORK, budget_s=0.01)
+    assert found.seconds > 0
+    assert time.process_time() - began < 15
 
 
 def test_one_layout_for_all_calls_of_a_group():
     found = plan(grpo_of(LLAMA_7B), "a100:1x8", WORK, per_call=False)
-    assert found.found_by.startswith("auto-mapping")
+    assert found.found_by.startswith("one layout for each group")
     assert all(not call.differs for call in found.calls.values() if call.kind != "generation")
     assert found.calls["actor.generate_sequences"].devices == found["actor"].devices
 

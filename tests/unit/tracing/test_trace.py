@@ -142,7 +142,7 @@ EXPECTED: dict[str, dict[str, dict[str, str]]] = {
     "dapo": {
         GENERATE: {},
         REWARD: {GENERATE: "response response_ids"},
-        OLD: {GENERATE: TOKENS},
+        OLD: {GENERATE: TOKENS, REWARD: ""},  # the sampler reads which groups differ
         ADVANTAGE: {REWARD: "rewards", GENERATE: "response_mask"},
         UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
     },
@@ -299,6 +299,7 @@ def test_a_loop_of_ones_own(small: Path):
         (OLD, second, "data", 0): {"old_log_probs"},
         (ADVANTAGE, second, "data", 0): {"advantages"},
         ("teacher.mark", "teacher.learn", "data", 0): {"marks"},
+        (first, "teacher.learn", "data", 0): set(),  # the driver reads its metrics
         (second, draw, "parameters", 1): set(),  # by way of sync_weights
         (second, OLD, "parameters", 1): set(),
         (second, first, "parameters", 1): set(),
