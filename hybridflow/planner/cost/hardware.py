@@ -1,4 +1,4 @@
-"""Site: the devices of one call's mesh and the links between them, at their achievable rates. Pure.
+"""LinkModel: the devices of one call's mesh and the links between them, at their achievable rates. Pure.
 
 Ranks lie on a mesh with t fastest, then p, then d (paper, section 5.3), so tensor parallel groups are neighbours.
 Collectives move what rings do: n ranks that all-reduce b bytes each send and receive 2 (n-1)/n b (Thakur et al. 2005);
@@ -64,7 +64,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Site:
+class LinkModel:
     """Achievable rates of one device of the mesh: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory,
     `link` [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. The
     slowest member of a group decides. `local` neighbours of the mesh lie in one node. `shares` ranks of a tensor
@@ -87,7 +87,7 @@ class Site:
     shares: int = 1
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, mesh: Mesh, dtype: DType, k: Coefficients) -> Site:
+    def of(cls, cluster: ClusterSpec, mesh: Mesh, dtype: DType, k: Coefficients) -> LinkModel:
         """With sizes of 1. Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it
         lacks."""
         counts = cluster.counts(mesh.devices)
