@@ -1,8 +1,8 @@
 """Call costs: seconds of a training, inference or generation call, and their causes. Pure.
 
-Generation reads the prompts, then makes one decode step per token, as far as the KV-cache budget allows. A decode step reads
-the weights and the KV cache of every running row once (memory-bound, roofline), or takes the time of its launches if
-these take longer. With p stages p micro-batches of the rows are running, so the weights are read once for each, and the
+Generation reads the prompts, then makes one decode step per token, as far as the KV-cache budget allows. A decode step
+reads the weights and the KV cache of every running row once (memory-bound, roofline), or takes the time of its launches
+if that is longer. With p stages p micro-batches of the rows are running, so the weights are read once for each, and the
 host prepares one while the others decode. Rows beyond the budget wait: a wave of rows ends, another begins. The cache
 is paged, so a row takes of it what its own length asks for.
 """
@@ -169,15 +169,16 @@ def training(context: CallContext, rows: float, minibatches: int, epochs: int) -
     links, size, k, backend = context.links, context.size, context.coefficients, context.backend
     steps = min(minibatches, max(1, int(rows)))
     shard = max(size.stage(links.p)) / links.t
+    buffers = -(-size.layers // links.p) + 1  # of each layer, and of what lies outside
     each = -(-rows / steps // links.d)  # the rank with most rows
     schedule = PipelineSchedule.of(context, max(each, 1.0), training=True)
     parts = schedule.price(context, training=True)
     most, last = exposed_communication(context, schedule.rows, training=True)
     parts["data_parallel"] = (schedule.flushes * schedule.micro - 1) * most + last
     if backend.stage == 1:
-        parts["data_parallel"] += links.data_parallel(shard * REDUCED)
+        parts["data_parallel"] += links.data_parallel(shard * REDUCED, buffers)
     if not backend.sharded:
-        parts["data_parallel"] += links.data_parallel(shard * context.itemsize)
+        parts["data_parallel"] += links.data_parallel(shard * context.itemsize, buffers)
     parts["optimizer"] = update(context)
     if context.profile and backend.stage == 1:
         took = context.profile.parted(context.model, "update", links.t, shard, links.d)
@@ -265,9 +266,9 @@ def generation(context: CallContext, rows: float, kv_budget: float) -> CallCost:
     p = links.p
     step, passed = _decode(context, waves.active / p)
     # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
-    cycle = step.times(p)
+    cycle, host = step.times(p), _host(context, waves.active)
+    host = max(_host(context, waves.active / p), host - cycle.total - p * passed)  # of the others while one decodes
     prefill, filling = _prefill(context, each / context.workload.responses_per_prompt)
-    host = _host(context, waves.active)
     return CallCost.of(
         prefill=prefill.total - prefill.tensor_parallel,
         decode=waves.steps * (cycle.memory + cycle.compute),

@@ -25,6 +25,7 @@ from hybridflow.planner.describe.workload import Workload
 # second one) and the gate (its activation, then a product), of its own shard.
 APART, ROTATED, GATED = 10, 5, 5
 SUMS = 4  # bytes per parameter of the float32 gradients of a mini-batch
+LAUNCHES = 20  # kernels of a layer's forward pass, launched one by one: four products, attention, and what lies between
 LOGITS = 4 * 4.0  # bytes of float32 logits that pass by: written, read twice (maximum and sum), gathered
 
 
@@ -134,8 +135,7 @@ def layer_forward(context: CallContext, tokens: float, pairs: float, launch: flo
         compute=layer_products(context, tokens) + attention,
         memory=tokens * moved * itemsize / links.bandwidth,
         tensor_parallel=2 * links.tensor_all_reduce(tokens * size.hidden * itemsize),
-        fixed=k.layer_seconds if launch is None else launch,
-    )
+    ).launched(LAUNCHES * k.latency if launch is None else launch)
 
 
 def layer_products(context: CallContext, tokens: float) -> float:
@@ -162,8 +162,7 @@ def output_forward(context: CallContext, tokens: float) -> Seconds:
         compute=product(context, tokens, size.hidden * columns, columns),
         memory=tokens * columns * LOGITS / links.bandwidth,
         tensor_parallel=links.tensor_all_reduce(3 * 4 * tokens),
-        fixed=context.coefficients.layer_seconds,
-    )
+    ).launched(LAUNCHES * context.coefficients.latency)
 
 
 def causal_pairs(size: Sizes, tokens: float, square: float) -> float:

@@ -342,7 +342,7 @@ def test_coefficients_are_saved_and_loaded(tmp_path):
 
 def test_calibration_finds_what_made_the_observations():
     """Calls priced with other coefficients: from many of them, predictions of unseen calls follow."""
-    truth = replace(DEFAULT, compute=0.45, link=0.4, layer_seconds=1e-3, decode_layer_seconds=1e-4)
+    truth = replace(DEFAULT, compute=0.45, link=0.4, latency=1e-4, step_seconds=1e-2)
     kinds = {"generation": GENERATE, "inference": INFER, "training": TRAIN}
     seen = [
         Observation(A100S, MODEL, kind, Parallel(p, t, d), WORK, 1.0)  # type: ignore[arg-type]
