@@ -31,7 +31,7 @@ LOGITS = 4 * 4.0  # bytes of float32 logits that pass by: written, read twice (m
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a model's parts: a decoder `layer`, its `matrices`, the `embedding` and the `output`."""
+    """Elements of a model's parts: a decoder `layer` of `tensors` tensors, the `embedding` and the `output`."""
 
     hidden: int
     intermediate: int
@@ -41,6 +41,7 @@ class Sizes:
     head_dim: int
     vocab: int
     layer: int
+    tensors: int
     embedding: int
     output: int
     total: int
@@ -63,6 +64,7 @@ class Sizes:
             head_dim=model.head_dim,
             vocab=model.vocab if model.head == "lm" else 1,
             layer=layer,
+            tensors=len(model.layer_tensors(0)),
             embedding=embedding,
             output=output,
             total=total,

@@ -202,7 +202,9 @@ class Simulator:
         context, there = self.context(group, source), self.context(group, target)
         if context is None or there is None or source == target:
             return 0.0
-        found = reallocation(context.size, self.cluster, source, target, context.itemsize, self.coefficients)
+        seconds, busy = reallocation(context.size, self.cluster, source, target, context.itemsize, self.coefficients)
+        union = Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices})))
+        seconds *= self.slowdown(union, busy)
         if group not in self.graph.generating or not target.within(source):
-            found += 2 * memory.weights(there) / there.links.host
-        return found * self.slowdown(Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices}))))
+            seconds += 2 * memory.weights(there) / there.links.host * self.slowdown(target.mesh)
+        return seconds
