@@ -102,7 +102,7 @@ def test_a_call_takes_longer_on_devices_that_share():
             assert (cost.seconds > alone.seconds) == (size == 4)
             assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
     moved = [s.reallocation("actor", on(0, 1), on(0, 4)) for s in (simulator, free)]
-    assert moved[0] == pytest.approx(2 * moved[1])
+    assert moved[1] < moved[0] <= 2 * moved[1]  # not all of them receive
 
 
 def test_devices_that_wait_leave_their_part_to_others():
