@@ -1,9 +1,10 @@
 """Call costs: seconds of a training, inference or generation call, and their causes. Pure.
 
-Generation reads the prompts, then makes one decode step per token, as far as the KV cache has room. A decode step reads
-the weights and the KV cache of every row that is under way once (memory-bound, roofline). With p stages p micro-batches
-of the rows are under way, so the weights are read once for each. Rows that find no room in the cache wait: a wave of
-rows ends, another begins. The cache is paged, so a row takes of it what its own length asks for.
+Generation reads the prompts, then makes one decode step per token, as far as the KV-cache budget allows. A decode step
+reads the weights and the KV cache of every running row once (memory-bound, roofline), or takes the time of its launches
+if that is longer. With p stages p micro-batches of the rows are running, so the weights are read once for each, and the
+host prepares one while the others decode. Rows beyond the budget wait: a wave of rows ends, another begins. The cache
+is paged, so a row takes of it what its own length asks for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from hybridflow.planner.cost.hardware import Coefficients, Seconds
 from hybridflow.planner.cost.pipeline_cost import (
     CallContext,
-    Stream,
+    PipelineSchedule,
     causal_pairs,
     layer_forward,
     output_forward,
@@ -92,58 +93,60 @@ class Messages(NamedTuple):
         return self.layer + self.ends + max(0.0, (layers - 1) * self.layer - computation)
 
 
-def unhidden(setting: CallContext, rows: float, training: bool) -> tuple[float, float]:
+def exposed_communication(context: CallContext, rows: float, training: bool) -> tuple[float, float]:
     """Seconds beside the computation of a micro-batch of `rows` rows: of most of them, and of the last before an
     optimizer step."""
-    backend, layers = setting.backend, setting.size.layers
+    backend, layers = context.backend, context.size.layers
     if backend.stage == 1:
         return 0.0, 0.0
-    forward = stage_pass(setting, rows, training=False)[0].total
-    backward = stage_pass(setting, rows, training=True)[0].total - forward if training else 0.0
-    gathers = gathered(setting) if backend.sharded else Messages()
+    forward = stage_pass(context, rows, training=False)[0].total
+    backward = stage_pass(context, rows, training=True)[0].total - forward if training else 0.0
+    gathers = gathered(context) if backend.sharded else Messages()
     first = gathers.beside(layers, forward)
     if not training:
         return first, first
-    sums = summed(setting)  # what lies outside of the layers stays gathered from one pass to the next
+    sums = summed(context)  # what lies outside of the layers stays gathered from one pass to the next
     most = last = Messages(gathers.layer + sums.layer, sums.ends)
     if not backend.often:
         most = Messages(gathers.layer)
     return first + most.beside(layers, backward), first + last.beside(layers, backward)
 
 
-def gathered(setting: CallContext) -> Messages:
+def gathered(context: CallContext) -> Messages:
     """Parameters, in the dtype that computes."""
-    t, size = setting.site.t, setting.size
-    return Messages(*(_gather(setting, n / t * setting.itemsize) for n in (size.layer, size.outside)))
+    t, size = context.links.t, context.size
+    return Messages(*(_gather(context, n / t * context.itemsize) for n in (size.layer, size.outside)))
 
 
-def _gather(setting: CallContext, nbytes: float) -> float:
-    site, shards = setting.site, setting.parallel.shards
-    brought = nbytes / shards / site.host if setting.backend.offload else 0.0
-    return site.collective(nbytes, shards, site.t) + brought
+def _gather(context: CallContext, nbytes: float) -> float:
+    links, shards = context.links, context.parallel.shards
+    brought = nbytes / shards / links.host if context.backend.offload else 0.0
+    return links.collective(nbytes, shards, links.t) + brought
 
 
-def summed(setting: CallContext) -> Messages:
+def summed(context: CallContext) -> Messages:
     """Gradients of what is trained, and where there are copies of the parameters, among these."""
-    return Messages(*(_sum(setting, n / setting.site.t * REDUCED) for n in setting.trained))
+    return Messages(*(_sum(context, n / context.links.t * REDUCED) for n in context.trained))
 
 
-def _sum(setting: CallContext, nbytes: float) -> float:
-    site, backend = setting.site, setting.backend
-    ranks = setting.parallel.shards if backend.sharded else site.d
+def _sum(context: CallContext, nbytes: float) -> float:
+    links, backend = context.links, context.backend
+    ranks = context.parallel.shards if backend.sharded else links.d
     own = nbytes / ranks
-    copies = 2 * site.collective(own, site.d // ranks, site.t * ranks)
-    away = own / site.host if backend.offload else 0.0
-    return site.collective(nbytes, ranks, site.t) + copies + away
+    copies = 2 * links.collective(own, links.d // ranks, links.t * ranks)
+    away = own / links.host if backend.offload else 0.0
+    return links.collective(nbytes, ranks, links.t) + copies + away
 
 
-def inference(setting: CallContext, rows: float) -> CallCost:
-    """`rows` rows over all data parallel ranks; the pipeline fills once (or once per given micro-batch)."""
-    each = max(1.0, -(-rows // setting.site.d))
-    stream = Stream.of(setting, each, training=False)
-    parts = stream.price(setting, training=False)
-    parts["data_parallel"] = stream.fills * stream.micro * unhidden(setting, stream.rows, training=False)[0]
-    parts["fixed"] += setting.coefficients.call_seconds
+def inference(context: CallContext, rows: float) -> CallCost:
+    """`rows` rows over all data parallel ranks; the pipeline is filled once (or once per given micro-batch)."""
+    each = max(1.0, -(-rows // context.links.d))
+    schedule = PipelineSchedule.of(context, each, training=False)
+    parts = schedule.price(context, training=False)
+    parts["data_parallel"] = (
+        schedule.flushes * schedule.micro * exposed_communication(context, schedule.rows, training=False)[0]
+    )
+    parts["fixed"] += context.coefficients.call_seconds
     return CallCost.of(**parts)
 
 
@@ -156,69 +159,70 @@ STATE = 30.0  # bytes that Adam reads and writes per parameter: gradient, main p
 CLEARED = 8.0  # bytes per parameter of the gradient buffer: the norm reads it, it is set to zero
 
 
-def training(setting: CallContext, rows: float, minibatches: int, epochs: int) -> CallCost:
+def training(context: CallContext, rows: float, minibatches: int, epochs: int) -> CallCost:
     """`rows` rows in `minibatches` optimizer steps, `epochs` times over.
 
     A step reduces gradients to the ranks that keep their optimizer state, updates these, and gathers the parameters
     (ZeRO stage 1, Rajbhandari et al. 2020); nothing of that is assumed to overlap with computation. For stages 2 and 3
-    see `unhidden`.
+    see `exposed_communication`.
     """
-    site, size, k, backend = setting.site, setting.size, setting.coefficients, setting.backend
+    links, size, k, backend = context.links, context.size, context.coefficients, context.backend
     steps = min(minibatches, max(1, int(rows)))
-    shard = max(size.stage(site.p)) / site.t
-    each = -(-rows / steps // site.d)  # the rank with most rows
-    stream = Stream.of(setting, max(each, 1.0), training=True)
-    parts = stream.price(setting, training=True)
-    most, last = unhidden(setting, stream.rows, training=True)
-    parts["data_parallel"] = (stream.fills * stream.micro - 1) * most + last
+    shard = max(size.stage(links.p)) / links.t
+    buffers = -(-size.layers // links.p) + 1  # of each layer, and of what lies outside
+    each = -(-rows / steps // links.d)  # the rank with most rows
+    schedule = PipelineSchedule.of(context, max(each, 1.0), training=True)
+    parts = schedule.price(context, training=True)
+    most, last = exposed_communication(context, schedule.rows, training=True)
+    parts["data_parallel"] = (schedule.flushes * schedule.micro - 1) * most + last
     if backend.stage == 1:
-        parts["data_parallel"] += site.data_parallel(shard * REDUCED)
+        parts["data_parallel"] += links.data_parallel(shard * REDUCED, buffers)
     if not backend.sharded:
-        parts["data_parallel"] += site.data_parallel(shard * setting.itemsize)
-    parts["optimizer"] = update(setting)
-    if setting.profile and backend.stage == 1:
-        took = setting.profile.parted(setting.model, "update", site.t, shard, site.d)
+        parts["data_parallel"] += links.data_parallel(shard * context.itemsize, buffers)
+    parts["optimizer"] = update(context)
+    if context.profile and backend.stage == 1:
+        took = context.profile.parted(context.model, "update", links.t, shard, links.d)
         parts["optimizer"], parts["data_parallel"] = took or (parts["optimizer"], parts["data_parallel"])
     parts = {name: seconds * steps * epochs for name, seconds in parts.items()}
     parts["fixed"] += k.call_seconds * (1 + steps * epochs)
     return CallCost.of(**parts)
 
 
-def update_work(setting: CallContext, rows: float, minibatches: int, epochs: int) -> Work:
+def update_work(context: CallContext, rows: float, minibatches: int, epochs: int) -> Work:
     """What `training` gives its pipeline stages to do; activations are in proportion to a micro-batch's tokens, hidden
     size and layers."""
     steps = min(minibatches, max(1, int(rows)))
-    stream = Stream.of(setting, max(1.0, -(-rows / steps // setting.site.d)), training=True)
-    forward = stage_pass(setting, stream.rows, training=False)[0].total
-    both = stage_pass(setting, stream.rows, training=True)[0].total
-    parts = training(setting, rows, minibatches, epochs).parts
+    schedule = PipelineSchedule.of(context, max(1.0, -(-rows / steps // context.links.d)), training=True)
+    forward = stage_pass(context, schedule.rows, training=False)[0].total
+    both = stage_pass(context, schedule.rows, training=True)[0].total
+    parts = training(context, rows, minibatches, epochs).parts
     ends = parts.get("optimizer", 0.0) + parts.get("data_parallel", 0.0)
     return Work(
-        micro_batches=(stream.fills * stream.micro,) * steps * epochs,
+        micro_batches=(schedule.flushes * schedule.micro,) * steps * epochs,
         forward=forward,
         backward=both - forward,
-        activations=stream.rows * setting.size.hidden * setting.size.layers,
+        activations=schedule.rows * context.size.hidden * context.size.layers,
         finish=ends / (steps * epochs),
     )
 
 
-def update(setting: CallContext) -> float:
+def update(context: CallContext) -> float:
     """Seconds of an optimizer step on a device, beside messages."""
-    site, backend = setting.site, setting.backend
+    links, backend = context.links, context.backend
     if backend.lora is None:
-        stepped = max(setting.size.stage(site.p)) / site.t
+        stepped = max(context.size.stage(links.p)) / links.t
     else:
-        layer, outside = setting.trained
-        stepped = setting.size.layers * layer + outside
-    own = stepped / (setting.parallel.shards if backend.sharded else site.d)
+        layer, outside = context.trained
+        stepped = context.size.layers * layer + outside
+    own = stepped / (context.parallel.shards if backend.sharded else links.d)
     summed = stepped if backend.stage == 1 else own  # gradients that a rank keeps
     if not backend.offload:
-        return (own * STATE + summed * CLEARED) / site.bandwidth
-    return own * STATE / site.host + summed * CLEARED / (site.bandwidth if backend.stage == 1 else site.host)
+        return (own * STATE + summed * CLEARED) / links.bandwidth
+    return own * STATE / links.host + summed * CLEARED / (links.bandwidth if backend.stage == 1 else links.host)
 
 
 MOST_ROWS = 256  # sequences that an engine works on at a time (vLLM's max_num_seqs)
-LEAST_ROWS = 8  # what a replica must have room for to be worth its devices
+LEAST_ROWS = 8  # what a replica must have kv_budget for to be worth its devices
 PREFILL_TOKENS = 8192  # of the prompts that are read in one pass
 
 
@@ -231,16 +235,16 @@ class Waves:
     active: float  # rows in an average step
 
     @classmethod
-    def of(cls, setting: CallContext, rows: float, room: float) -> Waves:
-        """`rows` rows of one replica with `room` bytes of KV cache on each of its devices.
+    def of(cls, context: CallContext, rows: float, kv_budget: float) -> Waves:
+        """`rows` rows of one replica with `kv_budget` bytes of KV cache on each of its devices.
 
         Whole waves of rows that start together, or rows that follow each other without a gap: whichever ends sooner
         (Graham's bound for list scheduling).
         """
-        work, response = setting.workload, setting.workload.response
+        work, response = context.workload, context.workload.response
         groups = work.micro_batches or 1
-        fitting = math.floor(room / (work.under_way * cache_bytes(setting)))
-        most = MOST_ROWS * setting.parallel.p if work.micro_batches is None else math.inf
+        fitting = math.floor(kv_budget / (work.under_way * cache_bytes(context)))
+        most = MOST_ROWS * context.parallel.p if work.micro_batches is None else math.inf
         concurrent = float(max(1, min(math.ceil(rows / groups), most, fitting)))
         waves = math.ceil(rows / concurrent) * response.max
         steady = rows * response.mean / concurrent + (1 - 1 / concurrent) * response.max
@@ -248,23 +252,23 @@ class Waves:
         return cls(concurrent, steps, rows * response.mean / steps)
 
 
-def cache_bytes(setting: CallContext) -> float:
+def cache_bytes(context: CallContext) -> float:
     """Bytes of keys and values of one token on the device with most layers."""
-    layers = -(-setting.size.layers // setting.parallel.p)
-    return 2 * layers * setting.size.keys_on(setting.site.t) * setting.itemsize
+    layers = -(-context.size.layers // context.parallel.p)
+    return 2 * layers * context.size.keys_on(context.links.t) * context.itemsize
 
 
-def generation(setting: CallContext, rows: float, room: float) -> CallCost:
-    """`rows` rows over all replicas, each of which has `room` bytes of KV cache on every device."""
-    site, k = setting.site, setting.coefficients
-    each = max(1.0, -(-rows // site.d))
-    waves = Waves.of(setting, each, room)
-    p = site.p
-    step, passed = _decode(setting, waves.active / p)
+def generation(context: CallContext, rows: float, kv_budget: float) -> CallCost:
+    """`rows` rows over all replicas, each of which has `kv_budget` bytes of KV cache on every device."""
+    links, k = context.links, context.coefficients
+    each = max(1.0, -(-rows // links.d))
+    waves = Waves.of(context, each, kv_budget)
+    p = links.p
+    step, passed = _decode(context, waves.active / p)
     # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
-    cycle = step.times(p)
-    prefill, filling = _prefill(setting, each / setting.workload.responses_per_prompt)
-    host = _host(setting, waves.active)
+    cycle, host = step.times(p), _host(context, waves.active)
+    host = max(_host(context, waves.active / p), host - cycle.total - p * passed)  # of the others while one decodes
+    prefill, filling = _prefill(context, each / context.workload.responses_per_prompt)
     return CallCost.of(
         prefill=prefill.total - prefill.tensor_parallel,
         decode=waves.steps * (cycle.memory + cycle.compute),
@@ -274,46 +278,46 @@ def generation(setting: CallContext, rows: float, room: float) -> CallCost:
     )
 
 
-def decoding_step(setting: CallContext, rows: float) -> float:
+def decoding_step(context: CallContext, rows: float) -> float:
     """Seconds in which a replica without pipeline stages decodes one token of each of `rows` rows."""
-    return _decode(setting, rows)[0].total + _host(setting, rows)
+    return _decode(context, rows)[0].total + _host(context, rows)
 
 
-def prefill_seconds(setting: CallContext, prompts: float) -> float:
+def prefill_seconds(context: CallContext, prompts: float) -> float:
     """Seconds in which a replica without pipeline stages reads `prompts` prompts."""
-    return _prefill(setting, prompts)[0].total
+    return _prefill(context, prompts)[0].total
 
 
-def _host(setting: CallContext, rows: float) -> float:
+def _host(context: CallContext, rows: float) -> float:
     """What the host does in a decode step, unless it was measured with the step."""
-    site, profile, k = setting.site, setting.profile, setting.coefficients
-    if profile and profile.parted(setting.model, "step", site.t, rows / site.p) is not None:
+    links, profile, k = context.links, context.profile, context.coefficients
+    if profile and profile.parted(context.model, "step", links.t, rows / links.p) is not None:
         return 0.0
     return k.step_seconds + k.row_seconds * rows
 
 
-def _decode(setting: CallContext, rows: float) -> tuple[Seconds, float]:
+def _decode(context: CallContext, rows: float) -> tuple[Seconds, float]:
     """One token for `rows` rows on the slowest stage, and the message to the next one."""
-    site, size, work, k, p = setting.site, setting.size, setting.workload, setting.coefficients, setting.parallel.p
+    links, size, work, k, p = context.links, context.size, context.workload, context.coefficients, context.parallel.p
     layers = -(-size.layers // p)
-    context = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
+    length = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
     if size.window is not None:
-        context = min(context, size.window)
+        length = min(length, size.window)
     launch = k.decode_layer_seconds
-    layer = setting.measured("decode", rows, layer_forward(setting, rows, 0.0, launch))
-    output = setting.measured("step", rows, output_forward(setting, rows))
-    cache = Seconds(memory=rows * context * cache_bytes(setting) / site.bandwidth)
-    return layer.times(layers).plus(output).plus(cache), site.stage_message(rows * size.hidden * setting.itemsize)
+    layer = context.measured("decode", rows, layer_forward(context, rows, 0.0, launch))
+    output = context.measured("step", rows, output_forward(context, rows))
+    cache = Seconds(memory=rows * length * cache_bytes(context) / links.bandwidth)
+    return layer.times(layers).plus(output).plus(cache), links.stage_message(rows * size.hidden * context.itemsize)
 
 
-def _prefill(setting: CallContext, prompts: float) -> tuple[Seconds, float]:
+def _prefill(context: CallContext, prompts: float) -> tuple[Seconds, float]:
     """A replica reads `prompts` prompts (those of several responses once): what a stage does, and how long it waits for
     other stages and their messages."""
-    size, work, p = setting.size, setting.workload, setting.parallel.p
+    size, work, p = context.size, context.workload, context.parallel.p
     tokens = prompts * work.prompt.mean
     passes = max(1.0, tokens / PREFILL_TOKENS)
     pairs = prompts * causal_pairs(size, work.prompt.mean, work.prompt.square_mean) / passes
-    layer = setting.measured("forward", tokens / passes, layer_forward(setting, tokens / passes, pairs))
-    message = setting.site.stage_message(tokens / passes * size.hidden * setting.itemsize)
+    layer = context.measured("forward", tokens / passes, layer_forward(context, tokens / passes, pairs))
+    message = context.links.stage_message(tokens / passes * size.hidden * context.itemsize)
     stage = layer.times(-(-size.layers // p))
     return stage.times(passes), (p - 1) * stage.total + (passes + p - 1) * message

@@ -1,4 +1,4 @@
-"""Site: the devices of one call's mesh and the links between them, at their achievable rates. Pure.
+"""LinkModel: the devices of one call's mesh and the links between them, at their achievable rates. Pure.
 
 Ranks lie on a mesh with t fastest, then p, then d (paper, section 5.3), so tensor parallel groups are neighbours.
 Collectives move what rings do: n ranks that all-reduce b bytes each send and receive 2 (n-1)/n b (Thakur et al. 2005);
@@ -20,32 +20,31 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
 from hybridflow.planner.describe.mesh import Mesh
 from hybridflow.settings import NonNegative, PositiveFraction, read_yaml, require, settings
 
-SHARES = ("compute", "attention", "memory", "link", "network")
-
 
 @settings
 class Coefficients:
     """Achievable shares of the devices' and links' peaks, and fixed costs.
 
-    `device` names what they were fitted on ("" for the defaults). Efficiencies are shares of the data sheet's figure;
-    a matrix product of which a device has n columns runs at `compute * n / (n + half_columns)` of the peak. Seconds
-    are those of a device's host process, and are not hidden behind the device's work.
+    `device` names what they were fitted on ("" for the defaults). `calibrate` fits the first four; the others are
+    constants, each with its source. Efficiencies are shares of the data sheet's figure; a matrix product of which a
+    device has n columns runs at `compute * n / (n + half_columns)` of the peak. Launches of a layer overlap with the
+    device's work: the larger of the two counts. Other seconds are those of a device's host process, and are not hidden.
     """
 
     device: str = ""
     compute: PositiveFraction = 0.7  # of the peak, in matrix products
-    half_columns: NonNegative = 128.0  # columns of a device's shard at which a product reaches half of that
-    attention: PositiveFraction = 0.4  # of the peak, in attention scores and values
-    memory: PositiveFraction = 0.75  # of the memory bandwidth
     link: PositiveFraction = 0.75  # of the bandwidth inside a node
-    network: PositiveFraction = 0.75  # of the bandwidth between nodes
-    layer_seconds: NonNegative = 200e-6  # launches of a layer, each time that it runs forward in training or inference
-    decode_layer_seconds: NonNegative = 12e-6  # launches of a layer in a decode step (CUDA graphs)
+    latency: NonNegative = 10e-6  # seconds in which a kernel or a collective is launched, beside those of its messages
     step_seconds: NonNegative = 3e-3  # what the host does for a decode step
-    row_seconds: NonNegative = 30e-6  # what the host does for a row in a decode step: scheduling, sampling, text
-    call_seconds: NonNegative = 20e-3  # dispatch of a call, and of every optimizer step
-    function_seconds: NonNegative = 100e-6  # what a host does for a row in a function (a reward by rules)
-    usable_memory: PositiveFraction = 0.92  # of the device memory: the rest is the runtime's own and fragmentation
+    half_columns: NonNegative = 128.0  # columns at which half of that is reached: a tile of CUTLASS's products
+    attention: PositiveFraction = 0.4  # of the peak: FlashAttention-2, causal, forward and backward (Dao 2023, fig. 5)
+    memory: PositiveFraction = 0.75  # of the memory bandwidth: decode attention and element-wise kernels
+    network: PositiveFraction = 0.75  # of the bandwidth between nodes: nccl-tests, many groups at once
+    decode_layer_seconds: NonNegative = 12e-6  # launches of a layer in a decode step: 12 kernels of a CUDA graph
+    row_seconds: NonNegative = 30e-6  # of the host for a row in a decode step: vLLM's scheduler, sampling, text
+    call_seconds: NonNegative = 20e-3  # dispatch of a call, and of every optimizer step (`benchmarks.controller`)
+    function_seconds: NonNegative = 100e-6  # of a host for a row in a function (`benchmarks.rewards`)
+    usable_memory: PositiveFraction = 0.92  # of the device memory: vLLM's default gpu_memory_utilization
     error: NonNegative = 0.03  # relative, of predictions: by more than this a further layout of a group must win
 
     def save(self, path: str | Path) -> None:
@@ -65,12 +64,12 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Site:
+class LinkModel:
     """Achievable rates of one device of the mesh: `flops` [FLOP/s] at the peak, `bandwidth` [bytes/s] of its memory,
     `link` [bytes/s] to its neighbours; `network` [bytes/s] is that of a whole node, which its devices share. The
     slowest member of a group decides. `local` neighbours of the mesh lie in one node. `shares` ranks of a tensor
     parallel group share what is not cut (sequence parallelism: t, else 1). `host` [bytes/s] copies to and from host
-    memory.
+    memory. `launch` [s] comes before the first message of every collective.
     """
 
     local: int
@@ -82,13 +81,14 @@ class Site:
     latency: float
     network_latency: float
     host: float
+    launch: float = 0.0
     p: int = 1
     t: int = 1
     d: int = 1
     shares: int = 1
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, mesh: Mesh, dtype: DType, k: Coefficients) -> Site:
+    def of(cls, cluster: ClusterSpec, mesh: Mesh, dtype: DType, k: Coefficients) -> LinkModel:
         """With sizes of 1. Errors: PlacementError for a device outside of the cluster, ConfigError for a dtype that it
         lacks."""
         counts = cluster.counts(mesh.devices)
@@ -104,6 +104,7 @@ class Site:
             latency=max(node.latency for node in nodes),
             network_latency=cluster.latency,
             host=device.host,
+            launch=k.latency,
         )
 
     def inside(self, neighbours: int) -> bool:
@@ -117,37 +118,40 @@ class Site:
             return 0.0
         hops, volume = 2 * math.log2(t), 2 * (t - 1) / t * nbytes
         if self.inside(t):
-            return hops * self.latency + volume / self.link
+            return self.launch + hops * self.latency + volume / self.link
         groups = max(1, self.local // t) + (1 if self.local % t else 0)  # that share the node's network
-        return hops * self.network_latency + volume * groups / min(self.network, self.link * groups)
+        return self.launch + hops * self.network_latency + volume * groups / min(self.network, self.link * groups)
 
     def stage_message(self, nbytes: float) -> float:
         """Seconds until a stage has handed `nbytes`, which its t ranks share or each have, to the next stage."""
         if self.p == 1:
             return 0.0
         if self.inside(self.p * self.t):
-            return self.latency + nbytes / self.shares / self.link
+            return self.launch + self.latency + nbytes / self.shares / self.link
         copies = min(self.t, self.local) / self.shares
-        return self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
+        return self.launch + self.network_latency + nbytes * copies / min(self.network, self.link * self.t)
 
-    def data_parallel(self, nbytes: float) -> float:
-        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over the d ranks that hold the same shard."""
-        return self.collective(nbytes, self.d, self.p * self.t)
+    def data_parallel(self, nbytes: float, buffers: int) -> float:
+        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` in `buffers` over the d ranks that hold the
+        same shard."""
+        return self.collective(nbytes, self.d, self.p * self.t, buffers)
 
-    def collective(self, nbytes: float, ranks: int, apart: int) -> float:
-        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` over `ranks` ranks that are `apart` ranks from
-        each other. All such groups work at once and share the network of their nodes."""
+    def collective(self, nbytes: float, ranks: int, apart: int, buffers: int = 1) -> float:
+        """Seconds of one reduce-scatter, or one all-gather, of `nbytes` in `buffers` over `ranks` ranks that are
+        `apart` ranks from each other. All such groups work at once and share the network of their nodes."""
         if ranks == 1:
             return 0.0
         volume = (ranks - 1) / ranks * nbytes
         if self.inside(apart * ranks):
-            return ranks * self.latency + volume / self.link
+            return buffers * (self.launch + ranks * self.latency) + volume / self.link
         groups = min(self.local, apart)
-        return math.log2(ranks) * self.network_latency + volume * max(groups / self.network, 1 / self.link)
+        hops = self.launch + math.log2(ranks) * self.network_latency
+        return buffers * hops + volume * max(groups / self.network, 1 / self.link)
 
 
 class Seconds(NamedTuple):
-    """Of one pass of one micro-batch: arithmetic, memory traffic, tensor parallel messages, launches."""
+    """Of one pass of one micro-batch: arithmetic, memory traffic, tensor parallel messages, and what its launches take
+    beyond these."""
 
     compute: float = 0.0
     memory: float = 0.0
@@ -157,6 +161,10 @@ class Seconds(NamedTuple):
     @property
     def total(self) -> float:
         return self.compute + self.memory + self.tensor_parallel + self.fixed
+
+    def launched(self, seconds: float) -> Seconds:
+        """With launches of `seconds`, which overlap with the device's work."""
+        return self._replace(fixed=max(self.fixed, seconds - self.compute - self.memory - self.tensor_parallel))
 
     def plus(self, other: Seconds) -> Seconds:
         return Seconds(*map(add, self, other))

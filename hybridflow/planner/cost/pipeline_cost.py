@@ -15,7 +15,7 @@ from math import prod
 
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.backends import MEGATRON, Backend, adapters
-from hybridflow.planner.cost.hardware import BYTES, Coefficients, Seconds, Site
+from hybridflow.planner.cost.hardware import BYTES, Coefficients, LinkModel, Seconds
 from hybridflow.planner.cost.layer_profile import LayerProfile, Pass
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
@@ -25,12 +25,13 @@ from hybridflow.planner.describe.workload import Workload
 # second one) and the gate (its activation, then a product), of its own shard.
 APART, ROTATED, GATED = 10, 5, 5
 SUMS = 4  # bytes per parameter of the float32 gradients of a mini-batch
+LAUNCHES = 20  # kernels of a layer's forward pass, launched one by one: four products, attention, and what lies between
 LOGITS = 4 * 4.0  # bytes of float32 logits that pass by: written, read twice (maximum and sum), gathered
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a model's parts: a decoder `layer`, its `matrices`, the `embedding` and the `output`."""
+    """Elements of a model's parts: a decoder `layer` of `tensors` tensors, the `embedding` and the `output`."""
 
     hidden: int
     intermediate: int
@@ -40,6 +41,7 @@ class Sizes:
     head_dim: int
     vocab: int
     layer: int
+    tensors: int
     embedding: int
     output: int
     total: int
@@ -62,6 +64,7 @@ class Sizes:
             head_dim=model.head_dim,
             vocab=model.vocab if model.head == "lm" else 1,
             layer=layer,
+            tensors=len(model.layer_tensors(0)),
             embedding=embedding,
             output=output,
             total=total,
@@ -90,7 +93,7 @@ class Sizes:
 class CallContext:
     """Inputs of all formulas of a call: its devices, model and workload."""
 
-    site: Site
+    links: LinkModel
     model: ModelSpec
     size: Sizes
     parallel: Parallel
@@ -113,37 +116,36 @@ class CallContext:
 
     def measured(self, kind: Pass, tokens: float, formula: Seconds) -> Seconds:
         """A profile's seconds of a pass; `formula` if not measured."""
-        return self.profile.layer(self.model, kind, self.site.t, tokens, formula) if self.profile else formula
+        return self.profile.layer(self.model, kind, self.links.t, tokens, formula) if self.profile else formula
 
 
-def product(setting: CallContext, rows: float, weights: float, columns: float) -> float:
+def product(context: CallContext, rows: float, weights: float, columns: float) -> float:
     """Seconds of products of `rows` rows with `weights` elements on this device; `columns` is the side that tensor
     parallelism cuts: thin shards do not fill the device."""
-    site, k = setting.site, setting.coefficients
-    arithmetic = 2 * rows * weights / (site.flops * k.compute * columns / (columns + k.half_columns))
-    return max(arithmetic, weights * setting.itemsize / site.bandwidth)
+    links, k = context.links, context.coefficients
+    arithmetic = 2 * rows * weights / (links.flops * k.compute * columns / (columns + k.half_columns))
+    return max(arithmetic, weights * context.itemsize / links.bandwidth)
 
 
-def layer_forward(setting: CallContext, tokens: float, pairs: float, launch: float | None = None) -> Seconds:
+def layer_forward(context: CallContext, tokens: float, pairs: float, launch: float | None = None) -> Seconds:
     """A decoder layer over `tokens` tokens with `pairs` (causal) pairs in attention."""
-    site, size, k, itemsize = setting.site, setting.size, setting.coefficients, setting.itemsize
-    queries, wide = size.queries / site.t, size.intermediate / site.t
-    attention = 4 * pairs * queries / (site.flops * k.attention)
-    moved = APART * size.hidden / site.shares + ROTATED * (queries + size.keys_on(site.t)) + GATED * wide
+    links, size, k, itemsize = context.links, context.size, context.coefficients, context.itemsize
+    queries, wide = size.queries / links.t, size.intermediate / links.t
+    attention = 4 * pairs * queries / (links.flops * k.attention)
+    moved = APART * size.hidden / links.shares + ROTATED * (queries + size.keys_on(links.t)) + GATED * wide
     return Seconds(
-        compute=layer_products(setting, tokens) + attention,
-        memory=tokens * moved * itemsize / site.bandwidth,
-        tensor_parallel=2 * site.tensor_all_reduce(tokens * size.hidden * itemsize),
-        fixed=k.layer_seconds if launch is None else launch,
-    )
+        compute=layer_products(context, tokens) + attention,
+        memory=tokens * moved * itemsize / links.bandwidth,
+        tensor_parallel=2 * links.tensor_all_reduce(tokens * size.hidden * itemsize),
+    ).launched(LAUNCHES * k.latency if launch is None else launch)
 
 
-def layer_products(setting: CallContext, tokens: float) -> float:
+def layer_products(context: CallContext, tokens: float) -> float:
     """Seconds of a decoder layer's products with its weights."""
-    size, t = setting.size, setting.site.t
+    size, t = context.size, context.links.t
     hidden, queries, wide = size.hidden, size.queries / t, size.intermediate / t
-    attention = product(setting, tokens, hidden * (2 * queries + 2 * size.keys_on(t)), queries)
-    return attention + product(setting, tokens, 3 * hidden * wide, wide)
+    attention = product(context, tokens, hidden * (2 * queries + 2 * size.keys_on(t)), queries)
+    return attention + product(context, tokens, 3 * hidden * wide, wide)
 
 
 def layer_backward(forward: Seconds, frozen: float = 0.0) -> Seconds:
@@ -152,18 +154,17 @@ def layer_backward(forward: Seconds, frozen: float = 0.0) -> Seconds:
     return Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel, 2 * forward.fixed)
 
 
-def output_forward(setting: CallContext, tokens: float) -> Seconds:
+def output_forward(context: CallContext, tokens: float) -> Seconds:
     """Logits and log-probabilities of `tokens` tokens, cut by t along the vocabulary; next to nothing for a value."""
-    site, size = setting.site, setting.size
+    links, size = context.links, context.size
     if size.vocab == 1 or tokens == 0:
         return Seconds()
-    columns = size.vocab / site.t
+    columns = size.vocab / links.t
     return Seconds(
-        compute=product(setting, tokens, size.hidden * columns, columns),
-        memory=tokens * columns * LOGITS / site.bandwidth,
-        tensor_parallel=site.tensor_all_reduce(3 * 4 * tokens),
-        fixed=setting.coefficients.layer_seconds,
-    )
+        compute=product(context, tokens, size.hidden * columns, columns),
+        memory=tokens * columns * LOGITS / links.bandwidth,
+        tensor_parallel=links.tensor_all_reduce(3 * 4 * tokens),
+    ).launched(LAUNCHES * context.coefficients.latency)
 
 
 def causal_pairs(size: Sizes, tokens: float, square: float) -> float:
@@ -175,97 +176,99 @@ def causal_pairs(size: Sizes, tokens: float, square: float) -> float:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """`fills` times, one after another, `micro` micro-batches of `rows` rows follow each other through the stages."""
+class PipelineSchedule:
+    """`flushes` times, one after another, `micro` micro-batches of `rows` rows follow each other through the stages."""
 
-    fills: int
+    flushes: int
     micro: int
     rows: float
 
     @classmethod
-    def of(cls, setting: CallContext, rows: float, training: bool) -> Stream:
+    def of(cls, context: CallContext, rows: float, training: bool) -> PipelineSchedule:
         """Of `rows` rows of one data parallel rank.
 
-        Without `Workload.micro_batches` they are one stream of micro-batches of at most `micro_tokens` tokens, in a
+        Without `Workload.micro_batches` they are one schedule of micro-batches of at most `micro_tokens` tokens, in a
         pipeline at least 2p of them, as our engines cut them. With it, they are cut into that number of parts, which
         fill the pipeline one after another, each with p micro-batches (2p in training), as ReaL's do.
         """
-        p, work = setting.parallel.p, setting.workload
+        p, work = context.parallel.p, context.workload
         most = max(1, math.ceil(rows))
         if work.micro_batches is None:
             fitting = math.ceil(rows * work.tokens / work.micro_tokens)
             count = min(most, max(1, fitting, 2 * p if p > 1 else 1))
             return cls(1, count, rows / count)
-        fills = min(work.micro_batches, most)
+        flushes = min(work.micro_batches, most)
         depth = p if p == 1 or not training else 2 * p
-        micro = max(1, min(depth if p > 1 else 1, most // fills))
-        return cls(fills, micro, rows / fills / micro)
+        micro = max(1, min(depth if p > 1 else 1, most // flushes))
+        return cls(flushes, micro, rows / flushes / micro)
 
-    def price(self, setting: CallContext, training: bool) -> dict[str, float]:
+    def price(self, context: CallContext, training: bool) -> dict[str, float]:
         """Seconds by cause of all passes over these rows: forward, and in training backward (1F1B or any schedule whose
         bubble is p - 1 micro-batches)."""
-        stage, message = stage_pass(setting, self.rows, training)
-        p = setting.parallel.p
+        stage, message = stage_pass(context, self.rows, training)
+        p = context.parallel.p
         bubble = (p - 1) * stage.total
         passing = (self.micro + p - 1) * message
-        busy = stage.times(self.micro * self.fills)
+        busy = stage.times(self.micro * self.flushes)
         return {
             "compute": busy.compute,
             "memory": busy.memory,
             "tensor_parallel": busy.tensor_parallel,
-            "pipeline": self.fills * (bubble + passing),
+            "pipeline": self.flushes * (bubble + passing),
             "fixed": busy.fixed,
         }
 
 
-def stage_pass(setting: CallContext, rows: float, training: bool) -> tuple[Seconds, float]:
+def stage_pass(context: CallContext, rows: float, training: bool) -> tuple[Seconds, float]:
     """One micro-batch of `rows` rows on the slowest stage, and its messages to the next stage and back [s]."""
-    site, size, work, p = setting.site, setting.size, setting.workload, setting.parallel.p
+    links, size, work, p = context.links, context.size, context.workload, context.parallel.p
     tokens = rows * work.tokens
-    layer = layer_pass(setting, tokens, rows * causal_pairs(size, work.tokens, work.square), training)
-    output = output_pass(setting, rows * work.response.mean, training)
+    layer = layer_pass(context, tokens, rows * causal_pairs(size, work.tokens, work.square), training)
+    output = output_pass(context, rows * work.response.mean, training)
     last = layer.times(size.layers // p).plus(output)
     stage = last
     if p > 1 and size.layers % p:
         first = layer.times(-(-size.layers // p))
         stage = first if first.total > last.total else last
     passes = 2 if training else 1
-    return stage, passes * site.stage_message(tokens * size.hidden * setting.itemsize)
+    return stage, passes * links.stage_message(tokens * size.hidden * context.itemsize)
 
 
-def layer_pass(setting: CallContext, tokens: float, pairs: float, training: bool) -> Seconds:
+def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool) -> Seconds:
     """Forward of a layer over a micro-batch; in training with backward, and forward again where it is recomputed."""
-    forward, frozen = layer_forward(setting, tokens, pairs), 0.0
-    if setting.backend.lora is not None:
-        frozen = layer_products(setting, tokens)
-        forward = forward.plus(beside(setting, tokens))
-    backward = layer_backward(forward, frozen).plus(added_up(setting, setting.trained[0]))
-    forward = setting.measured("forward", tokens, forward)
+    forward, frozen = layer_forward(context, tokens, pairs), 0.0
+    if context.backend.lora is not None:
+        frozen = layer_products(context, tokens)
+        forward = forward.plus(adapter_forward(context, tokens))
+    backward = layer_backward(forward, frozen).plus(gradient_accumulation(context, context.trained[0]))
+    forward = context.measured("forward", tokens, forward)
     if not training:
         return forward
-    return forward.times(2 if setting.workload.recompute else 1).plus(setting.measured("backward", tokens, backward))
+    return forward.times(2 if context.workload.recompute else 1).plus(context.measured("backward", tokens, backward))
 
 
-def output_pass(setting: CallContext, tokens: float, training: bool) -> Seconds:
-    forward = output_forward(setting, tokens)
-    frozen = forward.compute if setting.backend.lora is not None else 0.0
-    backward = layer_backward(forward, frozen).plus(added_up(setting, 0.0 if frozen else setting.size.output))
-    forward = setting.measured("output", tokens, forward)
-    return forward.plus(setting.measured("output_backward", tokens, backward)) if training else forward
+def output_pass(context: CallContext, tokens: float, training: bool) -> Seconds:
+    forward = output_forward(context, tokens)
+    frozen = forward.compute if context.backend.lora is not None else 0.0
+    backward = layer_backward(forward, frozen).plus(
+        gradient_accumulation(context, 0.0 if frozen else context.size.output)
+    )
+    forward = context.measured("output", tokens, forward)
+    return forward.plus(context.measured("output_backward", tokens, backward)) if training else forward
 
 
-def beside(setting: CallContext, tokens: float) -> Seconds:
+def adapter_forward(context: CallContext, tokens: float) -> Seconds:
     """Forward of a layer's adapters: two thin products each, whose inputs are read and whose outputs are read, added to
     and written."""
-    lora = setting.backend.lora
+    lora = context.backend.lora
     assert lora is not None
-    elements, sides = adapters(setting.model, lora)
-    arithmetic = product(setting, tokens, elements, lora.rank)
-    return Seconds(arithmetic, tokens * 2 * sides * setting.itemsize / setting.site.bandwidth)
+    elements, sides = adapters(context.model, lora)
+    arithmetic = product(context, tokens, elements, lora.rank)
+    return Seconds(arithmetic, tokens * 2 * sides * context.itemsize / context.links.bandwidth)
 
 
-def added_up(setting: CallContext, elements: float) -> Seconds:
+def gradient_accumulation(context: CallContext, elements: float) -> Seconds:
     """A micro-batch's gradients of `elements` parameters, cut by t, go into the sums of their mini-batch: written and
     read as they are, the float32 sums read and written."""
-    site = setting.site
-    return Seconds(memory=elements / site.t * 2 * (setting.itemsize + SUMS) / site.bandwidth)
+    links = context.links
+    return Seconds(memory=elements / links.t * 2 * (context.itemsize + SUMS) / links.bandwidth)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hybridflow.planner.cost.hardware import Coefficients
 from hybridflow.planner.cost.pipeline_cost import Sizes
-from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.cluster_spec import ClusterSpec, slowest
 from hybridflow.planner.describe.mesh import CallPlan
 from hybridflow.topology import GenerationGrid, RankGrid
 
@@ -31,11 +31,14 @@ Grid = RankGrid | GenerationGrid
 
 class Volume(NamedTuple):
     """Bytes of the busiest device inside a node (received or sent, whichever is more) and of the busiest node's
-    network; `messages` of the device that gets most."""
+    network; `messages` of the device that gets most. A device receives at most `received` bytes, all of them receive
+    `busy` times as many on average."""
 
     inside: float
     between: float
     messages: int
+    received: float = 0.0
+    busy: float = 1.0
 
 
 def _counted(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequence[int]) -> Volume:
@@ -55,7 +58,10 @@ def _counted(held_RA: Floats, needed_RA: Floats, bytes_A: Floats, nodes: Sequenc
 
     sent_A = _copies(enters_NA.sum(axis=0, dtype=np.float32), held_NA.sum(axis=0, dtype=np.float32))
     between = max(float((enters_NA @ bytes_A).max()), float((held_NA @ (bytes_A * sent_A)).max()))
-    return Volume(float(max(gets_R.max(), gives_R.max())), between, int(missing_RA.sum(axis=1).max()))
+    received_R, messages = missing_RA @ bytes_A, int(missing_RA.sum(axis=1).max())
+    most = float(received_R.max())
+    busy = min(1.0, float(received_R.mean()) / most) if most else 0.0
+    return Volume(float(max(gets_R.max(), gives_R.max())), between, messages, most, busy)
 
 
 def _copies(wanted: Floats, held: Floats) -> Floats:
@@ -166,16 +172,27 @@ def spans_of_stage(spans: Mapping[str, tuple[int, int]], p: int, stage: int, lay
     return inner + ["embedding"] * (stage == 0) + ["output"] * (stage == p - 1)
 
 
+# Measured on a host, see docs/benchmarks.md: seconds of a tensor that is packed, sent and unpacked, and how often the
+# bytes of a move pass by in memory: packed and unpacked (beside the messages), and cleared and mapped before.
+TENSOR_SECONDS, COPIED, FRESH = 50e-6, 4.0, 2.0
+
+
 def reallocation(
     size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan, itemsize: int, k: Coefficients
-) -> float:
-    """Seconds: the busiest device's messages inside its node and the busiest node's between nodes, whichever is more.
+) -> tuple[float, float]:
+    """Seconds, and the share of the devices that receive: the busiest device's messages inside its node, the busiest
+    node's between nodes, or copies, whichever is more; then memory and work for every tensor and message.
 
-    Errors: PlacementError when a mesh is not in the cluster.
+    Host processes read each other's memory. Errors: PlacementError when a mesh is not in the cluster.
     """
     moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
-    nodes = {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}
-    link = min(cluster.nodes[node].bandwidth for node in nodes) * k.link
-    latency = max(cluster.nodes[node].latency for node in nodes)
-    inside, between = moved.inside / link, moved.between / (cluster.bandwidth * k.network)
-    return max(inside, between) + moved.messages * (cluster.latency if moved.between else latency)
+    if not moved.messages:
+        return 0.0, 1.0
+    nodes = [cluster.nodes[i] for i in {*cluster.counts(source.mesh.devices), *cluster.counts(target.mesh.devices)}]
+    device = slowest(tuple(node.device for node in nodes))
+    link = math.inf if device.name == "host" else min(node.bandwidth for node in nodes) * k.link
+    passed = moved.received / (device.bandwidth * k.memory)
+    latency = k.latency + (cluster.latency if moved.between else max(node.latency for node in nodes))
+    tensors = math.ceil(size.layers / target.parallel.p) * size.tensors + 2
+    sent = max(moved.inside / link, moved.between / (cluster.bandwidth * k.network), COPIED * passed)
+    return sent + FRESH * passed + tensors * TENSOR_SECONDS + moved.messages * latency, moved.busy

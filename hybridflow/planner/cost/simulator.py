@@ -10,7 +10,7 @@ from hybridflow.planner.cost import device_memory as memory
 from hybridflow.planner.cost.backends import MEGATRON, Backend
 from hybridflow.planner.cost.call_cost import CallCost, function, generation, inference, training, update_work
 from hybridflow.planner.cost.device_memory import DeviceMemory
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Site
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, LinkModel
 from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.cost.pipeline_cost import CallContext, Sizes
 from hybridflow.planner.cost.reallocation_cost import reallocation
@@ -42,7 +42,7 @@ class Simulator:
         self.coefficients, self.profile = coefficients, profile
         self.backends = {group: Backend.of(graph.strategies.get(group)) for group in graph.models}
         self._workloads = {group: backend.workload(workload) for group, backend in self.backends.items()}
-        self._sites: dict[tuple[Mesh, DType], Site] = {}
+        self._links: dict[tuple[Mesh, DType], LinkModel] = {}
         self._contexts: dict[tuple[str, CallPlan, Kind | None], CallContext | None] = {}
 
     def on(self, cluster: ClusterSpec) -> Simulator:
@@ -53,15 +53,15 @@ class Simulator:
         """Seconds of the call on `plan`. `room` are the bytes of KV cache that each device has for generation; without
         it, what its memory leaves beside this group alone."""
         own = self.graph.call(call)
-        setting, rows = self.setting(own.group, plan, own.kind), self.workload.rows * own.rows
-        if setting is None or own.kind == "function":
+        context, rows = self.context(own.group, plan, own.kind), self.workload.rows * own.rows
+        if context is None or own.kind == "function":
             return function(rows, plan.mesh.size, self.coefficients).times(self.slowdown(plan.mesh))
         if own.kind == "training":
-            found = training(setting, rows, *self.updates(own))
+            found = training(context, rows, *self.updates(own))
         elif own.kind == "inference":
-            found = inference(setting, rows)
+            found = inference(context, rows)
         else:
-            found = generation(setting, rows, self.room(call, plan) if room is None else room)
+            found = generation(context, rows, self.room(call, plan) if room is None else room)
         return found.times(self.slowdown(plan.mesh, found.busy))
 
     def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
@@ -71,13 +71,13 @@ class Simulator:
         for call in calls:
             require(call.kind == "training", f"{call.name} does not train: only updates share pipeline stages.")
         serial, p = sum(self.cost(call.name, plan).seconds for call in calls), plan.parallel.p
-        settings = [self.setting(call.group, plan, call.kind) for call in calls]
+        settings = [self.context(call.group, plan, call.kind) for call in calls]
         if p == 1 or calls[0].group == calls[1].group or not all(s and s.backend.pipeline for s in settings):
             return serial
         works = []
-        for call, setting in zip(calls, settings, strict=True):
-            assert setting is not None
-            works.append(update_work(setting, self.workload.rows * call.rows, *self.updates(call)))
+        for call, context in zip(calls, settings, strict=True):
+            assert context is not None
+            works.append(update_work(context, self.workload.rows * call.rows, *self.updates(call)))
         saved = serial_makespan(p, works) - simulate(together(p, tuple(works))).makespan
         return serial - max(0.0, saved) * self.slowdown(plan.mesh)
 
@@ -95,17 +95,17 @@ class Simulator:
             call.epochs if call.epochs > 1 else work.epochs,
         )
 
-    def setting(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
+    def context(self, group: str, plan: CallPlan, kind: Kind | None = None) -> CallContext | None:
         """The cached context of a call of this kind (None: of the weights' layout); None for a group of functions.
 
         Errors: ModelError when sizes do not split the model, or the group's strategy has no such sizes.
         """
         key = (group, plan, kind)
         if key not in self._contexts:
-            self._contexts[key] = self._setting(group, plan, kind)
+            self._contexts[key] = self._context(group, plan, kind)
         return self._contexts[key]
 
-    def _setting(self, group: str, plan: CallPlan, kind: Kind | None) -> CallContext | None:
+    def _context(self, group: str, plan: CallPlan, kind: Kind | None) -> CallContext | None:
         if group not in self.graph.models:
             raise ConfigError(f"no group of the loop is named {group!r}. Known: {', '.join(self.graph.models)}.")
         model, sizes = self.graph.models[group], plan.parallel
@@ -127,14 +127,14 @@ class Simulator:
         elif backend is MEGATRON and sizes.shards > 1:
             raise ModelError(f"{group} cannot cut its parameters over {sizes.shards} data parallel ranks here.")
         shares = sizes.t if work.sequence_parallel else 1
-        site = replace(self._site(plan.mesh, work.dtype), p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
+        links = replace(self._link_model(plan.mesh, work.dtype), p=sizes.p, t=sizes.t, d=sizes.d, shares=shares)
         profile = self.profile if backend.lora is None else None  # it was measured with all parameters in training
-        return CallContext(site, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
+        return CallContext(links, model, Sizes.of(model), sizes, work, self.coefficients, profile, backend)
 
-    def _site(self, mesh: Mesh, dtype: DType) -> Site:
-        if (mesh, dtype) not in self._sites:
-            self._sites[mesh, dtype] = Site.of(self.cluster, mesh, dtype, self.coefficients)
-        return self._sites[mesh, dtype]
+    def _link_model(self, mesh: Mesh, dtype: DType) -> LinkModel:
+        if (mesh, dtype) not in self._links:
+            self._links[mesh, dtype] = LinkModel.of(self.cluster, mesh, dtype, self.coefficients)
+        return self._links[mesh, dtype]
 
     def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.
@@ -142,18 +142,18 @@ class Simulator:
         Without `beside`, those of its own group, cut over the devices as well as can be.
         """
         group = self.graph.call(call).group
-        setting = self.setting(group, plan, "generation")
+        context = self.context(group, plan, "generation")
         # on the smallest device, less what the runtime keeps
-        capacity = self._site(plan.mesh, self.workload.dtype).memory * self.coefficients.usable_memory
-        if setting is None:
+        capacity = self._link_model(plan.mesh, self.workload.dtype).memory * self.coefficients.usable_memory
+        if context is None:
             return capacity
         copied = group in self.graph.trained
         if beside is None:
-            one = replace(setting.site, p=1, t=1, d=1)
+            one = replace(context.links, p=1, t=1, d=1)
             home = {"backend": self.backends[group], "workload": self._workloads[group]}
-            whole = memory.static(replace(setting, parallel=Parallel(), site=one, **home), copied)
-            beside = whole.static / plan.mesh.size if copied else memory.weights(setting)
-        return max(0.0, capacity - beside - (memory.weights(setting) if copied else 0.0))
+            whole = memory.static(replace(context, parallel=Parallel(), links=one, **home), copied)
+            beside = whole.static / plan.mesh.size if copied else memory.weights(context)
+        return max(0.0, capacity - beside - (memory.weights(context) if copied else 0.0))
 
     def memory(
         self, call: str, plan: CallPlan, room: float | None = None, home: CallPlan | None = None
@@ -162,10 +162,10 @@ class Simulator:
         laid out (default: as `plan`); generation uses all of `room` that its rows need."""
         own = self.graph.call(call)
         least, still = self._least(call, plan, home), self._still(own.group, home or plan)
-        setting, cache = self.setting(own.group, plan, own.kind), least.kv_cache
-        if setting is not None and cache:
+        context, cache = self.context(own.group, plan, own.kind), least.kv_cache
+        if context is not None and cache:
             room = self.room(call, plan) if room is None else room
-            cache = max(cache, memory.cache(setting, self.workload.rows * own.rows, room))
+            cache = max(cache, memory.cache(context, self.workload.rows * own.rows, room))
         return replace(
             least, parameters=still.parameters, gradients=still.gradients, optimizer=still.optimizer, kv_cache=cache
         )
@@ -184,25 +184,27 @@ class Simulator:
         return (self._least(call, plan, home) if room is None else self.memory(call, plan, room, home)).active
 
     def _still(self, group: str, plan: CallPlan) -> DeviceMemory:
-        setting = self.setting(group, plan)
-        return DeviceMemory() if setting is None else memory.static(setting, group in self.graph.trained)
+        context = self.context(group, plan)
+        return DeviceMemory() if context is None else memory.static(context, group in self.graph.trained)
 
     def _least(self, name: str, plan: CallPlan, home: CallPlan | None) -> DeviceMemory:
         call = self.graph.call(name)
-        setting = self.setting(call.group, plan, call.kind)
+        context = self.context(call.group, plan, call.kind)
         rows = self.workload.rows * call.rows / (self.updates(call)[0] if call.kind == "training" else 1)
         copied = home is not None and home != plan
-        return DeviceMemory() if setting is None else memory.active(setting, call.kind, rows, copied)
+        return DeviceMemory() if context is None else memory.active(context, call.kind, rows, copied)
 
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
 
         Ranks with weights of their own keep them in host memory between calls: they come from there, and go back.
         """
-        setting, there = self.setting(group, source), self.setting(group, target)
-        if setting is None or there is None or source == target:
+        context, there = self.context(group, source), self.context(group, target)
+        if context is None or there is None or source == target:
             return 0.0
-        found = reallocation(setting.size, self.cluster, source, target, setting.itemsize, self.coefficients)
+        seconds, busy = reallocation(context.size, self.cluster, source, target, context.itemsize, self.coefficients)
+        union = Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices})))
+        seconds *= self.slowdown(union, busy)
         if group not in self.graph.generating or not target.within(source):
-            found += 2 * memory.weights(there) / there.site.host
-        return found * self.slowdown(Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices}))))
+            seconds += 2 * memory.weights(there) / there.links.host * self.slowdown(target.mesh)
+        return seconds

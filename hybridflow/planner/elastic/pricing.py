@@ -151,8 +151,8 @@ def _sizes(simulator: Simulator, name: str, calls: Sequence[Call], given: Parall
 def _bytes(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> float:
     kept = sum(simulator.static(group, plan) for group in {call.group for call in calls})
     if calls[0].kind == "generation":  # a group of its own, without gradients
-        setting = simulator.setting(calls[0].group, plan, "generation")
-        kept = 0.0 if setting is None else weights(setting)
+        context = simulator.context(calls[0].group, plan, "generation")
+        kept = 0.0 if context is None else weights(context)
     return kept + max(simulator.active(call.name, plan) for call in calls)
 
 
@@ -162,15 +162,15 @@ def _speeds(
     """Of one instance each, and the seconds of the weight sync."""
     replica = CallPlan(Mesh.of(train.size, generate.size), generate)
     actor = CallPlan(Mesh.of(0, train.size), train)
-    setting = simulator.setting(generation.group, replica, "generation")
-    assert setting is not None, "a function that generates"
+    context = simulator.context(generation.group, replica, "generation")
+    assert context is not None, "a function that generates"
     seconds, first = _minibatch(simulator, others, actor)
-    beside = 0.0 if generation.group in simulator.graph.trained else weights(setting)
-    room = simulator.room(generation.name, replica, beside) / (setting.workload.under_way * cache_bytes(setting))
+    beside = 0.0 if generation.group in simulator.graph.trained else weights(context)
+    room = simulator.room(generation.name, replica, beside) / (context.workload.under_way * cache_bytes(context))
     slots = max(1, min(_ROWS, math.floor(room)))
     return Speeds(
         DecodingSpeed.fitted(
-            *((rows, decoding_step(setting, rows)) for rows in (1, _ROWS)), prefill=_prefill(setting), slots=slots
+            *((rows, decoding_step(context, rows)) for rows in (1, _ROWS)), prefill=_prefill(context), slots=slots
         ),
         train=first,
         train_per_token=seconds,
@@ -199,17 +199,17 @@ def _resize(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> floa
     seconds = 0.0
     there = CallPlan(Mesh.of(plan.mesh.size, plan.mesh.size), plan.parallel)
     for group in {call.group for call in calls if call.kind == "training"}:
-        setting = simulator.setting(group, plan)
-        if setting is not None:
+        context = simulator.context(group, plan)
+        if context is not None:
             moved = simulator.reallocation(group, plan, there)
-            seconds += moved * simulator.static(group, plan) / weights(setting)
+            seconds += moved * simulator.static(group, plan) / weights(context)
     return seconds
 
 
-def _prefill(setting: CallContext) -> float:
+def _prefill(context: CallContext) -> float:
     """Seconds per token of a prompt."""
-    prompts = max(1.0, _ROWS / setting.workload.responses_per_prompt)
-    return prefill_seconds(setting, prompts) / (prompts * setting.workload.prompt.mean)
+    prompts = max(1.0, _ROWS / context.workload.responses_per_prompt)
+    return prefill_seconds(context, prompts) / (prompts * context.workload.prompt.mean)
 
 
 def _splits(devices: int, tp: int, mp: int) -> list[tuple[int, int]]:

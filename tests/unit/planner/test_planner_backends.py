@@ -17,7 +17,7 @@ from hybridflow.engines.transformers_model import TransformersModel
 from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.cost.backends import Backend, adapters
-from hybridflow.planner.cost.device_memory import kept
+from hybridflow.planner.cost.device_memory import saved_activations
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, NodeSpec
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
@@ -194,10 +194,10 @@ def test_a_layer_of_transformers_keeps_what_is_counted(dtype):
     spec = ModelSpec(family="llama", hidden=128, intermediate=320, layers=1, heads=4, kv_heads=2, head_dim=32, vocab=64)
     graph = replace(ppo(spec, replace(spec, head="value")), strategies={"actor": ZeRO(stage=1)})
     priced = Simulator(ClusterSpec.of("a100:1x1"), graph, replace(WORK, dtype=dtype))
-    setting = priced.setting("actor", CallPlan(Mesh.of(0, 1), Parallel()), "training")
+    setting = priced.context("actor", CallPlan(Mesh.of(0, 1), Parallel()), "training")
     assert setting is not None
     two, three = (_saved(replace(spec, layers=layers), getattr(torch, dtype)) for layers in (2, 3))
-    assert three - two == pytest.approx(kept(setting), rel=0.03)
+    assert three - two == pytest.approx(saved_activations(setting), rel=0.03)
 
 
 def _saved(spec: ModelSpec, dtype: torch.dtype) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +17,9 @@ from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.errors import ConfigError, ModelError, PlacementError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost import calibration
 from hybridflow.planner.cost.calibration import Observation, calibrate
-from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
+from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
 from hybridflow.planner.cost.pipeline_cost import Sizes
 from hybridflow.planner.cost.reallocation_cost import LayoutChange, volume
@@ -324,6 +327,54 @@ def test_equal_blocks_of_a_large_mesh_are_planned_once():
     assert volume(one, 2).inside == pytest.approx(table_2, rel=0.001)
 
 
+# Links and launches
+
+SLOWER = st.floats(1.0, 100.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.sampled_from(KINDS), SLOWER, SLOWER, SLOWER)
+def test_slower_links_never_shorten_a_call(sizes, call, link, network, latency):
+    node = A100S.nodes[0]
+    other = replace(node, bandwidth=node.bandwidth / link, latency=node.latency * latency)
+    slow = ClusterSpec((other,) * 4, A100S.bandwidth / network, A100S.latency * latency)
+    k = replace(DEFAULT, latency=DEFAULT.latency * latency)
+    here, room = at(*sizes), 20e9
+    before = simulator().cost(call, here, room).seconds
+    assert simulator(cluster=slow, coefficients=k).cost(call, here, room).seconds >= before * (1 - 1e-9)
+    moved = [one.reallocation("actor", here, at(1, 2, 4)) for one in (simulator(), simulator(cluster=slow))]
+    assert moved[1] >= moved[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.floats(1, 1e9))
+def test_without_latency_a_collective_takes_what_its_bytes_take(sizes, nbytes):
+    """The ring's 2 (t-1)/t of the bytes, and (d-1)/d of them, however many buffers they are in."""
+    p, t, d = sizes
+    nodes = (replace(A100S.nodes[0], latency=1e-30),) * 4
+    found = simulator(cluster=ClusterSpec(nodes, A100S.bandwidth, 1e-30), coefficients=replace(DEFAULT, latency=0.0))
+    context = found.context("actor", at(*sizes))
+    assert context is not None
+    links = context.links
+    assert links.tensor_all_reduce(nbytes) == pytest.approx(2 * (t - 1) / t * nbytes / links.link)
+    assert links.data_parallel(nbytes, 1) == pytest.approx(links.data_parallel(nbytes, 40))
+    if p * t * d <= 8:
+        assert links.data_parallel(nbytes, 1) == pytest.approx((d - 1) / d * nbytes / links.link)
+
+
+@given(st.lists(st.floats(0, 1), min_size=3, max_size=3), st.floats(0, 3))
+def test_launches_overlap_with_the_device(parts, launches):
+    device = Seconds(*parts)
+    assert device.launched(launches).total == pytest.approx(max(device.total, launches))
+
+
+@pytest.mark.parametrize("rows", [1024, 4096])
+def test_pipelines_decode_a_small_model_faster_than_tensor_groups_over_a_node(rows):
+    work = replace(WORK, rows=rows)
+    seconds = [simulator(work).cost(GENERATE, at(*sizes), 40e9).seconds for sizes in ((8, 1, 1), (1, 8, 1))]
+    assert seconds[0] < seconds[1]
+
+
 # Coefficients and profiles
 
 
@@ -342,7 +393,7 @@ def test_coefficients_are_saved_and_loaded(tmp_path):
 
 def test_calibration_finds_what_made_the_observations():
     """Calls priced with other coefficients: from many of them, predictions of unseen calls follow."""
-    truth = replace(DEFAULT, compute=0.45, link=0.4, layer_seconds=1e-3, decode_layer_seconds=1e-4)
+    truth = replace(DEFAULT, compute=0.45, link=0.4, latency=1e-4, step_seconds=1e-2)
     kinds = {"generation": GENERATE, "inference": INFER, "training": TRAIN}
     seen = [
         Observation(A100S, MODEL, kind, Parallel(p, t, d), WORK, 1.0)  # type: ignore[arg-type]
@@ -357,6 +408,24 @@ def test_calibration_finds_what_made_the_observations():
         assert unseen.predicted(fitted) == pytest.approx(unseen.predicted(truth), rel=0.1)
     before = Observation(A100S, MODEL, "training", Parallel(2, 2, 8), WORK, 1.0)
     assert before.predicted(DEFAULT) != pytest.approx(before.predicted(truth), rel=0.2)
+
+
+def test_more_fitted_coefficients_match_observations_no_worse(monkeypatch):
+    kinds, sizes = ("training", "inference", "generation"), ((1, 8, 1), (4, 2, 1), (1, 2, 4))
+    seen = [Observation(A100S, MODEL, kind, Parallel(*cut), WORK, 30.0) for kind in kinds for cut in sizes]  # type: ignore[arg-type]
+
+    def misfit(names: tuple[str, ...]) -> float:
+        spread = {name: calibration.SPREAD[name] for name in names}
+        monkeypatch.setattr(calibration, "SPREAD", spread)
+        fitted = calibrate(seen)
+        monkeypatch.undo()
+        errors = [math.log(one.predicted(fitted) / one.seconds) / calibration.NOISE for one in seen]
+        moved = [math.log(getattr(fitted, name) / getattr(DEFAULT, name)) / spread[name] for name in names]
+        return sum(x * x for x in (*errors, *moved))
+
+    names = ("compute", "link", "latency", "step_seconds")
+    found = [misfit(names[:count]) for count in range(1, 5)]
+    assert all(b <= a * (1 + 1e-6) for a, b in pairwise(found)), found
 
 
 def test_observations_that_are_refused():

@@ -102,7 +102,7 @@ def test_a_call_takes_longer_on_devices_that_share():
             assert (cost.seconds > alone.seconds) == (size == 4)
             assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
     moved = [s.reallocation("actor", on(0, 1), on(0, 4)) for s in (simulator, free)]
-    assert moved[0] == pytest.approx(2 * moved[1])
+    assert moved[1] < moved[0] <= 2 * moved[1]  # not all of them receive
 
 
 def test_devices_that_wait_leave_their_part_to_others():
@@ -172,7 +172,7 @@ def test_a_profile_describes_its_cluster(tmp_path):
     assert LayerProfile.load(tmp_path / "profile.yaml") == found
     node = found.measured(ClusterSpec.this_machine(4)).nodes[0]
     assert (node.slowdown, node.latency, node.bandwidth) == (HALVES, 1e-3, 5e8)
-    assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0)
+    assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0, latency=0.0)
     unmeasured = measured(slowdown=(), latency=None, bandwidth=None, call_seconds=None)
     assert unmeasured.measured(CORES) == CORES
     assert unmeasured.coefficients(DEFAULT) == DEFAULT
