@@ -217,6 +217,7 @@ def _add_replay(commands: Any) -> None:
 
 
 def _replay(given: argparse.Namespace, rest: Sequence[str]) -> None:
+    from hybridflow.launch import load_driver
     from hybridflow.replay import replay
 
     print(replay(given.directory, given.step, load_driver, given.driver, rest))
@@ -300,8 +301,7 @@ def _plan(given: argparse.Namespace, rest: Sequence[str]) -> None:
     print(placement)
     if not given.quiet:
         placement = placement.explained()
-        print(f"
-{placement.explain()}")
+        print(f"\n{placement.explain()}")
     if given.save:
         placement.save(given.save)
     if given.chart:

@@ -133,8 +133,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
-    """`FILE.py` as a program, or the function `FILE.py:FUNCTION`, for a trace. Errors: ConfigError without such a file
-    or function, and for any error of the driver, with the driver's own lines."""
+    """`FILE.py` as a program, or the function `FILE.py:FUNCTION`, for a trace or a replay. Errors: ConfigError without
+    such a file or function, and for any error of the driver, with the driver's own lines."""
     path, function = split_name(name)
 
     def run() -> None:
@@ -181,7 +181,7 @@ def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _as_errors(path: str) -> Iterator[None]:
-    """Any error of a traced driver as a ConfigError with its lines. SystemExit ends the program normally."""
+    """Any error of a driver as a ConfigError with its lines. SystemExit ends the program normally."""
     try:
         yield
     except SystemExit as end:
@@ -196,7 +196,7 @@ def _as_errors(path: str) -> Iterator[None]:
         while own is not None and own.tb_frame.f_code.co_filename != path:
             own = own.tb_next
         text = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-        raise ConfigError(f"{path} cannot be traced, it raises {type(error).__name__}:\n{text}") from None
+        raise ConfigError(f"{path} cannot be run to its end, it raises {type(error).__name__}:\n{text}") from None
 
 
 def _refuse(error: Exception, file: str) -> NoReturn:

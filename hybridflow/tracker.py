@@ -95,8 +95,7 @@ class Tracker:
         self._display = RunDisplay(total) if console else None
         self._config = b"" if config is None else yaml.safe_dump(dict(config), sort_keys=False).encode()
         self._config_due = config is not None
-        self._threads: list[LoggerThread] = []
-        self._pending: deque[tuple[tuple[Metrics, ...], int]] = deque()  # iterations to be written
+        self._threads, self._pending = list[LoggerThread](), deque[tuple[tuple[Metrics, ...], int]]()  # yet to write
         self._sampled = SampledBatches()
         self._step = self._resumed = self._logged = self._written = 0
         self._last = self._start = time.perf_counter()
@@ -355,8 +354,7 @@ class Tracker:
     def _register(self, newest: bool = False) -> Session | None:
         """Note this tracker in the session, if there is one, and for the end of the program."""
         self._end_first()
-        session = Session.existing()
-        if session is not None and not self._closed:
+        if (session := Session.existing()) is not None and not self._closed:
             session.run_directory = session.run_directory or self.directory
             here = (n for n, part in session.parts.items() if getattr(part, "directory", None) == self.directory)
             session.attach(self, next(here, None))
