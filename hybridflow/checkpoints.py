@@ -167,9 +167,10 @@ class Checkpoints:
         session.run_directory = session.run_directory or getattr(self._replay, "directory", self.directory.parent)
         session.before_shutdown(self._end)
         start = self._load(session, self._candidates(loader))
-        if (replay := self._replay) is None:
+        if self._replay is None:
             self._set_aside(saved_steps(self.directory), unless=start)
-        session.recorded = replay or Recorder.start(self._records, self._step, self._record)
+        done = self._step if start is not None and start.parent == self.directory else 0
+        session.recorded = self._replay or Recorder.start(self._records, done, self._record)
         self._note(session)
         return self._iterate(session, loader)
 
@@ -243,11 +244,10 @@ class Checkpoints:
                     if self._step and self._saved != self._step:
                         self._save(session)
                     self._report(wait=True)
-                    if self._replay is not None:
-                        raise ConfigError(f"the loop ended after step {self._step}, before the step to replay.")
+                    require(self._replay is None, f"the loop ended after step {self._step}, before that to replay.")
                     if status := session.backend.termination.asked:
                         raise SystemExit(status)
-                    self._exhausted = True
+                    self._exhausted, session.recorded = True, None  # later loops number their own iterations
                     return
                 except HybridFlowError as error:
                     if not self._may_restart(error):

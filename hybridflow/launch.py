@@ -54,8 +54,9 @@ def run(main: Callable[[list[str]], Any]) -> None:
     The module of `main` may have `DEFAULTS`: its settings as YAML, in one text or several.
     """
     module, arguments = sys.modules[main.__module__], sys.argv[1:]
-    found = Driver(lambda: main(arguments), module.__file__ or "", module.__doc__ or "", _defaults(vars(module)))
-    start(found, arguments)
+    file = getattr(module, "__file__", None) or ""
+    call = _bound(main, f"{file}:{main.__name__}", arguments)
+    start(Driver(call, file, module.__doc__ or "", _defaults(vars(module))), arguments)
 
 
 def run_file(name: str, arguments: Sequence[str], check: bool = True) -> None:
@@ -133,15 +134,17 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
-    """`FILE.py` as a program, or the function `FILE.py:FUNCTION`, for a trace or a replay. Errors: ConfigError without
-    such a file or function, and for any error of the driver, with the driver's own lines."""
+    """A driver for a trace or a replay: the program, or as in `run_file` where a function is named or the file does not
+    ask for its `__name__`. Errors: ConfigError without such a file or function, and for any error of the driver, with
+    the driver's own lines."""
     path, function = split_name(name)
 
     def run() -> None:
         with _as_program(path, arguments), _as_errors(path):
-            found = runpy.run_path(path, run_name="__main__" if not function else "__driver__")
-            if function:
-                _bound(found.get(function), name, arguments)()
+            if not function and "__name__" in Path(path).read_text():
+                runpy.run_path(path, run_name="__main__")
+            else:
+                _driver(name, arguments).run()
 
     return run
 

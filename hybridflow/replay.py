@@ -93,7 +93,13 @@ def replay(
         shutdown()
     if state.ended_at < step:
         raise ConfigError(f"{path} ended after step {state.ended_at}: does its loop call checkpoints.resume and step?")
-    return ReplayedStep(state.directory, step, _metrics(home, step), _metrics(state.directory, step))
+    places = [state.directory, *(path.parent for path in state.directory.glob(f"*/{METRICS}"))]
+    if not (found := next((metrics for metrics in (_metrics(place, step) for place in places) if metrics), {})):
+        raise ConfigError(
+            f"step {step} has no metrics in {state.directory}: it failed, or the loop calls checkpoints.step before "
+            f"tracker.log."
+        )
+    return ReplayedStep(state.directory, step, _metrics(home, step), found)
 
 
 def _records(run: Path) -> BatchRecords:
@@ -103,8 +109,8 @@ def _records(run: Path) -> BatchRecords:
     found = sorted(run.glob(f"*/{BATCHES}/{PROGRAM}"))
     if not found:
         raise ConfigError(
-            f"{run} has no recorded batches. Record with hf.Checkpoints(..., batches=True), or record_batches=true of "
-            f"a recipe."
+            f"{run}/*/{BATCHES} has no recorded batches. Record with hf.Checkpoints(..., batches=True), "
+            f"or record_batches=true of a recipe."
         )
     return BatchRecords(found[0].parent)
 
@@ -116,7 +122,7 @@ def _checkpoint(records: BatchRecords, step: int) -> Path | None:
         raise ConfigError(f"step {step} of this run is not recorded: its records have {records}.")
     before = ((path, step_of(path) or 0) for path, _ in complete_steps(records.directory.parent))
     path, done = next((found for found in before if found[1] < step), (None, 0))
-    if done + 1 < steps[0]:
+    if path is None and done + 1 < steps[0]:
         raise ConfigError(
             f"step {step} cannot be replayed: the steps before it, from {done + 1}, are not recorded any more, and "
             f"{records.directory.parent} has no checkpoint between. Recorded are {records}."

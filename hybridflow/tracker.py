@@ -74,7 +74,7 @@ class Tracker:
         console: bool = True,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        startup.writes_to(directory)
+        startup.writes_to(directory if Session.replay is None else Session.replay.directory_of(directory))
         if (session := Session.existing()) is not None and session.traces:
             directory, to, console = session.backend.scratch(), (), False
         elif Session.replay is not None:

@@ -80,7 +80,7 @@ class Recorder:
         if call.operation.later:
             raise ConfigError(f"{role}.{name} is not recorded: its rows are generated across calls. Use batches=False.")
         result = run()
-        if isinstance(result, BatchRef) and call.rows and (at := self._order.next()) is not None:
+        if isinstance(result, BatchRef) and call.rows and call.writes and (at := self._order.next()) is not None:
             if at[1] == 0:  # of an iteration whose end was not seen
                 self.ended(at[0])
             prompts, rows = call.prompts(), result.select(*call.writes)
@@ -137,7 +137,7 @@ class Replay:
 
     def call(self, role: str, call: GroupCall, run: Callable[[], Any]) -> Any:
         """Errors: ConfigError for another call than that of the run, or other prompts."""
-        if not call.rows or call.operation.later or (at := self._order.next()) is None:
+        if not (call.rows and call.writes) or call.operation.later or (at := self._order.next()) is None:
             return run()
         record, what = self.records.read(*at), f"step {at[0]}, call {at[1] + 1} that generates"
         for kind, then, now in (

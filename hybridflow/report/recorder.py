@@ -36,7 +36,7 @@ class EventRecorder:
         run and took `seconds`. Without an iteration the run has ended, and this was its last step."""
         waiting: deque[tuple[int, Event | Incident]] = self.session.iterations.events or deque()
         taken = [waiting.popleft() for _ in range(len(waiting))]
-        if dropped := self.session.iterations.dropped:
+        if taken and (dropped := self.session.iterations.dropped):
             self.session.iterations.dropped, at = 0, time.time()
             what = f"{dropped:,} older events were dropped: log at least every {len(taken):,} events"
             logger.warning("%s.", what)

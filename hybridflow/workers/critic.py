@@ -41,6 +41,10 @@ class CostLoss(Loss):
     def per_token(self) -> tuple[str, ...]:
         return tuple(map(self._own, self.loss.per_token))
 
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        return {_cost_metric(name): how for name, how in self.loss.metrics.items()}
+
     @staticmethod
     def _own(read: str) -> str:
         name = read.removesuffix("?")
@@ -50,7 +54,11 @@ class CostLoss(Loss):
         known = {own: name for name, own in _OF_COSTS.items() if own in rows}
         hidden = [name for name in known.values() if name in rows]
         scalar, metrics = self.loss(outputs, rows.without(*hidden).rename(known), totals)
-        return scalar, {re.sub("^critic/", "cost_critic/", name): value for name, value in metrics.items()}
+        return scalar, {_cost_metric(name): value for name, value in metrics.items()}
+
+
+def _cost_metric(name: str) -> str:
+    return re.sub("^critic/", "cost_critic/", name)
 
 
 def cost_loss(loss: str | Loss | Callable[..., Any], **options: Any) -> Loss:
