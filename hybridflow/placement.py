@@ -208,8 +208,9 @@ class Placement:
 
     def explain(self) -> str:
         """For every call: devices, time and its limit, memory, and the reason against the runner-up."""
-        parts = [self._title()]
-        for name, call in self.explained().calls.items():
+        parts, calls = [self._title()], self.explained().calls
+        known = self.alternatives is not None or any(call.runner_up for call in calls.values())
+        for name, call in calls.items():
             lines = [f"{name}: {call.layout} (p-t-d) on devices {ranges(call.devices)}"]
             if call.kind == "function":
                 lines = [f"{name}: on the CPU, in the processes of devices {ranges(call.devices)}"]
@@ -219,7 +220,9 @@ class Placement:
             if call.capacity:
                 share = call.memory / call.capacity
                 lines.append(f"  uses {call.memory / GIB:.1f} of {call.capacity / GIB:.1f} GiB ({share:.0%}) a device")
-            lines.append(f"  runner-up: {call.runner_up}: {call.lost}" if call.runner_up else "  there is no runner-up")
+            if known:
+                other = f"runner-up: {call.runner_up}: {call.lost}" if call.runner_up else "there is no runner-up"
+                lines.append(f"  {other}")
             parts.append("\n".join(lines))
         return "\n\n".join(parts)
 

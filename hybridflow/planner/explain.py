@@ -34,17 +34,17 @@ def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tupl
     own, found, static = evaluator.score(state), {}, problem.static(plan)
     assert own is not None
     for i, call in enumerate(evaluator.calls):
-        best = (math.inf, math.inf, -1)
+        best, seconds = (math.inf, math.inf, -1), 0.0
         for number, option in enumerate(evaluator.options[i]):
             if number == state[i] or option.seconds > best[0]:  # an iteration takes longer than its calls
                 continue
             score = evaluator.score([*state[:i], number, *state[i + 1 :]], best[0] * (1 + 1e-9))
-            if score is not None and score.good and (score.seconds, option.seconds) < best[:2]:
-                best = (score.seconds, option.seconds, number)
+            if score is not None and score.good and (score.cost, option.seconds) < best[:2]:
+                best, seconds = (score.cost, option.seconds, number), score.seconds
         if best[2] >= 0:
             taken, other = evaluator.options[i][state[i]], evaluator.options[i][best[2]]
             taken, other = (_with_room(problem, call, option, static) for option in (taken, other))
-            found[call.name] = (str(other.plan), _why(problem, call.name, taken, other, best[0] - own.seconds))
+            found[call.name] = (str(other.plan), _why(problem, call.name, taken, other, seconds - own.seconds))
     return found
 
 
@@ -59,6 +59,8 @@ def _with_room(problem: Problem, call: Call, option: Option, static: Sequence[fl
 def _why(problem: Problem, name: str, taken: Option, other: Option, more: float) -> str:
     call = problem.graph.call(name)
     itself = f"the call alone would take {other.seconds:.4g} s instead of {taken.seconds:.4g} s"
+    if more < -1e-9 * max(taken.seconds, 1e-9):
+        return f"the iteration would take {-more:.3g} s less, which is within the error of predictions; {itself}"
     if more <= 1e-9 * max(taken.seconds, 1e-9):
         return f"the iteration would take as long, {itself}"
     text = f"the iteration would take {more:.3g} s more, "

@@ -266,8 +266,8 @@ def generation(context: CallContext, rows: float, kv_budget: float) -> CallCost:
     p = links.p
     step, passed = _decode(context, waves.active / p)
     # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
-    cycle, host = step.times(p), _host(context, waves.active)
-    host = max(_host(context, waves.active / p), host - cycle.total - p * passed)  # of the others while one decodes
+    cycle, host = step.times(p), _host(context, waves.active / p)
+    host = max(host, p * host - cycle.total - p * passed)  # it prepares the others while one decodes
     prefill, filling = _prefill(context, each / context.workload.responses_per_prompt)
     return CallCost.of(
         prefill=prefill.total - prefill.tensor_parallel,

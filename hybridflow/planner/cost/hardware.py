@@ -28,7 +28,8 @@ class Coefficients:
     `device` names what they were fitted on ("" for the defaults). `calibrate` fits the first four; the others are
     constants, each with its source. Efficiencies are shares of the data sheet's figure; a matrix product of which a
     device has n columns runs at `compute * n / (n + half_columns)` of the peak. Launches of a layer overlap with the
-    device's work: the larger of the two counts. Other seconds are those of a device's host process, and are not hidden.
+    device's work: the larger of the two counts. Other seconds are those of a device's host process, hidden only where a
+    pipeline decodes other rows meanwhile.
     """
 
     device: str = ""

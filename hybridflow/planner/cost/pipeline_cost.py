@@ -148,10 +148,11 @@ def layer_products(context: CallContext, tokens: float) -> float:
     return attention + product(context, tokens, 3 * hidden * wide, wide)
 
 
-def layer_backward(forward: Seconds, frozen: float = 0.0) -> Seconds:
-    """Twice the products (by inputs and by weights) and traffic, and one all-reduce for each of the forward's.
-    `frozen` are seconds of products with weights that get no gradient."""
-    return Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel, 2 * forward.fixed)
+def layer_backward(context: CallContext, forward: Seconds, frozen: float = 0.0) -> Seconds:
+    """Twice the products (by inputs and by weights), traffic and launches, and one all-reduce for each of the
+    forward's. `frozen` are seconds of products with weights that get no gradient."""
+    launches = 2 * LAUNCHES * context.coefficients.latency if forward.total else 0.0
+    return Seconds(2 * forward.compute - frozen, 2 * forward.memory, forward.tensor_parallel).launched(launches)
 
 
 def output_forward(context: CallContext, tokens: float) -> Seconds:
@@ -240,7 +241,7 @@ def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool
     if context.backend.lora is not None:
         frozen = layer_products(context, tokens)
         forward = forward.plus(adapter_forward(context, tokens))
-    backward = layer_backward(forward, frozen).plus(gradient_accumulation(context, context.trained[0]))
+    backward = layer_backward(context, forward, frozen).plus(gradient_accumulation(context, context.trained[0]))
     forward = context.measured("forward", tokens, forward)
     if not training:
         return forward
@@ -250,7 +251,7 @@ def layer_pass(context: CallContext, tokens: float, pairs: float, training: bool
 def output_pass(context: CallContext, tokens: float, training: bool) -> Seconds:
     forward = output_forward(context, tokens)
     frozen = forward.compute if context.backend.lora is not None else 0.0
-    backward = layer_backward(forward, frozen).plus(
+    backward = layer_backward(context, forward, frozen).plus(
         gradient_accumulation(context, 0.0 if frozen else context.size.output)
     )
     forward = context.measured("output", tokens, forward)

@@ -21,7 +21,7 @@ from hybridflow.planner.cost import calibration
 from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients, Seconds
 from hybridflow.planner.cost.layer_profile import Curve, LayerProfile, architecture
-from hybridflow.planner.cost.pipeline_cost import Sizes
+from hybridflow.planner.cost.pipeline_cost import Sizes, layer_pass
 from hybridflow.planner.cost.reallocation_cost import LayoutChange, volume
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import DEVICES, ClusterSpec, DeviceSpec, NodeSpec, device
@@ -344,6 +344,17 @@ def test_slower_links_never_shorten_a_call(sizes, call, link, network, latency):
     assert simulator(cluster=slow, coefficients=k).cost(call, here, room).seconds >= before * (1 - 1e-9)
     moved = [one.reallocation("actor", here, at(1, 2, 4)) for one in (simulator(), simulator(cluster=slow))]
     assert moved[1] >= moved[0]
+
+
+@given(st.integers(1, 4096), st.floats(1, 64))
+def test_slower_links_never_shorten_a_small_backward_pass(tokens, slower):
+    """Launches hide messages, and none of them hides more than itself."""
+    seconds = []
+    for link in (DEFAULT.link, DEFAULT.link / slower):
+        context = simulator(coefficients=replace(DEFAULT, link=link)).context("actor", at(1, 8, 1))
+        assert context is not None
+        seconds.append(layer_pass(context, tokens, 0.0, True).total)
+    assert seconds[1] >= seconds[0] * (1 - 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
