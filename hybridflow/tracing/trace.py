@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -26,7 +25,6 @@ from hybridflow.tracing.trace_backend import (
     NoProcessError,
     SampledRows,
     TraceBackend,
-    TraceEndedError,
     placeholder_columns,
 )
 from hybridflow.workers.model_worker import find_checkpoint
@@ -113,7 +111,7 @@ def trace_driver(driver: Callable[..., Any], *arguments: Any, models: Mapping[st
     Errors: ConfigError for a driver without a loop, MissingColumnError as `trace`.
     """
     backend = TraceBackend()
-    with backend.within(), suppress(TraceEndedError):
+    with backend.within():
         driver(*arguments)
     if not backend.program.iteration:
         raise ConfigError(
@@ -133,7 +131,7 @@ def check_driver(driver: Callable[..., Any], *arguments: Any) -> None:
     """
     backend = TraceBackend(checks=True)
     try:
-        with backend.within(), suppress(TraceEndedError):
+        with backend.within():
             driver(*arguments)
     except NoProcessError:
         logger.debug("the driver asks a process: it is checked up to there", exc_info=True)

@@ -3,7 +3,7 @@
 driver -> hf.ActorWorker.on(...)  -> ranks without hosts   no checkpoint is read, no device is asked for
           actor.method(batch)     -> GraphBuilder.call(...)     settings and columns are checked as ever
           batch.get(), .metrics() -> placeholders; later calls wait for the calls that write these
-A driver ends where its fourth iteration would begin.
+A driver ends where its fourth iteration would begin, or in an iteration that does not end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hybridflow.topology import RankGrid
 
 ITERATIONS = 3  # the third is typical, even if the first has no data yet
 _MOST = 64  # limit for a loop in which a group with an optimizer never trains
-_MOST_CALLS = 256  # of a check, once its results are guesses
+_MOST_CALLS, _MOST_READS = 1024, 16384  # in an iteration that ends; reads between two calls
 _CHARACTERS = 4  # of a token, in texts that are not tokenised yet
 _TEXTS = ("prompt", "response")
 _PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
@@ -98,21 +98,28 @@ class TraceBackend:
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
         self._sequence, self.incidents = itertools.count(1), Incidents()
         self._recording = self._has_loader = self.guessed = False
-        self._reads_of_driver, self._trained_most, self._calls_left = True, 0, _MOST_CALLS
+        self._reads_of_driver, self._trained_most = True, 0
+        self._calls = self._reads = 0  # since the iteration began, since the last call
+        self._endless = ""
         self._sources: dict[IssuedCall, tuple[Source, ...]] = {}  # the calls of the loop that a result comes from
         self._scratch = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def within(self) -> Iterator[Session]:
-        """Opens a session on this backend; the previous session is current again afterwards."""
+        """Opens a session on this backend, until the end or a TraceEndedError; the previous session is current again
+        afterwards. Errors: ConfigError for an iteration without an end, unless this is a check."""
         session = Session(self)
         before, Session._current = Session._current, session
         try:
             yield session
+        except TraceEndedError:
+            pass
         finally:
             session.shutdown()
             Session._current = before
             self._scratch.close()
+        if self._endless and not self.checks:
+            raise ConfigError(self._endless)
 
     def scratch(self) -> str:
         """A directory that is removed when the trace ends."""
@@ -163,10 +170,9 @@ class TraceBackend:
     def issue(
         self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
     ) -> list[RankOutput | None]:
-        if self.checks and self.guessed:  # a loop until the results are good would not end
-            self._calls_left -= 1
-            if self._calls_left < 0:
-                raise TraceEndedError
+        self._calls, self._reads = self._calls + 1, 0
+        if self._calls > _MOST_CALLS:
+            self._end(f"issued {_MOST_CALLS} calls, the last of {ranks.name}")
         issued = IssuedCall([], self.incidents, self.deadlines.peers, on_read=self._note_read)
         return [None if call is None else self._answer(ranks, call, issued) for call in calls]
 
@@ -181,9 +187,12 @@ class TraceBackend:
         else:
             ref = Known(placeholder_value(getattr(ranks.worker_class, call.method), call.settings))
         operation = operations(ranks.worker_class)[call.method]
-        if self._recording and (operation.kind or rows):
+        if self._recording:
             with self._not_by_driver():
-                self._sources[issued] = self._record(ranks, call, operation, rows, due)
+                recorded = operation.kind or rows  # others, such as save, come after the group's calls
+                self._sources[issued] = (
+                    self._record(ranks, call, operation, rows, due) if recorded else self.program.latest(ranks.name)
+                )
         return RankOutput(ref, due, CallOrigin(ranks.name, 0, call.method), issued)
 
     def _record(
@@ -217,8 +226,20 @@ class TraceBackend:
 
     def _note_read(self, issued: IssuedCall) -> None:
         if self._reads_of_driver:
-            self.guessed = True
+            self.guessed, self._reads = True, self._reads + 1
+            if self._reads > _MOST_READS:
+                self._end(f"read results {_MOST_READS} times without a call between")
             self.program.wait(self._sources.get(issued, ()))
+
+    def _end(self, what: str) -> None:
+        """Errors: TraceEndedError, of an iteration that would go on for ever."""
+        self._endless = (
+            f"one iteration of the loop has {what}. A loop until results are good may never end here: a trace makes "
+            f"results up (rewards 1, other numbers and metrics 0, texts empty). Limit its rounds, such as "
+            f"`for _ in range(8)` with a break, or use hf.dynamic_sampling. An iteration ends with the next batch of a "
+            f"PromptLoader, else at tracker.log."
+        )
+        raise TraceEndedError
 
     @contextlib.contextmanager
     def _not_by_driver(self) -> Iterator[None]:
@@ -259,7 +280,7 @@ class TraceBackend:
             self._recording = False
             raise TraceEndedError
         self.program.begin()
-        self._recording = True
+        self._recording, self._calls = True, 0
 
     def seen_enough(self) -> bool:
         """Whether the last iteration is typical: it trains every group with an optimizer. If none does (a group is only
@@ -273,14 +294,15 @@ class TraceBackend:
         if done < _MOST:
             optimized = {name for name, (_, own) in self.described.items() if own.get("optim") is not None}
             return bool(trained) and trained >= optimized
-        return len(trained) == self._trained_most
+        return len(trained) == self._trained_most or done >= 2 * _MOST
 
     # Weights
 
     def send(self, source: RankGroup, destination: RankGroup, *payload: Any) -> Future:
-        self.program.sync(source.name, destination.name)
+        issued = IssuedCall([], self.incidents, self.deadlines.peers, on_read=self._note_read)
+        self._sources[issued] = self.program.sync(source.name, destination.name)
         moved = Known(PlaceholderMetrics(bytes=0.0, seconds=0.0))
-        return Future((RankOutput(moved, None, CallOrigin(source.name, 0, "sync_weights")),))
+        return Future((RankOutput(moved, None, CallOrigin(source.name, 0, "sync_weights"), issued),))
 
 
 def _unchecked(operation: Operation, with_texts: bool) -> Operation:

@@ -382,9 +382,9 @@ def _nodes(graph: Graph, moved: Sequence[WeightMove]) -> list[Node]:
         edges = graph.into(call.name)
         before = {(places[edge.source], edge.distance) for edge in edges}
         if move := for_call.get(call.name):
-            source = (places[move.source], move.distance)
-            data = {(places[edge.source], edge.distance) for edge in edges if edge.kind == "data"}
-            nodes.append(Node(number[call.name], number[move.source], (source,)))
-            before = (before - {source}) | (data & {source}) | {(places[call.name] - 1, 0)}
+            first = {(places[edge.source], edge.distance) for edge in edges if edge.kind == "driver"}
+            first.add((places[move.source], move.distance))
+            nodes.append(Node(number[call.name], number[move.source], tuple(sorted(first))))
+            before = before - first | {(places[call.name] - 1, 0)}
         nodes.append(Node(number[call.name], None, tuple(sorted(before))))
     return nodes

@@ -15,7 +15,7 @@ from hybridflow.errors import ConfigError, nearest
 from hybridflow.models.spec import ModelSpec
 
 Kind = Literal["generation", "inference", "training", "function"]
-EdgeKind = Literal["data", "parameters"]
+EdgeKind = Literal["data", "parameters", "driver"]
 HELPER = "hybridflow"
 """The group of the controller worker: it has no device, and is no part of a placement."""
 
@@ -41,9 +41,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Edge:
-    """`target` waits for `source`: for columns that it wrote ("data"), or for the weights that it stepped.
-
-    A "data" edge without columns: the driver reads what `source` wrote before it issues `target`.
+    """`target` waits for `source`: for columns that it wrote ("data"), for the weights that it stepped ("parameters"),
+    or because the driver reads what it wrote before it issues `target` ("driver"); then so do moves of its weights.
 
     `distance` is 0 within an iteration and 1 from the iteration before.
     """
@@ -153,6 +152,7 @@ class GraphBuilder:
     _versions: dict[str, Source] = field(default_factory=dict)
     _waits: set[Source] = field(default_factory=set)
     _upstream: dict[Source, set[Source]] = field(default_factory=dict)
+    _latest: dict[str, Source] = field(default_factory=dict)
 
     def begin(self) -> None:
         self.iteration += 1
@@ -192,20 +192,27 @@ class GraphBuilder:
             for source in sources:
                 self._edges.setdefault((source, name, "data"), {})[column] = None
         if group in self._versions:
-            self._edges.setdefault((self._versions[group], name, "parameters"), {})
+            self._edges[self._versions[group], name, "parameters"] = {}
+        self._edges.update({(source, name, "driver"): {} for source in self._waits})
         here, before = Source(name, self.iteration), {source for source, target, _ in self._edges if target == name}
-        for source in self._waits - before - self._behind(before):  # the others follow from what it reads
-            self._edges[source, name, "data"] = {}
-        before |= self._waits
         self._upstream[here] = before | self._behind(before)
+        self._latest[group] = here
         if kind == "training":
             self._versions[group] = here
         return here
 
-    def sync(self, source: str, destination: str) -> None:
-        """`destination` has the weights of `source` from now on: what uses them waits for who stepped those."""
+    def latest(self, *groups: str) -> tuple[Source, ...]:
+        """The last call of each of these groups: what the groups do next comes after it."""
+        return tuple(self._latest[group] for group in groups if group in self._latest)
+
+    def sync(self, source: str, destination: str) -> tuple[Source, ...]:
+        """`destination` has the weights of `source` from now on: what uses them waits for who stepped those. Returns
+        the calls that come before the move."""
+        calls = self.latest(source, destination)
         if source in self._versions:
             self._versions[destination] = self._versions[source]
+            calls += (self._versions[source],)
+        return calls
 
     def graph(self) -> Graph:
         """Errors: ConfigError when nothing was called."""
@@ -220,7 +227,24 @@ class GraphBuilder:
         calls = tuple(self._as_planned(call) for call in self._calls.values())
         models = {call.group: self.models.get(call.group) for call in calls}
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
-        return Graph(calls, tuple(edges), models, self.trained, strategies)
+        graph = Graph(calls, tuple(edges), models, self.trained, strategies)
+        return replace(graph, edges=self._without_implied(graph))
+
+    def _without_implied(self, graph: Graph) -> tuple[Edge, ...]:
+        """The edges, without those of the driver that follow from what the call waits for; where its weights may move
+        first, from what these wait for."""
+        sources: dict[str, set[Source]] = {}
+        for edge in graph.edges:
+            before = sources.setdefault(edge.target, set())
+            if edge.kind != "driver":
+                before.add(Source(edge.source, self.iteration - edge.distance))
+        sources |= {move.target: {Source(move.source, self.iteration - move.distance)} for move in moves(graph)}
+        implied = {target: before | self._behind(before) for target, before in sources.items()}
+        return tuple(
+            edge
+            for edge in graph.edges
+            if edge.kind != "driver" or Source(edge.source, self.iteration - edge.distance) not in implied[edge.target]
+        )
 
     def _as_planned(self, call: Call) -> Call:
         """With rows relative to all rows; a group without a model computes a function."""

@@ -142,7 +142,7 @@ EXPECTED: dict[str, dict[str, dict[str, str]]] = {
     "dapo": {
         GENERATE: {},
         REWARD: {GENERATE: "response response_ids"},
-        OLD: {GENERATE: TOKENS, REWARD: ""},  # the sampler reads which groups differ
+        OLD: {GENERATE: TOKENS},
         ADVANTAGE: {REWARD: "rewards", GENERATE: "response_mask"},
         UPDATE: {GENERATE: TEXTS, OLD: "old_log_probs", ADVANTAGE: "advantages"},
     },
@@ -170,6 +170,8 @@ def test_graph_of_a_recipe(recipe: str, small: Path, tmp_path: Path, monkeypatch
     if recipe == "safe_rlhf":  # the second update steps what the first has stepped
         last = last - {(f"{UPDATE}#2", f"{UPDATE}#2", 1)} | {(UPDATE, f"{UPDATE}#2", 0)}
     assert versions(graph) == last
+    reads = {(REWARD, OLD)} if recipe == "dapo" else set()  # the sampler reads which groups differ
+    assert {(edge.source, edge.target) for edge in graph.edges if edge.kind == "driver"} == reads
     assert graph.trained == frozenset(steps)
     assert found.rows == 128
     assert all(call.rows == 1.0 for call in graph.calls)
@@ -299,7 +301,7 @@ def test_a_loop_of_ones_own(small: Path):
         (OLD, second, "data", 0): {"old_log_probs"},
         (ADVANTAGE, second, "data", 0): {"advantages"},
         ("teacher.mark", "teacher.learn", "data", 0): {"marks"},
-        (first, "teacher.learn", "data", 0): set(),  # the driver reads its metrics
+        (first, "teacher.learn", "driver", 0): set(),  # the driver reads its metrics
         (second, draw, "parameters", 1): set(),  # by way of sync_weights
         (second, OLD, "parameters", 1): set(),
         (second, first, "parameters", 1): set(),
