@@ -189,10 +189,9 @@ class TraceBackend:
         operation = operations(ranks.worker_class)[call.method]
         if self._recording:
             with self._not_by_driver():
-                recorded = operation.kind or rows  # others, such as save, come after the group's calls
-                self._sources[issued] = (
-                    self._record(ranks, call, operation, rows, due) if recorded else self.program.latest(ranks.name)
-                )
+                after = self.program.latest(ranks.name)  # of save and others without rows
+                made = self._record(ranks, call, operation, rows, due) if operation.kind or rows else after
+                self._sources[issued] = made
         return RankOutput(ref, due, CallOrigin(ranks.name, 0, call.method), issued)
 
     def _record(

@@ -233,18 +233,17 @@ class GraphBuilder:
     def _without_implied(self, graph: Graph) -> tuple[Edge, ...]:
         """The edges, without those of the driver that follow from what the call waits for; where its weights may move
         first, from what these wait for."""
-        sources: dict[str, set[Source]] = {}
+        moved = {move.target: {Source(move.source, self.iteration - move.distance)} for move in moves(graph)}
+        needed = []
         for edge in graph.edges:
-            before = sources.setdefault(edge.target, set())
-            if edge.kind != "driver":
-                before.add(Source(edge.source, self.iteration - edge.distance))
-        sources |= {move.target: {Source(move.source, self.iteration - move.distance)} for move in moves(graph)}
-        implied = {target: before | self._behind(before) for target, before in sources.items()}
-        return tuple(
-            edge
-            for edge in graph.edges
-            if edge.kind != "driver" or Source(edge.source, self.iteration - edge.distance) not in implied[edge.target]
-        )
+            others = [other for other in graph.into(edge.target) if other.kind != "driver"]
+            before = moved.get(edge.target, {self._source(other) for other in others})
+            if edge.kind != "driver" or self._source(edge) not in before | self._behind(before):
+                needed.append(edge)
+        return tuple(needed)
+
+    def _source(self, edge: Edge) -> Source:
+        return Source(edge.source, self.iteration - edge.distance)
 
     def _as_planned(self, call: Call) -> Call:
         """With rows relative to all rows; a group without a model computes a function."""
