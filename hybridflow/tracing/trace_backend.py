@@ -41,7 +41,8 @@ from hybridflow.topology import RankGrid
 
 ITERATIONS = 3  # the third is typical, even if the first has no data yet
 _MOST = 64  # limit for a loop in which a group with an optimizer never trains
-_MOST_CALLS, _MOST_READS = 1024, 16384  # in an iteration that ends; reads between two calls
+_MOST_CALLS, _MOST_READS = 4096, 16384  # in an iteration
+_MOST_GUESSED = 1024  # calls of an iteration whose results are read
 _CHARACTERS = 4  # of a token, in texts that are not tokenised yet
 _TEXTS = ("prompt", "response")
 _PER_TOKEN = ("_ids", "_mask", "log_probs", "values", "advantages", "returns")
@@ -99,7 +100,7 @@ class TraceBackend:
         self._sequence, self.incidents = itertools.count(1), Incidents()
         self._recording = self._has_loader = self.guessed = False
         self._reads_of_driver, self._trained_most = True, 0
-        self._calls = self._reads = 0  # since the iteration began, since the last call
+        self._calls = self._reads = 0  # since the iteration began
         self._endless = ""
         self._sources: dict[IssuedCall, tuple[Source, ...]] = {}  # the calls of the loop that a result comes from
         self._scratch = contextlib.ExitStack()
@@ -170,9 +171,9 @@ class TraceBackend:
     def issue(
         self, ranks: RankGroup, calls: Sequence[RankCall | None], partners: frozenset[str] = frozenset()
     ) -> list[RankOutput | None]:
-        self._calls, self._reads = self._calls + 1, 0
-        if self._calls > _MOST_CALLS:
-            self._end(f"issued {_MOST_CALLS} calls, the last of {ranks.name}")
+        self._calls += 1
+        if self._calls > (most := _MOST_GUESSED if self._recording and self._reads else _MOST_CALLS):
+            self._end(f"issued {most:,} calls, the last of {ranks.name}")
         issued = IssuedCall([], self.incidents, self.deadlines.peers, on_read=self._note_read)
         return [None if call is None else self._answer(ranks, call, issued) for call in calls]
 
@@ -227,7 +228,7 @@ class TraceBackend:
         if self._reads_of_driver:
             self.guessed, self._reads = True, self._reads + 1
             if self._reads > _MOST_READS:
-                self._end(f"read results {_MOST_READS} times without a call between")
+                self._end(f"read results {_MOST_READS:,} times")
             self.program.wait(self._sources.get(issued, ()))
 
     def _end(self, what: str) -> None:
@@ -279,7 +280,7 @@ class TraceBackend:
             self._recording = False
             raise TraceEndedError
         self.program.begin()
-        self._recording, self._calls = True, 0
+        self._recording, self._calls, self._reads = True, 0, 0
 
     def seen_enough(self) -> bool:
         """Whether the last iteration is typical: it trains every group with an optimizer. If none does (a group is only

@@ -395,11 +395,39 @@ def test_a_loop_until_results_are_good(step: Callable[..., Any]):
     def driver():
         pool, given = hf.ResourcePool(1), groups()
         actor, reward = (given[name].worker_class.on(pool, **given[name].settings) for name in ("actor", "reward"))
-        step(Batch({"prompt": ["a"] * 4}), actor, reward)
+        for prompts in hf.PromptLoader([{"prompt": "a"}] * 4, batch_size=2):
+            step(prompts, actor, reward)
 
     with pytest.raises(ConfigError, match="trace makes results up"):
         trace_driver(driver)
     check_driver(driver)  # says nothing of a loop whose results it does not know
+
+
+def test_a_loop_before_the_loop_until_results_are_good():
+    def driver():
+        given = groups()["actor"]
+        actor = given.worker_class.on(hf.ResourcePool(1), **given.settings)
+        while not actor.generate_sequences(Batch({"prompt": ["a"]})).get("response")["response"][0]:
+            pass
+
+    with pytest.raises(ConfigError, match="has issued 4,096 calls"):
+        trace_driver(driver)
+
+
+def test_many_calls_before_the_loop():
+    """A warm-up, whose figures the driver reads, is no loop without an end."""
+
+    def driver():
+        given = groups()["actor"]
+        actor = given.worker_class.on(hf.ResourcePool(1), **given.settings)
+        text = {"row_id": torch.arange(1)} | {key: [torch.tensor([1])] for key in ("prompt_ids", "response_ids")}
+        text = Batch(text | {"response_mask": [torch.tensor([True])]})
+        for _ in range(1100):
+            actor.update_actor(text, loss="sft").get()
+        for prompts in hf.PromptLoader([{"prompt": "a"}] * 4, batch_size=2):
+            actor.update_actor(actor.generate_sequences(prompts), loss="sft")
+
+    assert [call.name for call in trace_driver(driver).graph.calls] == [GENERATE, UPDATE]
 
 
 def test_a_loop_that_never_trains_as_much_again():
