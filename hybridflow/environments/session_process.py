@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.environments.acting import Caller, Ending, failure_of
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session import ContextFull, Session, Turn
@@ -34,7 +34,7 @@ Act = Callable[[Mapping[str, Any], Session, Caller], Any]
 @dataclass(frozen=True)
 class SessionProcess:
     """What a process needs: `act` for each row, the tokenizer of `checkpoint`, and `seconds` for each call of the
-    user's functions. `options` go to the chat template."""
+    user's functions. `options` go to the chat template. A copy in another process has read the tokenizer."""
 
     act: Act
     checkpoint: str
@@ -42,10 +42,21 @@ class SessionProcess:
     seconds: float
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Callable[..., SessionProcess], tuple[Any, ...]]:
+        return _loaded, (self.act, self.checkpoint, self.stop_ids, self.seconds, self.options)
+
     def __call__(self, connection: socket.socket) -> None:
         """Serve the host at the other end of `connection` until it closes it."""
         connection.setblocking(False)
         asyncio.run(_Running(self).serve(connection))
+
+
+def _loaded(act: Act, checkpoint: str, *rest: Any) -> SessionProcess:
+    _ = _tokenizer(checkpoint)
+    return SessionProcess(act, checkpoint, *rest)
+
+
+_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 
 
 class _Running:
@@ -54,7 +65,6 @@ class _Running:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, int], asyncio.Future[Turn]] = {}
         self._asked = 0
-        self._tokenizer: Tokenizer | None = None
         self._renderers = lru_cache(maxsize=64)(self._new_renderer)
 
     async def serve(self, connection: socket.socket) -> None:
@@ -110,9 +120,7 @@ class _Running:
         return self._renderers(json.dumps(list(tools)))
 
     def _new_renderer(self, tools: str) -> ChatRenderer:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._given.checkpoint)
-        return ChatRenderer(self._tokenizer, self._given.stop_ids, json.loads(tools), self._given.options)
+        return ChatRenderer(_tokenizer(self._given.checkpoint), self._given.stop_ids, json.loads(tools), self._given.options)
 
     def _say(self, *message: Any) -> None:
         data = json.dumps(message).encode()
