@@ -119,7 +119,7 @@ class ProcessPool:
     def _reset(self) -> None:
         self._process_id = os.getpid()
         self._lock = threading.Lock()
-        self._template: _Template | None = None
+        self._template: Template | None = None
         self._finalizer: weakref.finalize | None = None
 
     def _check_process(self) -> None:
@@ -162,17 +162,17 @@ class ProcessPool:
                     ) from None
         return [found[index] for index in range(len(calls))]
 
-    def _running(self) -> _Template:
+    def _running(self) -> Template:
         if self._template is not None and self._template.alive:
             return self._template
         self._stop()
-        self._template = _Template(pickled(self.function), self.workers, self.memory_mb)
+        self._template = Template(pickled(self.function), self.workers, self.memory_mb)
         self._finalizer = weakref.finalize(self, self._template.close)
         return self._template
 
 
 @dataclass(eq=False)
-class _Worker:
+class Worker:
     """One worker process: `call` is the index of the call that it runs, which may take `limit` seconds until `due`."""
 
     pid: int
@@ -209,15 +209,18 @@ class _Worker:
         os.close(self.ended)
 
 
-class _Template:
-    """The template process, started here, and its workers. Errors: RewardError when it cannot load the function."""
+class Template:
+    """The template process, started here, and its workers. Errors: RewardError when it cannot load the function.
 
-    def __init__(self, function: bytes, most: int, memory_mb: float | None) -> None:
-        self.workers: list[_Worker] = []
+    With `serves`, a worker calls `function(connection)` once, with its end of the socket, in place of answering calls.
+    """
+
+    def __init__(self, function: bytes, most: int, memory_mb: float | None, serves: bool = False) -> None:
+        self.workers: list[Worker] = []
         self._most, self._owner = most, os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as setup:
-            pickle.dump({"function": function, "memory_mb": memory_mb, "owner": self._owner}, setup)
+            pickle.dump({"function": function, "memory_mb": memory_mb, "owner": self._owner, "serves": serves}, setup)
             setup.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
@@ -244,7 +247,7 @@ class _Template:
         self._socket.settimeout(_PATIENCE)
         if broken:
             self.close()
-            raise _not_loaded(f"{broken}. What it imports must be installed and on sys.path where it runs")
+            raise not_loaded(f"{broken}. What it imports must be installed and on sys.path where it runs")
 
     @property
     def alive(self) -> bool:
@@ -271,7 +274,7 @@ class _Template:
                     send(worker.socket, calls[worker.call])
             starting = sum(not worker.ready for worker in self.workers)
             for _ in range(min(self._most - len(self.workers), len(waiting) - starting)):
-                self._fork()
+                self.fork()
             due = min((worker.due for worker in self.workers if worker.busy), default=0.0)
             self._step(max(0.0, due - time.monotonic()), found)
         self._ask("sweep")
@@ -298,7 +301,8 @@ class _Template:
             raise ConnectionError("the template process has ended")
         return json.loads(answer)
 
-    def _fork(self) -> None:
+    def fork(self) -> Worker:
+        """Errors: OSError when the template process has ended."""
         ours, theirs = socket.socketpair()
         read, printed = os.pipe()
         output = io.FileIO(read)
@@ -310,7 +314,18 @@ class _Template:
         pid = self._answer()
         os.set_blocking(read, False)
         ours.settimeout(_TRANSFER)
-        self.workers.append(_Worker(pid, ours, os.pidfd_open(pid), output, _LOADING, time.monotonic() + _LOADING))
+        self.workers.append(Worker(pid, ours, os.pidfd_open(pid), output, _LOADING, time.monotonic() + _LOADING))
+        return self.workers[-1]
+
+    def end(self, worker: Worker) -> str:
+        """Kill the worker and what it started. Returns how it ended. Errors: OSError without the template process."""
+        self._ask("end", worker.pid)
+        status = self._answer()
+        self.workers.remove(worker)
+        while worker.listen():
+            pass
+        worker.close()
+        return _ending(os.waitstatus_to_exitcode(status), bytes(worker.said))
 
     def _step(self, seconds: float, found: dict[int, Outcome]) -> None:
         """Wait for output, answers and ends of workers, and take them; end workers that are late."""
@@ -325,7 +340,7 @@ class _Template:
             elif worker.busy and worker.due <= time.monotonic():
                 self._end(worker, found, f"took longer than {worker.limit:g} s")
 
-    def _read(self, worker: _Worker, found: dict[int, Outcome]) -> None:
+    def _read(self, worker: Worker, found: dict[int, Outcome]) -> None:
         """Take a message of the worker; end one that has ended, or sent something else than its own loop would."""
         try:
             message = receive(worker.socket)
@@ -336,7 +351,7 @@ class _Template:
         except Exception as error:  # written by the function: reading it may raise anything
             return self._end(worker, found, f"answered with what cannot be read: {reason_of(error)}")
         if kind == "broken":
-            raise _not_loaded(value)
+            raise not_loaded(value)
         if kind == "ready":
             worker.ready = True
         elif worker.call is None:
@@ -346,17 +361,12 @@ class _Template:
             worker.call = None
         return None
 
-    def _end(self, worker: _Worker, found: dict[int, Outcome], why: str | None = None) -> None:
-        """Kill the worker and what it started; its call, if it had one, has failed."""
-        self._ask("end", worker.pid)
-        status = self._answer()
-        self.workers.remove(worker)
-        while worker.listen():
-            pass
-        worker.close()
-        why = why or _ending(os.waitstatus_to_exitcode(status), bytes(worker.said))
+    def _end(self, worker: Worker, found: dict[int, Outcome], why: str | None = None) -> None:
+        """End the worker; its call, if it had one, has failed."""
+        ending = self.end(worker)
+        why = why or ending
         if not worker.ready:
-            raise _not_loaded(why)
+            raise not_loaded(why)
         if worker.call is not None:
             found[worker.call] = Outcome(None, why)
 
@@ -380,8 +390,8 @@ def pickled(function: Callable[..., Any], otherwise: str = "") -> bytes:
         ) from error
 
 
-def _not_loaded(why: str) -> RewardError:
-    return RewardError(f"the reward function cannot be loaded in a worker process: it {why}.")
+def not_loaded(why: str) -> RewardError:
+    return RewardError(f"the function cannot be loaded in a worker process: it {why}.")
 
 
 def _positive(value: Any) -> bool:

@@ -181,6 +181,9 @@ def _work(
         return
     _limit_memory(setup["memory_mb"])
     send(connection, pickle.dumps(("ready", None)))
+    if setup["serves"]:
+        run(connection)
+        return
     while True:
         call = receive(connection)
         try:

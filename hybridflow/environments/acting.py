@@ -1,0 +1,291 @@
+"""The three ways to act: functions as tools, an environment, and a program of the user's own. Each is a loop around a
+Session, run by `session_process.py`; what a loop ends with is an Ending."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from hybridflow.environments.rendering import Message
+from hybridflow.environments.session import ContextFull, Session
+from hybridflow.environments.tool_calls import ToolCall
+from hybridflow.environments.tools import schema_of
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.calling import reason_of
+from hybridflow.settings import is_number
+
+Stop = Literal["answer", "done", "turns", "length", "failure"]
+"""Why a trajectory ended: the model answered without calling a tool, the environment or program was done, `max_turns`
+were taken, a turn or the context had no room, or the environment failed."""
+STOPS: tuple[Stop, ...] = ("answer", "done", "turns", "length", "failure")
+_MOST_THREADS = 256
+LARGEST_TEXT = 1 << 18
+"""Characters of one answer of a tool or an environment."""
+
+
+class EnvironmentFailure(Exception):
+    """An environment, tool or program did not do its part: it was late, died, or answered with nonsense."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Of one trajectory: why it ended, its reward (None: the environment gives none), and figures to report."""
+
+    stop: Stop
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Caller:
+    """Calls the user's functions with a deadline of `seconds` each: async ones on the event loop, others in threads.
+
+    A thread cannot be ended, so a late call keeps its own; `stuck` counts them.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.stuck = seconds, 0
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="environment")
+
+    async def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Errors: EnvironmentFailure for a call that is late; what the function raises."""
+        threaded = not inspect.iscoroutinefunction(inspect.unwrap(function))
+        try:
+            async with asyncio.timeout(self.seconds) as clock:
+                if threaded:
+                    loop = asyncio.get_running_loop()
+                    value = await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+                else:
+                    value = function(*args, **kwargs)
+                return await value if inspect.isawaitable(value) else value
+        except TimeoutError:
+            if not clock.expired():
+                raise  # the function's own
+            self.stuck += threaded
+            raise EnvironmentFailure(f"{what} took longer than {self.seconds:g} s") from None
+
+
+def text_of(what: str, value: Any) -> str:
+    """An answer as text. Errors: EnvironmentFailure for one that is too large."""
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > LARGEST_TEXT:
+        raise EnvironmentFailure(f"{what} answered with {len(text)} characters; at most {LARGEST_TEXT} are read")
+    return text
+
+
+def _reward(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise EnvironmentFailure(f"{what} gave the reward {value!r}, which is no number")
+    number = float(value)
+    if not is_number(number) or number in (float("inf"), float("-inf")):
+        raise EnvironmentFailure(f"{what} gave the reward {number}, which is not finite")
+    return number
+
+
+@dataclass(frozen=True)
+class _Tools:
+    """Functions that the model calls, by name, for one conversation."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    schemas: Sequence[Mapping[str, Any]]
+
+    async def use(self, calls: Sequence[ToolCall], caller: Caller, metrics: dict[str, float]) -> list[Message]:
+        """The tools' answers, in order; all are made at once. What a tool raises is an answer, too."""
+
+        async def one(number: int, call: ToolCall) -> Message:
+            metrics["tool_calls"] = metrics.get("tool_calls", 0.0) + 1
+            text = call.error or self._unfit(call)
+            if not text:
+                try:
+                    answer = await caller.call(f"tool {call.name}", self.functions[call.name], **call.arguments)
+                    answered = text_of(f"tool {call.name}", answer)
+                    return _answer(number, call, answered)
+                except EnvironmentFailure:
+                    raise
+                except Exception as error:  # the tool's own
+                    text = f"{type(error).__name__}: {error}"
+            metrics["tool_errors"] = metrics.get("tool_errors", 0.0) + 1
+            return _answer(number, call, f"Error: {text}"[:LARGEST_TEXT])
+
+        return list(await asyncio.gather(*(one(number, call) for number, call in enumerate(calls))))
+
+    def _unfit(self, call: ToolCall) -> str:
+        if call.name not in self.functions:
+            return f"there is no tool {call.name!r}; the tools are {', '.join(sorted(self.functions))}."
+        try:
+            inspect.signature(self.functions[call.name]).bind(**call.arguments)
+        except TypeError as error:
+            return f"{call.name}: {error}."
+        return ""
+
+
+def _answer(number: int, call: ToolCall, text: str) -> Message:
+    return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": call.name, "content": text}
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    prompt = row.get("prompt")
+    if prompt is None:
+        return []
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+@dataclass(frozen=True)
+class ToolLoop:
+    """The model calls `tools` until it answers without a call."""
+
+    tools: tuple[Callable[..., Any], ...]
+    max_turns: int
+
+    @cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [schema_of(tool) for tool in self.tools]
+
+    async def __call__(self, row: Mapping[str, Any], session: Session, caller: Caller) -> Ending:
+        names = [schema["function"]["name"] for schema in self.schemas]
+        tools = _Tools(dict(zip(names, self.tools, strict=True)), self.schemas)
+        return await _converse(messages_of(row), tools, self.max_turns, session, caller)
+
+
+async def _converse(
+    messages: list[Message], tools: _Tools, max_turns: int, session: Session, caller: Caller
+) -> Ending:
+    for turn in range(max_turns):
+        try:
+            said = await session.answer(messages, tools.schemas)
+        except ContextFull:
+            return Ending("length")
+        if said.turn.end == "length":
+            return Ending("length")
+        if not said.calls:
+            return Ending("answer")
+        if turn + 1 < max_turns:
+            messages = [*messages, said.message, *await tools.use(said.calls, caller, session.metrics)]
+    return Ending("turns")
+
+
+@dataclass(frozen=True)
+class EnvironmentLoop:
+    """The model acts in an environment that `make()` builds for each trajectory, see `hf.Environment`."""
+
+    make: Callable[[], Any]
+    max_turns: int
+
+    async def __call__(self, row: Mapping[str, Any], session: Session, caller: Caller) -> Ending:
+        name = getattr(self.make, "__name__", type(self.make).__name__)
+        one = await caller.call(name, self.make)
+        try:
+            begun = await caller.call(f"{name}.reset", one.reset, **_wanted(one.reset, row))
+            messages = _begin(f"{name}.reset", messages_of(row), begun)
+            if hasattr(one, "step"):
+                return await self._play(name, one, messages, session, caller)
+            methods = public_methods(one)
+            tools = _Tools(methods, [schema_of(method) for method in methods.values()])
+            ending = await _converse(messages, tools, self.max_turns, session, caller)
+            reward = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
+            return Ending(ending.stop, reward)
+        finally:
+            if hasattr(one, "close"):
+                await caller.call(f"{name}.close", one.close)
+
+    async def _play(
+        self, name: str, one: Any, messages: list[Message], session: Session, caller: Caller
+    ) -> Ending:
+        total, stop = 0.0, "turns"
+        for _ in range(self.max_turns):
+            try:
+                said = await session.answer(messages)
+            except ContextFull:
+                stop = "length"
+                break
+            found = await caller.call(f"{name}.step", one.step, said.message["content"])
+            if not isinstance(found, tuple) or len(found) != 3:
+                raise EnvironmentFailure(f"{name}.step returned {found!r}; it must be (observation, reward, done)")
+            observation, reward, done = found
+            total += _reward(f"{name}.step", reward)
+            if done:
+                stop = "done"
+                break
+            if said.turn.end == "length":
+                stop = "length"
+                break
+            seen = _observed(f"{name}.step", observation)
+            messages = [*messages, said.message, *seen]
+        if hasattr(one, "get_reward"):
+            total = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
+        return Ending(stop, total)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`solve(row, model)` of the user's own; it returns the reward, or {"reward": ..., figure: number}."""
+
+    solve: Callable[[Mapping[str, Any], Session], Any]
+
+    async def __call__(self, row: Mapping[str, Any], session: Session, caller: Caller) -> Ending:
+        name = getattr(self.solve, "__name__", type(self.solve).__name__)
+        try:
+            async with asyncio.timeout(caller.seconds) as clock:
+                session.limited(clock, caller.seconds)
+                found = await self.solve(row, session)
+        except ContextFull:
+            return Ending("length")
+        except TimeoutError:
+            if not clock.expired():
+                raise  # the program's own
+            raise EnvironmentFailure(f"{name} took longer than {caller.seconds:g} s between turns of the model") from None
+        if isinstance(found, Mapping):
+            figures = {str(key): _reward(f"{name} ({key})", value) for key, value in found.items()}
+            return Ending("done", figures.pop("reward", None), figures)
+        return Ending("done", None if found is None else _reward(name, found))
+
+
+def public_methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The methods that are tools: public ones of the class and its bases, without those of the contract."""
+    contract = {"reset", "step", "get_reward", "close"}
+    names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in contract]
+    return {name: value for name in names if callable(value := getattr(environment, name))}
+
+
+def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that `function` takes: all, or those that it names."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(row)
+    return {one.name: row[one.name] for one in parameters if one.name in row}
+
+
+def _begin(what: str, messages: list[Message], begun: Any) -> list[Message]:
+    """The conversation after `reset`: its text joins the last question, or is one; its messages follow."""
+    if begun is None or begun == "":
+        if not messages:
+            raise EnvironmentFailure(f"{what} returned nothing, and the row has no prompt: the model is asked nothing")
+        return messages
+    seen = _observed(what, begun)
+    last = messages[-1] if messages else None
+    if isinstance(begun, str) and last is not None and last["role"] == "user" and isinstance(last["content"], str):
+        return [*messages[:-1], {**last, "content": last["content"] + "\n\n" + begun}]
+    return [*messages, *seen]
+
+
+def _observed(what: str, found: Any) -> list[Message]:
+    if isinstance(found, str):
+        return [{"role": "user", "content": text_of(what, found)}]
+    good = isinstance(found, list) and found and all(isinstance(one, Mapping) and "role" in one for one in found)
+    if not good:
+        raise EnvironmentFailure(f"{what} returned {found!r}; it must be text or a list of messages")
+    return found
+
+
+def failure_of(error: BaseException) -> str:
+    """Why a trajectory failed, in words."""
+    return str(error) if isinstance(error, EnvironmentFailure) else reason_of(error)
+
+
+def check_turns(max_turns: Any) -> None:
+    if type(max_turns) is not int or max_turns < 1:
+        raise ConfigError(f"max_turns={max_turns!r}: give a whole number of at least 1.")

@@ -1,0 +1,144 @@
+"""Session: the model as an agent sees it, inside the process that runs the agent. What it says is sampled and recorded
+by the model's host; here messages become token ids, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.environments.rendering import ChatRenderer, Message
+from hybridflow.environments.tool_calls import ToolCall
+from hybridflow.errors import PromptError
+
+
+class ContextFull(PromptError):
+    """The conversation leaves no room for a response within the context of the model."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model said in one turn: token ids (the stop token included), their log-probabilities under the sampling
+    policy, and whether it ended by itself ("stop") or by its length ("length")."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    end: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn as a message of the assistant (`role`, `content`, `tool_calls`), and its calls of tools, damaged ones too."""
+
+    message: dict[str, Any]
+    calls: list[ToolCall]
+    turn: Turn
+
+
+@dataclass
+class _Past:
+    messages: list[Message]
+    ids: list[int]  # up to the model's last word
+    turn: list[int]
+
+
+Sampler = Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Turn]]
+"""The model's next turn after these ids, with `max_tokens` or `stop` in place of the call's."""
+
+
+@dataclass
+class Session:
+    """One conversation under way, or several that an agent holds with the model for one row.
+
+    `base_url` and `api_key`: the same model for a client of OpenAI's API.
+    """
+
+    _sample: Sampler
+    _renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer]
+    base_url: str = ""
+    api_key: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    _past: list[_Past] = field(default_factory=list)
+    _clock: asyncio.Timeout | None = None
+    _seconds: float = 0.0
+    _open: int = 0  # turns that the model is asked for
+
+    def limited(self, clock: asyncio.Timeout, seconds: float) -> None:
+        """The agent has `seconds` from one turn of the model to the next, by `clock`."""
+        self._clock, self._seconds = clock, seconds
+
+    async def _turn(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
+        self._open += 1
+        if self._clock is not None:
+            self._clock.reschedule(None)
+        try:
+            return await self._sample(ids, sampling)
+        finally:
+            self._open -= 1
+            if self._clock is not None and not self._open and not self._clock.expired():
+                self._clock.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+    async def generate(self, ids: Sequence[int], **sampling: Any) -> Turn:
+        """The model's next turn after token ids. `sampling`: `max_tokens`, `stop`.
+
+        Errors: PromptError for ids that are none of the model's, ContextFull.
+        """
+        return await self._turn(list(ids), sampling)
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
+    ) -> dict[str, Any]:
+        """The assistant's next message, with `tool_calls` where it calls tools. `tools` are JSON schemas.
+
+        Messages that the model wrote before are recognised, and their token ids used as they were sampled.
+        Errors: as `generate`; PromptError for messages that the chat template refuses.
+        """
+        return (await self.answer(messages, tools, **sampling)).message
+
+    async def answer(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **sampling: Any
+    ) -> Answer:
+        """As `chat`, with the turn's tokens and the calls that are damaged."""
+        renderer = self._renderer(tools)
+        ids = self._continued(renderer, messages) or renderer.prompt(messages)
+        turn = await self._turn(ids, sampling)
+        message, calls = renderer.answer(turn.token_ids)
+        self._past.append(_Past([*messages, message], [*ids, *turn.token_ids], turn.token_ids))
+        return Answer(message, calls, turn)
+
+    def _continued(self, renderer: ChatRenderer, messages: Sequence[Message]) -> list[int] | None:
+        """The ids of the longest past that `messages` continue, and theirs; None where there is none."""
+        for past in sorted(reversed(self._past), key=lambda past: -len(past.messages)):
+            size = len(past.messages)
+            if size < len(messages) and all(map(same, past.messages, messages)):
+                more = renderer.extension(past.messages, messages[size:], past.turn)
+                if more is not None:
+                    return past.ids + more
+        return None
+
+
+def same(one: Message, other: Message) -> bool:
+    """Whether two messages say the same: clients leave out, rename and reformat what does not matter."""
+    return _said(one) == _said(other)
+
+
+def _said(message: Message) -> Any:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    calls = [
+        (call.get("function", {}).get("name"), _arguments(call.get("function", {}).get("arguments")))
+        for call in message.get("tool_calls") or []
+    ]
+    return message.get("role"), content or "", calls
+
+
+def _arguments(given: Any) -> Any:
+    if isinstance(given, str):
+        try:
+            return json.loads(given)
+        except ValueError:
+            return given
+    return given

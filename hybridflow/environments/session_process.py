@@ -1,0 +1,132 @@
+"""The process that runs agents: an event loop, one task for each trajectory, and threads only while a call of the
+user's functions lasts. Forked from a template (`rewards/template_process.py`), it can be killed at any time.
+
+Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling],
+["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its own:
+("start", key, row), ("turn", key, number, token_ids, log_probs, end), ("full", key, number, why),
+("refused", key, number, why), ("drop", key).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.environments.acting import Caller, Ending, failure_of
+from hybridflow.environments.rendering import ChatRenderer
+from hybridflow.environments.session import ContextFull, Session, Turn
+from hybridflow.errors import PromptError
+
+LENGTH = struct.Struct("!Q")
+BEAT = 1.0  # seconds between two signs of life
+
+Act = Callable[[Mapping[str, Any], Session, Caller], Any]
+
+
+@dataclass(frozen=True)
+class SessionProcess:
+    """What a process needs: `act` for each row, the tokenizer of `checkpoint`, and `seconds` for each call of the
+    user's functions. `options` go to the chat template. A copy in another process has read the tokenizer."""
+
+    act: Act
+    checkpoint: str
+    stop_ids: tuple[int, ...]
+    seconds: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Callable[..., SessionProcess], tuple[Any, ...]]:
+        return _loaded, (self.act, self.checkpoint, self.stop_ids, self.seconds, self.options)
+
+    def __call__(self, connection: socket.socket) -> None:
+        """Serve the host at the other end of `connection` until it closes it."""
+        connection.setblocking(False)
+        asyncio.run(_Running(self).serve(connection))
+
+
+def _loaded(act: Act, checkpoint: str, *rest: Any) -> SessionProcess:
+    _ = _tokenizer(checkpoint)
+    return SessionProcess(act, checkpoint, *rest)
+
+
+_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+
+
+class _Running:
+    def __init__(self, given: SessionProcess) -> None:
+        self._given, self._caller = given, Caller(given.seconds)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._turns: dict[tuple[int, int], asyncio.Future[Turn]] = {}
+        self._asked = 0
+        self._renderers = lru_cache(maxsize=64)(self._new_renderer)
+
+    async def serve(self, connection: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=connection)
+        beats = asyncio.create_task(self._beat())
+        try:
+            while True:
+                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                self._take(*pickle.loads(await reader.readexactly(size)))
+        except asyncio.IncompleteReadError:
+            return  # the host is gone, or wants no more
+        finally:
+            beats.cancel()
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _take(self, what: str, key: int, *rest: Any) -> None:
+        if what == "start":
+            self._tasks[key] = asyncio.create_task(self._run(key, *rest))
+        elif what == "drop":
+            if (task := self._tasks.pop(key, None)) is not None:
+                task.cancel()
+        elif (asked := self._turns.pop((key, rest[0]), None)) is not None and not asked.done():
+            if what == "turn":
+                asked.set_result(Turn(*rest[1:]))
+            else:
+                asked.set_exception((ContextFull if what == "full" else PromptError)(rest[1]))
+
+    async def _run(self, key: int, row: Mapping[str, Any]) -> None:
+        """One trajectory, to its end."""
+
+        async def sample(ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
+            self._asked += 1
+            self._turns[key, self._asked] = asked = asyncio.get_running_loop().create_future()
+            self._say("turn", key, self._asked, list(ids), dict(sampling))
+            return await asked
+
+        session, stuck = Session(sample, self._renderer), self._caller.stuck
+        try:
+            ending: Ending = await self._given.act(row, session, self._caller)
+            metrics = session.metrics | dict(ending.metrics)
+            self._say("end", key, asdict(ending) | {"metrics": metrics})
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the user's code, whose SystemExit must not end the others either
+            self._say("failed", key, failure_of(error))
+        finally:
+            self._tasks.pop(key, None)
+            if self._caller.stuck > stuck:
+                self._say("stuck", self._caller.stuck)
+
+    def _renderer(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
+        return self._renderers(json.dumps(list(tools)))
+
+    def _new_renderer(self, tools: str) -> ChatRenderer:
+        return ChatRenderer(_tokenizer(self._given.checkpoint), self._given.stop_ids, json.loads(tools), self._given.options)
+
+    def _say(self, *message: Any) -> None:
+        data = json.dumps(message).encode()
+        self._writer.write(LENGTH.pack(len(data)) + data)
+
+    async def _beat(self) -> None:
+        while True:
+            self._say("beat")
+            await asyncio.sleep(BEAT)

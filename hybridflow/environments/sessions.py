@@ -1,0 +1,333 @@
+"""Sessions: the trajectories that a model's host has under way, and the processes in which their agents run.
+
+    start -> waiting -> running: poll gives turns to sample, answer returns them -> take
+
+What the model said is kept here, so a process can die at any time: its trajectories run again in another, and get the
+same answers to the same ids. Those that were in a process that died share the next one with fewer others, so the one
+that kills its process is alone in the end, and fails alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from typing import Any
+
+from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.environments.acting import STOPS, Ending
+from hybridflow.environments.session_process import LENGTH, SessionProcess
+from hybridflow.environments.trajectory import Trajectory
+from hybridflow.rewards.process_pool import Template, Worker, not_loaded, pickled
+from hybridflow.rewards.template_process import LARGEST_MESSAGE
+
+_TOGETHER = (1 << 30, 32, 4, 1)
+"""The most trajectories in one process, by the number of processes that died with them."""
+_SPARE = 8  # further processes for these
+_SILENT = 30.0  # seconds beyond the limit of a call until a process without a sign of life is killed
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A turn to sample: `number` is the process's word for it, `seed` its draws."""
+
+    key: int
+    number: int
+    ids: list[int]
+    seed: int
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A trajectory's end; `failure` says why an environment did not do its part."""
+
+    trajectory: Trajectory
+    ending: Ending
+    failure: str | None = None
+
+
+@dataclass
+class _Said:
+    ids: list[int]
+    sampling: dict[str, Any]
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    end: str
+    used: bool = True
+
+
+@dataclass
+class _Session:
+    key: int
+    row: Mapping[str, Any]
+    seed: int
+    said: list[_Said] = field(default_factory=list)
+    turns: int = 0  # asked for in this life
+    deaths: int = 0
+    asked: dict[int, Asked] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Process:
+    worker: Worker
+    level: int
+    seen: float
+    sessions: dict[int, _Session] = field(default_factory=dict)
+    retiring: bool = False
+    incoming: bytearray = field(default_factory=bytearray)
+    outgoing: bytearray = field(default_factory=bytearray)
+    ready: bool = False
+
+
+class Sessions:
+    """At most `concurrency` trajectories at once, in `workers` processes that run `process`.
+
+    Errors: RewardError when it cannot be loaded in a process.
+    """
+
+    def __init__(self, process: SessionProcess, workers: int, concurrency: int) -> None:
+        self._given, self._workers, self._most = process, workers, concurrency
+        self._template: Template | None = None
+        self._processes: list[_Process] = []
+        self._waiting: deque[_Session] = deque()
+        self._finished: dict[int, Finished] = {}
+        self._looked = 0.0
+
+    @property
+    def running(self) -> int:
+        return sum(len(process.sessions) for process in self._processes)
+
+    @property
+    def under_way(self) -> int:
+        """Trajectories that have not ended."""
+        return len(self._waiting) + self.running
+
+    def start(self, key: int, row: Mapping[str, Any], seed: int) -> None:
+        """Run the agent for `row`. `key` names the trajectory, `seed` decides its draws."""
+        self._waiting.append(_Session(key, row, seed))
+
+    def take(self) -> dict[int, Finished]:
+        """The trajectories that have ended since the last call, by key."""
+        found, self._finished = self._finished, {}
+        return found
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """End these trajectories without a result."""
+        gone = set(keys)
+        self._waiting = deque(one for one in self._waiting if one.key not in gone)
+        for process in self._processes:
+            for key in gone & process.sessions.keys():
+                del process.sessions[key]
+                self._tell(process, "drop", key)
+
+    def poll(self, seconds: float) -> list[Asked]:
+        """The turns that agents ask for, waiting up to `seconds` for the first; may be empty."""
+        out: list[Asked] = []
+        self._place()
+        due = time.monotonic() + seconds
+        while self._processes:
+            self._step(max(0.0, due - time.monotonic()) if not out else 0.0, out)
+            self._place()
+            if out or self._finished or time.monotonic() >= due:
+                break
+        return out
+
+    def answer(
+        self, asked: Asked, token_ids: list[int], log_probs: list[float], versions: list[int], end: str
+    ) -> None:
+        """The model's turn for what was asked."""
+        if (found := self._session(asked)) is None:
+            return
+        process, session = found
+        session.said.append(_Said(asked.ids, asked.sampling, token_ids, log_probs, versions, end))
+        self._tell(process, "turn", asked.key, asked.number, token_ids, log_probs, end)
+
+    def refuse(self, asked: Asked, why: str, full: bool) -> None:
+        """The model cannot be given these ids; `full`: they leave no room for a response."""
+        if (found := self._session(asked)) is not None:
+            self._tell(found[0], "full" if full else "refused", asked.key, asked.number, why)
+
+    def close(self) -> None:
+        """Kill the processes. May be called twice; `start` begins anew."""
+        self._waiting.clear()
+        for process in self._processes:
+            process.sessions.clear()
+        self._processes.clear()
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    def _session(self, asked: Asked) -> tuple[_Process, _Session] | None:
+        for process in self._processes:
+            session = process.sessions.get(asked.key)
+            if session is not None and session.asked.pop(asked.number, None) is asked:
+                return process, session
+        return None
+
+    def _place(self) -> None:
+        """Give waiting trajectories to processes."""
+        room = self._most - self.running
+        for _ in range(min(room, len(self._waiting))):
+            session = self._waiting.popleft()
+            process = self._process_for(session.deaths)
+            if process is None:
+                self._waiting.append(session)
+                continue
+            session.turns, session.asked = 0, {}
+            for said in session.said:
+                said.used = False
+            process.sessions[session.key] = session
+            self._tell(process, "start", session.key, session.row)
+
+    def _process_for(self, level: int) -> _Process | None:
+        open_ = [
+            one
+            for one in self._processes
+            if one.level == level and not one.retiring and len(one.sessions) < _TOGETHER[level]
+        ]
+        of_level = [one for one in self._processes if (one.level > 0) == (level > 0) and not one.retiring]
+        most = _SPARE if level else self._workers
+        if (not open_ or (level == 0 and all(one.sessions for one in open_))) and len(of_level) < most:
+            return self._fork(level)
+        return min(open_, key=lambda one: len(one.sessions), default=None)
+
+    def _fork(self, level: int) -> _Process:
+        if self._template is None or not self._template.alive:
+            self._template = Template(pickled(self._given), self._workers, None, serves=True)
+        worker = self._template.fork()
+        worker.socket.setblocking(False)
+        self._processes.append(_Process(worker, level, time.monotonic()))
+        return self._processes[-1]
+
+    def _step(self, seconds: float, out: list[Asked]) -> None:
+        """Wait for messages and ends of processes, and take them; kill processes that are silent."""
+        now = time.monotonic()
+        if now - self._looked > 1.0:  # nobody was listening: silence says nothing
+            for process in self._processes:
+                process.seen = now
+        writers = [process for process in self._processes if process.outgoing]
+        for process in writers:
+            self._send(process)
+        ends = [end for process in self._processes for end in process.worker.ends]
+        ready = connection.wait(ends, min(seconds, 0.05) if any(one.outgoing for one in writers) else seconds)
+        self._looked = now = time.monotonic()
+        limit = self._given.seconds + _SILENT
+        for process in list(self._processes):
+            worker = process.worker
+            if worker.output in ready:
+                _ = worker.listen()
+            if worker.socket in ready and self._receive(process, out):
+                process.seen = now
+            elif worker.ended in ready or worker.socket in ready:
+                self._lost(process, None)
+            elif process.sessions and now - process.seen > limit:
+                self._lost(process, f"did not answer for {limit:g} s")
+            elif process.retiring and not process.sessions:
+                self._lost(process, None)
+
+    def _receive(self, process: _Process, out: list[Asked]) -> bool:
+        """Read what there is; False at the end of the process, or of its good sense."""
+        try:
+            piece = process.worker.socket.recv(1 << 20)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not piece:
+            return False
+        process.incoming += piece
+        while len(process.incoming) >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(process.incoming)
+            if size > LARGEST_MESSAGE:
+                return False
+            if len(process.incoming) < LENGTH.size + size:
+                break
+            message = bytes(process.incoming[LENGTH.size : LENGTH.size + size])
+            del process.incoming[: LENGTH.size + size]
+            if not process.ready:  # the template's own word that it has loaded
+                kind, why = pickle.loads(message)
+                if kind != "ready":
+                    raise not_loaded(why)
+                process.ready = True
+                continue
+            try:
+                self._heard(process, json.loads(message), out)
+            except (ValueError, TypeError, KeyError, IndexError):
+                return False
+        return True
+
+    def _heard(self, process: _Process, message: list[Any], out: list[Asked]) -> None:
+        what = message[0]
+        if what == "stuck":
+            process.retiring = True
+        if what not in ("turn", "end", "failed") or (session := process.sessions.get(message[1])) is None:
+            return
+        if what == "turn":
+            self._asked(process, session, *message[2:], out=out)
+            return
+        del process.sessions[session.key]
+        if what == "failed":
+            self._end(session, Ending("failure"), str(message[2]))
+            return
+        ending = Ending(**message[2])
+        if ending.stop not in STOPS:
+            raise ValueError(ending.stop)
+        self._end(session, ending, None)
+
+    def _asked(
+        self, process: _Process, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], *, out: Any
+    ) -> None:
+        turn, session.turns = session.turns, session.turns + 1
+        for said in session.said:
+            if not said.used and said.ids == ids and said.sampling == sampling:
+                said.used = True
+                self._tell(process, "turn", session.key, number, said.token_ids, said.log_probs, said.end)
+                return
+        seed = session.seed if turn == 0 else derived_seed(session.seed, turn)
+        session.asked[number] = asked = Asked(session.key, number, ids, seed, sampling)
+        out.append(asked)
+
+    def _end(self, session: _Session, ending: Ending, failure: str | None) -> None:
+        trajectory = Trajectory()
+        for said in session.said:
+            if said.used:
+                trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions)
+        self._finished[session.key] = Finished(trajectory, ending, failure)
+
+    def _lost(self, process: _Process, why: str | None) -> None:
+        """A process has ended, or is ended here: its trajectories run again in others."""
+        self._processes.remove(process)
+        try:
+            assert self._template is not None
+            ending = self._template.end(process.worker)
+        except OSError:  # the template has ended with all of its workers
+            self._template, ending = None, "ended when something killed the template process"
+            process.worker.close()
+        for session in process.sessions.values():
+            session.deaths += 1
+            if session.deaths < len(_TOGETHER):
+                self._waiting.append(session)
+            else:
+                self._end(session, Ending("failure"), f"its process {why or ending}, with nothing else in it")
+
+    def _tell(self, process: _Process, *message: Any) -> None:
+        data = pickle.dumps(message)
+        process.outgoing += LENGTH.pack(len(data)) + data
+        self._send(process)
+
+    def _send(self, process: _Process) -> None:
+        with suppress(BlockingIOError, OSError):  # its end is noticed next
+            sent = process.worker.socket.send(process.outgoing)
+            del process.outgoing[:sent]
+
+
+def default_workers() -> int:
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))

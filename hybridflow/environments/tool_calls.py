@@ -1,0 +1,225 @@
+"""CallFormat: how a chat template writes the calls of tools, read off the template itself, and how to read them back.
+
+A template is asked to write one call whose name, arguments and values are known. Three forms cover the models of the
+field: JSON with the name and the arguments (Hermes and Qwen, Llama 3, Mistral), a name before the JSON of its arguments
+(DeepSeek), and marks around names and values (Qwen-Coder, GLM).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.errors import ConfigError
+
+_NAME, _KEYS, _VALUES = "qzname", ("qzfirst", "qzsecond"), ("qzone", "qztwo")
+PROBE = {"name": _NAME, "arguments": dict(zip(_KEYS, _VALUES, strict=True))}
+"""The call that a template is asked to write."""
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call as the model wrote it. `error`: why it cannot be made; `name` and `arguments` may then be missing."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Reads the calls in what a model wrote. Made by `call_format`."""
+
+    begin: str  # what stands before a call; "" where a response is either a call or text
+    read: Callable[[str, int], tuple[list[ToolCall], int]]  # calls that begin at a position, and where they end
+    end: str
+
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        """What the model said beside its calls, and the calls, in order. A call that is damaged has an `error`."""
+        if not self.begin:
+            return self._bare(text)
+        said, found, at = [], [], 0
+        while (start := text.find(self.begin, at)) >= 0:
+            said.append(text[at:start])
+            calls, at = self._next(text, start + len(self.begin))
+            found += calls
+        return "".join([*said, text[at:]]).strip(), found
+
+    def _next(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        try:
+            calls, at = self.read(text, at)
+        except ValueError as error:
+            return [ToolCall("", error=f"the call cannot be read: {error}")], _after(text, self.end, at, found=False)
+        return calls, _after(text, self.end, at)
+
+    def _bare(self, text: str) -> tuple[str, list[ToolCall]]:
+        body = text.strip()
+        try:
+            calls, at = self.read(body, 0)
+        except ValueError:
+            return body, []
+        while at < len(body):  # several calls, one after another
+            try:
+                more, at = self.read(body, at + len(body[at:]) - len(body[at:].lstrip(" \n;,")))
+            except ValueError:
+                return body, []
+            calls += more
+        return "", calls
+
+
+def call_format(written: str) -> CallFormat:
+    """The format of `written`: what a template makes of the assistant's call PROBE, without what surrounds the turn.
+
+    Errors: ConfigError for a template that does not write calls, or in none of the known forms.
+    """
+    if _NAME not in written:
+        raise ConfigError(
+            "the chat template of this model leaves out calls of tools: it was made for a model that makes none. Give "
+            "a model whose template writes `tool_calls`, or an environment that reads plain text."
+        )
+    return _json(written) or _named_json(written) or _marked(written)
+
+
+def _json(written: str) -> CallFormat | None:
+    """JSON with name and arguments, alone or in a list."""
+    for start in _objects(written):
+        value, end = _DECODER.raw_decode(written, start)
+        body = value[0] if isinstance(value, list) and len(value) == 1 else value
+        keys = _keys(body) if isinstance(body, dict) else None
+        if keys is not None:
+            begin, rest = _mark(written[:start]), _mark(written[end:])
+            return CallFormat(begin, lambda text, at: _read_json(text, at, keys), rest)
+    return None
+
+
+def _keys(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The keys of a call's name and arguments; None where `body` is not the probe."""
+    inner = body.get("function") if isinstance(body.get("function"), dict) else body
+    assert isinstance(inner, Mapping)
+    name = next((key for key, value in inner.items() if value == _NAME), None)
+    arguments = next((key for key, value in inner.items() if _as_object(value) == PROBE["arguments"]), None)
+    return None if name is None or arguments is None else (name, arguments)
+
+
+def _read_json(text: str, at: int, keys: tuple[str, str]) -> tuple[list[ToolCall], int]:
+    value, end = _DECODER.raw_decode(text, _skip(text, at))
+    found = []
+    for one in value if isinstance(value, list) else [value]:
+        body = one.get("function", one) if isinstance(one, dict) else None
+        body = body if isinstance(body, dict) else one
+        if not isinstance(body, dict) or not isinstance(body.get(keys[0]), str):
+            raise ValueError(f"it needs {keys[0]!r} and {keys[1]!r}")
+        arguments = _as_object(body.get(keys[1], {}))
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{keys[1]!r} must be an object")
+        found.append(ToolCall(body[keys[0]], arguments))
+    return found, end
+
+
+def _named_json(written: str) -> CallFormat | None:
+    """A name, a mark, and the JSON of the arguments."""
+    at = written.index(_NAME)
+    for start in _objects(written, at):
+        value, end = _DECODER.raw_decode(written, start)
+        if value == PROBE["arguments"]:
+            begin, between = _mark(written[:at]), written[at + len(_NAME) : start]
+            if not begin or not between.strip():
+                return None
+
+            def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+                name, mark, _ = text[at:].partition(between.strip())
+                if not mark:
+                    raise ValueError(f"{between.strip()!r} is missing after the name")
+                value, end = _DECODER.raw_decode(text, _skip(text, at + len(name) + len(mark)))
+                if not isinstance(value, dict):
+                    raise ValueError("the arguments must be an object")
+                return [ToolCall(name.strip(), value)], end
+
+            return CallFormat(begin, read, _mark(written[end:]))
+    return None
+
+
+def _marked(written: str) -> CallFormat:
+    """Marks around the name and around each argument and value."""
+    spots = [written.find(part) for part in (_NAME, _KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])]
+    if -1 in spots or spots != sorted(spots):
+        raise ConfigError(
+            f"the chat template writes calls of tools in a form that is not known: {written!r}. Give an environment "
+            f"that reads plain text, or change the template to one of the known forms (docs/environments.md)."
+        )
+    name, key, value, key2, value2 = spots
+    begin = _mark(written[:name])
+    head = written[name + len(_NAME) : key]  # the end of the name, then the mark before a key
+    middle = written[key + len(_KEYS[0]) : value].strip()
+    between = written[value + len(_VALUES[0]) : key2]  # the end of a value, then the mark before a key
+    tail = written[value2 + len(_VALUES[1]) :]
+    size = next(n for n in range(min(len(head), len(between)), -1, -1) if head.endswith(between[len(between) - n :]))
+    before = between[len(between) - size :].strip()
+    after = between[: len(between) - size].strip()
+    named = head[: len(head) - size].strip()
+    end = _mark(tail.strip().removeprefix(after))
+    if not begin or not before or not middle or not after:
+        raise ConfigError(f"the chat template writes calls of tools without marks around them: {written!r}.")
+    pair = re.compile(rf"\s*{re.escape(before)}(.*?){re.escape(middle)}(.*?)\s*{re.escape(after)}", re.DOTALL)
+    stop = re.compile("|".join(re.escape(mark) for mark in (named, before, end) if mark))
+
+    def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+        found = stop.search(text, at)
+        if found is None:
+            raise ValueError(f"{(named or end)!r} is missing after the name")
+        called = text[at : found.start()].strip()
+        at = found.end() if named and found.group() == named else found.start()
+        arguments: dict[str, Any] = {}
+        while (one := pair.match(text, at)) is not None:
+            arguments[one[1].strip()], at = _value(one[2].strip("\n")), one.end()
+        return [ToolCall(called, arguments)], at
+
+    return CallFormat(begin, read, end)
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON: a number, a list; text otherwise."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _as_object(value: Any) -> Any:
+    return _value(value) if isinstance(value, str) and value[:1] == "{" else value
+
+
+def _objects(text: str, at: int = 0) -> Sequence[int]:
+    """Where JSON objects or lists begin, outermost first."""
+    found = []
+    for match in re.finditer(r"[\[{]", text[at:]):
+        try:
+            _ = _DECODER.raw_decode(text, at + match.start())
+        except ValueError:
+            continue
+        found.append(at + match.start())
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    return at + len(text[at:]) - len(text[at:].lstrip())
+
+
+def _mark(text: str) -> str:
+    """The last line of what stands before a call, or the first of what follows it, without blanks."""
+    return text.strip()
+
+
+def _after(text: str, mark: str, at: int, found: bool = True) -> int:
+    """Past the closing mark: the next one, where the call itself could not be read."""
+    if not mark:
+        return len(text) if not found else at
+    if found:
+        start = _skip(text, at)
+        return start + len(mark) if text.startswith(mark, start) else at
+    where = text.find(mark, at)
+    return len(text) if where < 0 else where + len(mark)

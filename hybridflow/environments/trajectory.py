@@ -1,0 +1,78 @@
+"""Trajectory: what a model said in one conversation, as rows to train on (token in, token out).
+
+A turn begins with the ids that the model is given. Where these continue a row, the ids between are the environment's and
+join the row, masked; where they do not (the history was rendered in another way, or an agent asks about something else),
+a new row begins with them as its prompt. So each sampled token is in exactly one row, as it was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+NO_TURN = -1
+"""In `turn_ids`: a token that the model did not write."""
+
+
+@dataclass(slots=True)
+class TrajectoryRow:
+    """One row: a prompt, and the response to it, of which `response_mask` marks what the model wrote.
+
+    `log_probs` are 0 on other tokens, `turn_ids` NO_TURN, and `policy_version` that of the token before.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    response_mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    policy_version: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def begins(self, ids: Sequence[int]) -> bool:
+        """Whether `ids` are this row's tokens and something after them."""
+        start = len(self.prompt_ids)
+        return (
+            len(ids) >= self.length
+            and list(ids[:start]) == self.prompt_ids
+            and list(ids[start : self.length]) == self.token_ids
+        )
+
+    def _add(
+        self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], mask: bool, turn: int
+    ) -> None:
+        self.token_ids += ids
+        self.response_mask += [mask] * len(ids)
+        self.log_probs += log_probs
+        self.policy_version += versions
+        self.turn_ids += [turn] * len(ids)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The rows of one conversation, in the order in which they began. `turns` counts what the model said."""
+
+    rows: list[TrajectoryRow] = field(default_factory=list)
+    turns: int = 0
+
+    def add(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        """One turn: the ids that the model was given, all of them, and what it sampled."""
+        row = self._row(prompt_ids)
+        row._add(token_ids, log_probs, versions, True, self.turns)
+        self.turns += 1
+
+    def _row(self, ids: Sequence[int]) -> TrajectoryRow:
+        """The longest row that `ids` continue, with the environment's ids, or a new one."""
+        row = max((row for row in self.rows if row.begins(ids)), key=lambda row: row.length, default=None)
+        if row is None:
+            row = TrajectoryRow(list(ids))
+            self.rows.append(row)
+        else:
+            between = ids[row.length :]
+            row._add(between, [0.0] * len(between), row.policy_version[-1:] * len(between), False, NO_TURN)
+        return row

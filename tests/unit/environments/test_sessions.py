@@ -1,0 +1,183 @@
+"""Agents in processes of their own: what they ask for, how they end, and what becomes of the others when one dies."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
+from hybridflow.environments.session_process import SessionProcess
+from hybridflow.environments.sessions import Finished, Sessions
+from hybridflow.environments.trajectory import NO_TURN
+from tests.example_templates import byte_tokenizer, tokenizer_of
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def misbehave(how: str) -> str:
+    """Do something.
+
+    Args:
+        how: What to do.
+    """
+    if how == "hang":
+        time.sleep(1000)
+    if how == "die":
+        os._exit(3)
+    if how == "large":
+        return "x" * 10_000_000
+    if how == "raise":
+        raise KeyError(how)
+    return how
+
+
+class Guess:
+    """Higher or lower."""
+
+    def reset(self, number: int) -> str:
+        self.number, self.closed = number, False
+        return "Guess a number."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        guess = int(text)
+        return ("higher" if guess < self.number else "lower"), float(guess == self.number), guess == self.number
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer("qwen3").save_pretrained(directory)
+    return str(directory)
+
+
+def call(name: str, **arguments) -> str:
+    import json
+
+    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+
+
+def run(act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 1, concurrency: int = 100):
+    """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order."""
+    tokenizer, stop = tokenizer_of("qwen3")
+    sessions = Sessions(SessionProcess(act, checkpoint, (stop,), seconds), workers, concurrency)
+    found: dict[int, Finished] = {}
+    turns = dict.fromkeys(range(len(rows)), 0)
+    try:
+        for key, row in enumerate(rows):
+            sessions.start(key, row, seed=key)
+        due = time.monotonic() + 100
+        while sessions.under_way:
+            assert time.monotonic() < due
+            for asked in sessions.poll(0.1):
+                heard = tokenizer.raw.decode(asked.ids)
+                text = says(rows[asked.key], turns[asked.key], heard)
+                turns[asked.key] += 1
+                ids = [*tokenizer.raw.encode(text), stop]
+                sessions.answer(asked, ids, [-0.5] * len(ids), [7] * len(ids), "stop")
+            found |= sessions.take()
+    finally:
+        sessions.close()
+    return [found[key] for key in range(len(rows))]
+
+
+def test_tools_are_called_until_the_model_answers(checkpoint):
+    def says(row, turn, heard):
+        return call("add", a=row["a"], b=1) if turn == 0 else f"It is {heard.count('tool_response>')}."
+
+    rows = [{"prompt": "Add.", "a": number} for number in range(5)]
+    tokenizer, _ = tokenizer_of("qwen3")
+    for number, one in enumerate(run(ToolLoop((add,), 4), checkpoint, rows, says)):
+        assert (one.ending.stop, one.failure, one.trajectory.turns) == ("answer", None, 2)
+        assert one.ending.metrics == {"tool_calls": 1.0}
+        (row,) = one.trajectory.rows
+        masked = [token for token, mine in zip(row.token_ids, row.response_mask, strict=True) if not mine]
+        assert tokenizer.raw.decode(masked) == (
+            f"\n<|im_start|>user\n<tool_response>\n{number + 1}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert set(row.turn_ids) == {0, 1, NO_TURN}
+
+
+def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
+    rows = [{"prompt": "Go.", "how": how} for how in ("raise", "die", "hang", "large", "fine", "fine", "unknown")]
+
+    def says(row, turn, heard):
+        return (call("nothing") if row["how"] == "unknown" else call("misbehave", how=row["how"])) if turn == 0 else "ok"
+
+    raised, died, hung, large, *fine, unknown = run(ToolLoop((misbehave,), 4), checkpoint, rows, says, seconds=2.0)
+    assert raised.failure is None and raised.ending.metrics == {"tool_calls": 1.0, "tool_errors": 1.0}
+    assert unknown.failure is None and unknown.ending.metrics["tool_errors"] == 1.0
+    assert died.failure == "its process exited with code 3, with nothing else in it"
+    assert hung.failure == "tool misbehave took longer than 2 s"
+    assert large.failure == "tool misbehave answered with 10000000 characters; at most 262144 are read"
+    assert [one.failure for one in fine] == [None, None]
+    assert [one.trajectory.turns for one in fine] == [2, 2]
+
+
+def test_an_environment_of_text(checkpoint):
+    def says(row, turn, heard):
+        return str(turn)
+
+    rows = [{"number": number} for number in (0, 2, 9)]
+    found = run(EnvironmentLoop(Guess, 4), checkpoint, rows, says)
+    assert [(one.ending.stop, one.ending.reward, one.trajectory.turns) for one in found] == [
+        ("done", 1.0, 1), ("done", 1.0, 3), ("turns", 0.0, 4),
+    ]  # fmt: skip
+
+
+async def solve(row, model):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    answers = [await model.chat(messages) for _ in range(2)]
+    if row.get("late"):
+        await asyncio.sleep(100)
+    return {"reward": len(answers), "length": len(answers[0]["content"])}
+
+
+def test_a_program_of_the_users_own(checkpoint):
+    found = run(Program(solve), checkpoint, [{"prompt": "a"}, {"prompt": "b", "late": 1}], lambda *_: "x", seconds=1.0)
+    assert (found[0].ending.reward, found[0].ending.metrics) == (2.0, {"length": 1.0})
+    assert len(found[0].trajectory.rows) == 2  # the same question twice: neither continues the other
+    assert found[1].failure == "solve took longer than 1 s between turns of the model"
+
+
+class Fragile(Guess):
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if self.number == 5 and text == "1":
+            os._exit(1)
+        return super().step(text)
+
+
+def test_trajectories_of_a_process_that_died_go_on_with_what_the_model_said(checkpoint):
+    asked = []
+
+    def says(row, turn, heard):
+        asked.append((row["number"], heard))
+        return str(heard.count("<|im_start|>assistant") - 1)
+
+    rows = [{"number": number} for number in (5, *([3] * 40))]
+    died, *others = run(EnvironmentLoop(Fragile, 6), checkpoint, rows, says)
+    assert died.failure is not None and "exited with code 1" in died.failure
+    assert all((one.ending.reward, one.trajectory.turns) == (1.0, 4) for one in others)
+    assert sum(number == 3 for number, _ in asked) == 40 * 4  # nothing was sampled twice
+
+
+def test_a_process_that_does_not_answer_is_killed(checkpoint, monkeypatch):
+    monkeypatch.setattr("hybridflow.environments.sessions._SILENT", 1.0)
+
+    async def block(row, model):
+        if row["prompt"] == "block":
+            time.sleep(1000)
+        await model.chat([{"role": "user", "content": row["prompt"]}])
+        return 1.0
+
+    blocked, fine = run(Program(block), checkpoint, [{"prompt": "block"}, {"prompt": "a"}], lambda *_: "x", seconds=1.0)
+    assert blocked.failure == "its process did not answer for 2 s, with nothing else in it"
+    assert fine.ending.reward == 1.0
