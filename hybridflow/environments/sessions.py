@@ -138,22 +138,26 @@ class Sessions:
             self._place()
             if out or self._finished or time.monotonic() >= due:
                 break
-        return out
+        return [asked for asked in out if self._asking(asked) is not None]
 
     def answer(
         self, asked: Asked, token_ids: list[int], log_probs: list[float], versions: list[int], end: str
     ) -> None:
-        """The model's turn for what was asked."""
-        if (found := self._session(asked)) is None:
+        """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
+        if (session := self._found(asked.key)) is None:
             return
-        process, session = found
-        session.said.append(_Said(asked.ids, asked.sampling, token_ids, log_probs, versions, end))
-        self._tell(process, "turn", asked.key, asked.number, token_ids, log_probs, end)
+        process = self._asking(asked)
+        said = _Said(asked.ids, asked.sampling, token_ids, log_probs, versions, end, used=process is not None)
+        session.said.append(said)
+        if process is not None:
+            del session.asked[asked.number]
+            self._tell(process, "turn", asked.key, asked.number, token_ids, log_probs, end)
 
     def refuse(self, asked: Asked, why: str, full: bool) -> None:
         """The model cannot be given these ids; `full`: they leave no room for a response."""
-        if (found := self._session(asked)) is not None:
-            self._tell(found[0], "full" if full else "refused", asked.key, asked.number, why)
+        if (process := self._asking(asked)) is not None:
+            del process.sessions[asked.key].asked[asked.number]
+            self._tell(process, "full" if full else "refused", asked.key, asked.number, why)
 
     def close(self) -> None:
         """Kill the processes. May be called twice; `start` begins anew."""
@@ -165,12 +169,17 @@ class Sessions:
             self._template.close()
             self._template = None
 
-    def _session(self, asked: Asked) -> tuple[_Process, _Session] | None:
+    def _asking(self, asked: Asked) -> _Process | None:
+        """The process that waits for this turn; None where it has died since."""
         for process in self._processes:
             session = process.sessions.get(asked.key)
-            if session is not None and session.asked.pop(asked.number, None) is asked:
-                return process, session
+            if session is not None and session.asked.get(asked.number) is asked:
+                return process
         return None
+
+    def _found(self, key: int) -> _Session | None:
+        running = (process.sessions.get(key) for process in self._processes)
+        return next((one for one in (*running, *self._waiting) if one is not None and one.key == key), None)
 
     def _place(self) -> None:
         """Give waiting trajectories to processes."""

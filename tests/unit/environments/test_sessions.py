@@ -170,7 +170,7 @@ def test_trajectories_of_a_process_that_died_go_on_with_what_the_model_said(chec
 
 
 def test_a_process_that_does_not_answer_is_killed(checkpoint, monkeypatch):
-    monkeypatch.setattr("hybridflow.environments.sessions._SILENT", 1.0)
+    monkeypatch.setattr("hybridflow.environments.sessions._SILENT", 4.0)
 
     async def block(row, model):
         if row["prompt"] == "block":
@@ -179,5 +179,5 @@ def test_a_process_that_does_not_answer_is_killed(checkpoint, monkeypatch):
         return 1.0
 
     blocked, fine = run(Program(block), checkpoint, [{"prompt": "block"}, {"prompt": "a"}], lambda *_: "x", seconds=1.0)
-    assert blocked.failure == "its process did not answer for 2 s, with nothing else in it"
+    assert blocked.failure == "its process did not answer for 5 s, with nothing else in it"
     assert fine.ending.reward == 1.0
