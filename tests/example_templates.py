@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Chat templates in the manner of the families that models come from, and a tokenizer of bytes that has them."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The three ways to act: functions as tools, an environment, and a program of the user's own. Each is a loop around a
-Session, run by `session_process.py`; what a loop ends with is an Ending."""
+Conversation, run by `session_process.py`; what a loop ends with is an Ending."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from hybridflow.environments.conversation import ContextFullError, Conversation
 from hybridflow.environments.rendering import Message
-from hybridflow.environments.session import ContextFull, Session
 from hybridflow.environments.tool_calls import ToolCall
 from hybridflow.environments.tools import schema_of
 from hybridflow.errors import ConfigError
@@ -28,7 +28,7 @@ LARGEST_TEXT = 1 << 18
 """Characters of one answer of a tool or an environment."""
 
 
-class EnvironmentFailure(Exception):
+class EnvironmentCallError(Exception):
     """An environment, tool or program did not do its part: it was late, died, or answered with nonsense."""
 
 
@@ -41,7 +41,7 @@ class Ending:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Caller:
+class UserCalls:
     """Calls the user's functions with a deadline of `seconds` each: async ones on the event loop, others in threads.
 
     A thread cannot be ended, so a late call keeps its own; `stuck` counts them.
@@ -52,7 +52,7 @@ class Caller:
         self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="environment")
 
     async def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Errors: EnvironmentFailure for a call that is late; what the function raises."""
+        """Errors: EnvironmentCallError for a call that is late; what the function raises."""
         threaded = not inspect.iscoroutinefunction(inspect.unwrap(function))
         try:
             async with asyncio.timeout(self.seconds) as clock:
@@ -66,23 +66,23 @@ class Caller:
             if not clock.expired():
                 raise  # the function's own
             self.stuck += threaded
-            raise EnvironmentFailure(f"{what} took longer than {self.seconds:g} s") from None
+            raise EnvironmentCallError(f"{what} took longer than {self.seconds:g} s") from None
 
 
 def text_of(what: str, value: Any) -> str:
-    """An answer as text. Errors: EnvironmentFailure for one that is too large."""
+    """An answer as text. Errors: EnvironmentCallError for one that is too large."""
     text = value if isinstance(value, str) else str(value)
     if len(text) > LARGEST_TEXT:
-        raise EnvironmentFailure(f"{what} answered with {len(text)} characters; at most {LARGEST_TEXT} are read")
+        raise EnvironmentCallError(f"{what} answered with {len(text)} characters; at most {LARGEST_TEXT} are read")
     return text
 
 
 def _reward(what: str, value: Any) -> float:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise EnvironmentFailure(f"{what} gave the reward {value!r}, which is no number")
+        raise EnvironmentCallError(f"{what} gave the reward {value!r}, which is no number")
     number = float(value)
     if not is_number(number) or number in (float("inf"), float("-inf")):
-        raise EnvironmentFailure(f"{what} gave the reward {number}, which is not finite")
+        raise EnvironmentCallError(f"{what} gave the reward {number}, which is not finite")
     return number
 
 
@@ -93,7 +93,7 @@ class _Tools:
     functions: Mapping[str, Callable[..., Any]]
     schemas: Sequence[Mapping[str, Any]]
 
-    async def use(self, calls: Sequence[ToolCall], caller: Caller, metrics: dict[str, float]) -> list[Message]:
+    async def use(self, calls: Sequence[ToolCall], caller: UserCalls, metrics: dict[str, float]) -> list[Message]:
         """The tools' answers, in order; all are made at once. What a tool raises is an answer, too."""
 
         async def one(number: int, call: ToolCall) -> Message:
@@ -104,7 +104,7 @@ class _Tools:
                     answer = await caller.call(f"tool {call.name}", self.functions[call.name], **call.arguments)
                     answered = text_of(f"tool {call.name}", answer)
                     return _answer(number, call, answered)
-                except EnvironmentFailure:
+                except EnvironmentCallError:
                     raise
                 except Exception as error:  # the tool's own
                     text = f"{type(error).__name__}: {error}"
@@ -145,19 +145,19 @@ class ToolLoop:
     def schemas(self) -> list[dict[str, Any]]:
         return [schema_of(tool) for tool in self.tools]
 
-    async def __call__(self, row: Mapping[str, Any], session: Session, caller: Caller) -> Ending:
+    async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         names = [schema["function"]["name"] for schema in self.schemas]
         tools = _Tools(dict(zip(names, self.tools, strict=True)), self.schemas)
         return await _converse(messages_of(row), tools, self.max_turns, session, caller)
 
 
 async def _converse(
-    messages: list[Message], tools: _Tools, max_turns: int, session: Session, caller: Caller
+    messages: list[Message], tools: _Tools, max_turns: int, session: Conversation, caller: UserCalls
 ) -> Ending:
     for turn in range(max_turns):
         try:
             said = await session.answer(messages, tools.schemas)
-        except ContextFull:
+        except ContextFullError:
             return Ending("length")
         if said.turn.end == "length":
             return Ending("length")
@@ -175,7 +175,7 @@ class EnvironmentLoop:
     make: Callable[[], Any]
     max_turns: int
 
-    async def __call__(self, row: Mapping[str, Any], session: Session, caller: Caller) -> Ending:
+    async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         name = getattr(self.make, "__name__", type(self.make).__name__)
         one = await caller.call(name, self.make)
         try:
@@ -193,18 +193,18 @@ class EnvironmentLoop:
                 await caller.call(f"{name}.close", one.close)
 
     async def _play(
-        self, name: str, one: Any, messages: list[Message], session: Session, caller: Caller
+        self, name: str, one: Any, messages: list[Message], session: Conversation, caller: UserCalls
     ) -> Ending:
         total, stop = 0.0, "turns"
         for _ in range(self.max_turns):
             try:
                 said = await session.answer(messages)
-            except ContextFull:
+            except ContextFullError:
                 stop = "length"
                 break
             found = await caller.call(f"{name}.step", one.step, said.message["content"])
             if not isinstance(found, tuple) or len(found) != 3:
-                raise EnvironmentFailure(f"{name}.step returned {found!r}; it must be (observation, reward, done)")
+                raise EnvironmentCallError(f"{name}.step returned {found!r}; it must be (observation, reward, done)")
             observation, reward, done = found
             total += _reward(f"{name}.step", reward)
             if done:
@@ -224,20 +224,22 @@ class EnvironmentLoop:
 class Program:
     """`solve(row, model)` of the user's own; it returns the reward, or {"reward": ..., figure: number}."""
 
-    solve: Callable[[Mapping[str, Any], Session], Any]
+    solve: Callable[[Mapping[str, Any], Conversation], Any]
 
-    async def __call__(self, row: Mapping[str, Any], session: Session, caller: Caller) -> Ending:
+    async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         name = getattr(self.solve, "__name__", type(self.solve).__name__)
         try:
             async with asyncio.timeout(caller.seconds) as clock:
                 session.limited(clock, caller.seconds)
                 found = await self.solve(row, session)
-        except ContextFull:
+        except ContextFullError:
             return Ending("length")
         except TimeoutError:
             if not clock.expired():
                 raise  # the program's own
-            raise EnvironmentFailure(f"{name} took longer than {caller.seconds:g} s between turns of the model") from None
+            raise EnvironmentCallError(
+                f"{name} took longer than {caller.seconds:g} s between turns of the model"
+            ) from None
         if isinstance(found, Mapping):
             figures = {str(key): _reward(f"{name} ({key})", value) for key, value in found.items()}
             return Ending("done", figures.pop("reward", None), figures)
@@ -263,7 +265,7 @@ def _begin(what: str, messages: list[Message], begun: Any) -> list[Message]:
     """The conversation after `reset`: its text joins the last question, or is one; its messages follow."""
     if begun is None or begun == "":
         if not messages:
-            raise EnvironmentFailure(f"{what} returned nothing, and the row has no prompt: the model is asked nothing")
+            raise EnvironmentCallError(f"{what} returned nothing, and the row has no prompt to ask the model")
         return messages
     seen = _observed(what, begun)
     last = messages[-1] if messages else None
@@ -277,13 +279,13 @@ def _observed(what: str, found: Any) -> list[Message]:
         return [{"role": "user", "content": text_of(what, found)}]
     good = isinstance(found, list) and found and all(isinstance(one, Mapping) and "role" in one for one in found)
     if not good:
-        raise EnvironmentFailure(f"{what} returned {found!r}; it must be text or a list of messages")
+        raise EnvironmentCallError(f"{what} returned {found!r}; it must be text or a list of messages")
     return found
 
 
 def failure_of(error: BaseException) -> str:
     """Why a trajectory failed, in words."""
-    return str(error) if isinstance(error, EnvironmentFailure) else reason_of(error)
+    return str(error) if isinstance(error, EnvironmentCallError) else reason_of(error)
 
 
 def check_turns(max_turns: Any) -> None:

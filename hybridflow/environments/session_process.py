@@ -20,15 +20,15 @@ from functools import lru_cache
 from typing import Any
 
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.environments.acting import Caller, Ending, failure_of
+from hybridflow.environments.acting import Ending, UserCalls, failure_of
+from hybridflow.environments.conversation import ContextFullError, Conversation, Turn
 from hybridflow.environments.rendering import ChatRenderer
-from hybridflow.environments.session import ContextFull, Session, Turn
 from hybridflow.errors import PromptError
 
 LENGTH = struct.Struct("!Q")
 BEAT = 1.0  # seconds between two signs of life
 
-Act = Callable[[Mapping[str, Any], Session, Caller], Any]
+Act = Callable[[Mapping[str, Any], Conversation, UserCalls], Any]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ _tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 
 class _Running:
     def __init__(self, given: SessionProcess) -> None:
-        self._given, self._caller = given, Caller(given.seconds)
+        self._given, self._caller = given, UserCalls(given.seconds)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, int], asyncio.Future[Turn]] = {}
         self._asked = 0
@@ -91,7 +91,7 @@ class _Running:
             if what == "turn":
                 asked.set_result(Turn(*rest[1:]))
             else:
-                asked.set_exception((ContextFull if what == "full" else PromptError)(rest[1]))
+                asked.set_exception((ContextFullError if what == "full" else PromptError)(rest[1]))
 
     async def _run(self, key: int, row: Mapping[str, Any]) -> None:
         """One trajectory, to its end."""
@@ -102,7 +102,7 @@ class _Running:
             self._say("turn", key, self._asked, list(ids), dict(sampling))
             return await asked
 
-        session, stuck = Session(sample, self._renderer), self._caller.stuck
+        session, stuck = Conversation(sample, self._renderer), self._caller.stuck
         try:
             ending: Ending = await self._given.act(row, session, self._caller)
             metrics = session.metrics | dict(ending.metrics)
@@ -120,7 +120,9 @@ class _Running:
         return self._renderers(json.dumps(list(tools)))
 
     def _new_renderer(self, tools: str) -> ChatRenderer:
-        return ChatRenderer(_tokenizer(self._given.checkpoint), self._given.stop_ids, json.loads(tools), self._given.options)
+        return ChatRenderer(
+            _tokenizer(self._given.checkpoint), self._given.stop_ids, json.loads(tools), self._given.options
+        )
 
     def _say(self, *message: Any) -> None:
         data = json.dumps(message).encode()

@@ -24,7 +24,7 @@ from hybridflow.engines.vllm.seeds import derived_seed
 from hybridflow.environments.acting import STOPS, Ending
 from hybridflow.environments.session_process import LENGTH, SessionProcess
 from hybridflow.environments.trajectory import Trajectory
-from hybridflow.rewards.process_pool import Template, Worker, not_loaded, pickled
+from hybridflow.rewards.process_pool import PoolWorker, Template, not_loaded, pickled
 from hybridflow.rewards.template_process import LARGEST_MESSAGE
 
 _TOGETHER = (1 << 30, 32, 4, 1)
@@ -45,7 +45,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Finished:
+class EndedTrajectory:
     """A trajectory's end; `failure` says why an environment did not do its part."""
 
     trajectory: Trajectory
@@ -77,7 +77,7 @@ class _Session:
 
 @dataclass(eq=False)
 class _Process:
-    worker: Worker
+    worker: PoolWorker
     level: int
     seen: float
     sessions: dict[int, _Session] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Sessions:
         self._template: Template | None = None
         self._processes: list[_Process] = []
         self._waiting: deque[_Session] = deque()
-        self._finished: dict[int, Finished] = {}
+        self._finished: dict[int, EndedTrajectory] = {}
         self._looked = 0.0
 
     @property
@@ -114,7 +114,7 @@ class Sessions:
         """Run the agent for `row`. `key` names the trajectory, `seed` decides its draws."""
         self._waiting.append(_Session(key, row, seed))
 
-    def take(self) -> dict[int, Finished]:
+    def take(self) -> dict[int, EndedTrajectory]:
         """The trajectories that have ended since the last call, by key."""
         found, self._finished = self._finished, {}
         return found
@@ -140,9 +140,7 @@ class Sessions:
                 break
         return [asked for asked in out if self._asking(asked) is not None]
 
-    def answer(
-        self, asked: Asked, token_ids: list[int], log_probs: list[float], versions: list[int], end: str
-    ) -> None:
+    def answer(self, asked: Asked, token_ids: list[int], log_probs: list[float], versions: list[int], end: str) -> None:
         """The model's turn for what was asked. One that was asked in an earlier life is kept for when it is again."""
         if (session := self._found(asked.key)) is None:
             return
@@ -219,7 +217,7 @@ class Sessions:
     def _step(self, seconds: float, out: list[Asked]) -> None:
         """Wait for messages and ends of processes, and take them; kill processes that are silent."""
         now = time.monotonic()
-        if now - self._looked > 1.0:  # nobody was listening: silence says nothing
+        if now - self._looked > 1.0:  # silence says nothing: this process did not listen
             for process in self._processes:
                 process.seen = now
         writers = [process for process in self._processes if process.outgoing]
@@ -309,7 +307,7 @@ class Sessions:
         for said in session.said:
             if said.used:
                 trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions)
-        self._finished[session.key] = Finished(trajectory, ending, failure)
+        self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _lost(self, process: _Process, why: str | None) -> None:
         """A process has ended, or is ended here: its trajectories run again in others."""

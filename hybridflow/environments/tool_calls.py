@@ -92,7 +92,7 @@ def _json(written: str) -> CallFormat | None:
         keys = _keys(body) if isinstance(body, dict) else None
         if keys is not None:
             begin, rest = _mark(written[:start]), _mark(written[end:])
-            return CallFormat(begin, lambda text, at: _read_json(text, at, keys), rest)
+            return CallFormat(begin, lambda text, at, keys=keys: _read_json(text, at, keys), rest)
     return None
 
 
@@ -130,7 +130,7 @@ def _named_json(written: str) -> CallFormat | None:
             if not begin or not between.strip():
                 return None
 
-            def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+            def read(text: str, at: int, between: str = between) -> tuple[list[ToolCall], int]:
                 name, mark, _ = text[at:].partition(between.strip())
                 if not mark:
                     raise ValueError(f"{between.strip()!r} is missing after the name")

@@ -23,8 +23,8 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(tool)
     except Exception as error:  # transformers raises several kinds for what it cannot read
         raise ConfigError(
-            f"the tool {name} cannot be described to the model: {error} A tool needs a type hint for each argument, and "
-            f"a docstring that says what it does and has a line under Args: for each."
+            f"the tool {name} cannot be described to the model: {error} A tool needs a type hint for each argument, "
+            f"and a docstring that says what it does and has a line under Args: for each."
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Trajectory: what a model said in one conversation, as rows to train on (token in, token out).
 
-A turn begins with the ids that the model is given. Where these continue a row, the ids between are the environment's and
-join the row, masked; where they do not (the history was rendered in another way, or an agent asks about something else),
-a new row begins with them as its prompt. So each sampled token is in exactly one row, as it was sampled.
+A turn begins with the ids that the model is given. Where these continue a row, the ids between are the environment's
+and join the row, masked; where they do not (the history was rendered in another way, or an agent asks about something
+else), a new row begins with them as its prompt. So each sampled token is in exactly one row, as it was sampled.
 """
 
 from __future__ import annotations

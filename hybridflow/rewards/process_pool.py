@@ -172,7 +172,7 @@ class ProcessPool:
 
 
 @dataclass(eq=False)
-class Worker:
+class PoolWorker:
     """One worker process: `call` is the index of the call that it runs, which may take `limit` seconds until `due`."""
 
     pid: int
@@ -216,7 +216,7 @@ class Template:
     """
 
     def __init__(self, function: bytes, most: int, memory_mb: float | None, serves: bool = False) -> None:
-        self.workers: list[Worker] = []
+        self.workers: list[PoolWorker] = []
         self._most, self._owner = most, os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as setup:
@@ -301,7 +301,7 @@ class Template:
             raise ConnectionError("the template process has ended")
         return json.loads(answer)
 
-    def fork(self) -> Worker:
+    def fork(self) -> PoolWorker:
         """Errors: OSError when the template process has ended."""
         ours, theirs = socket.socketpair()
         read, printed = os.pipe()
@@ -314,10 +314,10 @@ class Template:
         pid = self._answer()
         os.set_blocking(read, False)
         ours.settimeout(_TRANSFER)
-        self.workers.append(Worker(pid, ours, os.pidfd_open(pid), output, _LOADING, time.monotonic() + _LOADING))
+        self.workers.append(PoolWorker(pid, ours, os.pidfd_open(pid), output, _LOADING, time.monotonic() + _LOADING))
         return self.workers[-1]
 
-    def end(self, worker: Worker) -> str:
+    def end(self, worker: PoolWorker) -> str:
         """Kill the worker and what it started. Returns how it ended. Errors: OSError without the template process."""
         self._ask("end", worker.pid)
         status = self._answer()
@@ -340,7 +340,7 @@ class Template:
             elif worker.busy and worker.due <= time.monotonic():
                 self._end(worker, found, f"took longer than {worker.limit:g} s")
 
-    def _read(self, worker: Worker, found: dict[int, Outcome]) -> None:
+    def _read(self, worker: PoolWorker, found: dict[int, Outcome]) -> None:
         """Take a message of the worker; end one that has ended, or sent something else than its own loop would."""
         try:
             message = receive(worker.socket)
@@ -361,7 +361,7 @@ class Template:
             worker.call = None
         return None
 
-    def _end(self, worker: Worker, found: dict[int, Outcome], why: str | None = None) -> None:
+    def _end(self, worker: PoolWorker, found: dict[int, Outcome], why: str | None = None) -> None:
         """End the worker; its call, if it had one, has failed."""
         ending = self.end(worker)
         why = why or ending

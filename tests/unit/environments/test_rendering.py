@@ -27,8 +27,8 @@ CALLS = {
     "qwen3": '<tool_call>\n{"name": "search", "arguments": {"query": "a b", "most": 3}}\n</tool_call>',
     "llama3": '{"name": "search", "parameters": {"query": "a b", "most": 3}}',
     "mistral": '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "a b", "most": 3}, "id": "abcdefghi"}]',
-    "marked": "<tool_call>\n<function=search>\n<parameter=query>\na b\n</parameter>\n<parameter=most>\n3\n</parameter>\n"
-    "</function>\n</tool_call>",
+    "marked": "<tool_call>\n<function=search>\n<parameter=query>\na b\n</parameter>\n<parameter=most>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
     "named_json": '<call>function<sep>search\n```json\n{"query": "a b", "most": 3}\n```</call>',
 }
 
@@ -74,8 +74,10 @@ def test_several_calls_and_what_is_said_between_them(template: str):
 def test_a_damaged_call_has_an_error_and_stays_visible(template: str, written: str):
     one = renderer(template, [SEARCH])
     message, calls = one.answer(sampled(one, written))
-    assert len(calls) == 1 and calls[0].error
-    assert "tool_calls" not in message and message["content"] == written
+    assert len(calls) == 1
+    assert calls[0].error
+    assert "tool_calls" not in message
+    assert message["content"] == written
 
 
 @pytest.mark.parametrize("template", WITH_TOOLS)
@@ -99,7 +101,8 @@ def test_extensions_follow_the_sampled_tokens():
     )
     cut = turn[:-1]  # ended by its length
     added = one.extension([*asked, message], [answer], cut)
-    assert added is not None and one.tokenizer.raw.decode(added).startswith("<|im_end|>\n<|im_start|>user")
+    assert added is not None
+    assert one.tokenizer.raw.decode(added).startswith("<|im_end|>\n<|im_start|>user")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,9 @@ def test_messages_that_the_template_refuses():
 words = st.text(alphabet="ab {}\"'\\\n<>", max_size=12)
 
 
-@given(template=st.sampled_from(sorted(TEMPLATES)), turns=st.lists(st.tuples(words, words), max_size=4), seed=st.integers())
+@given(
+    template=st.sampled_from(sorted(TEMPLATES)), turns=st.lists(st.tuples(words, words), max_size=4), seed=st.integers()
+)
 def test_ids_of_a_conversation_keep_every_sampled_token(template: str, turns: list[tuple[str, str]], seed: int):
     """Random conversations: the ids of the last row hold the sampled turns of that row bit for bit, and their text is
     what the template writes wherever the model wrote in the template's manner."""

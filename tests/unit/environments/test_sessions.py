@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.session_process import SessionProcess
-from hybridflow.environments.sessions import Finished, Sessions
+from hybridflow.environments.sessions import EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import NO_TURN
 from tests.example_templates import byte_tokenizer, tokenizer_of
 
@@ -62,14 +62,14 @@ def checkpoint(tmp_path_factory):
 def call(name: str, **arguments) -> str:
     import json
 
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def run(act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 1, concurrency: int = 100):
     """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order."""
     tokenizer, stop = tokenizer_of("qwen3")
     sessions = Sessions(SessionProcess(act, checkpoint, (stop,), seconds), workers, concurrency)
-    found: dict[int, Finished] = {}
+    found: dict[int, EndedTrajectory] = {}
     turns = dict.fromkeys(range(len(rows)), 0)
     try:
         for key, row in enumerate(rows):
@@ -110,13 +110,17 @@ def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
     rows = [{"prompt": "Go.", "how": how} for how in ("raise", "die", "hang", "large", "fine", "fine", "unknown")]
 
     def says(row, turn, heard):
-        return (call("nothing") if row["how"] == "unknown" else call("misbehave", how=row["how"])) if turn == 0 else "ok"
+        return (
+            (call("nothing") if row["how"] == "unknown" else call("misbehave", how=row["how"])) if turn == 0 else "ok"
+        )
 
-    raised, died, hung, large, *fine, unknown = run(ToolLoop((misbehave,), 4), checkpoint, rows, says, seconds=2.0)
-    assert raised.failure is None and raised.ending.metrics == {"tool_calls": 1.0, "tool_errors": 1.0}
-    assert unknown.failure is None and unknown.ending.metrics["tool_errors"] == 1.0
+    raised, died, hung, large, *fine, unknown = run(ToolLoop((misbehave,), 4), checkpoint, rows, says, seconds=5.0)
+    assert raised.failure is None
+    assert raised.ending.metrics == {"tool_calls": 1.0, "tool_errors": 1.0}
+    assert unknown.failure is None
+    assert unknown.ending.metrics["tool_errors"] == 1.0
     assert died.failure == "its process exited with code 3, with nothing else in it"
-    assert hung.failure == "tool misbehave took longer than 2 s"
+    assert hung.failure == "tool misbehave took longer than 5 s"
     assert large.failure == "tool misbehave answered with 10000000 characters; at most 262144 are read"
     assert [one.failure for one in fine] == [None, None]
     assert [one.trajectory.turns for one in fine] == [2, 2]
@@ -142,10 +146,10 @@ async def solve(row, model):
 
 
 def test_a_program_of_the_users_own(checkpoint):
-    found = run(Program(solve), checkpoint, [{"prompt": "a"}, {"prompt": "b", "late": 1}], lambda *_: "x", seconds=1.0)
+    found = run(Program(solve), checkpoint, [{"prompt": "a"}, {"prompt": "b", "late": 1}], lambda *_: "x", seconds=5.0)
     assert (found[0].ending.reward, found[0].ending.metrics) == (2.0, {"length": 1.0})
     assert len(found[0].trajectory.rows) == 2  # the same question twice: neither continues the other
-    assert found[1].failure == "solve took longer than 1 s between turns of the model"
+    assert found[1].failure == "solve took longer than 5 s between turns of the model"
 
 
 class Fragile(Guess):
@@ -164,13 +168,15 @@ def test_trajectories_of_a_process_that_died_go_on_with_what_the_model_said(chec
 
     rows = [{"number": number} for number in (5, *([3] * 40))]
     died, *others = run(EnvironmentLoop(Fragile, 6), checkpoint, rows, says)
-    assert died.failure is not None and "exited with code 1" in died.failure
+    assert died.failure is not None
+    assert "exited with code 1" in died.failure
     assert all((one.ending.reward, one.trajectory.turns) == (1.0, 4) for one in others)
     assert sum(number == 3 for number, _ in asked) == 40 * 4  # nothing was sampled twice
 
 
 def test_a_process_that_does_not_answer_is_killed(checkpoint, monkeypatch):
-    monkeypatch.setattr("hybridflow.environments.sessions._SILENT", 4.0)
+    monkeypatch.setattr("hybridflow.environments.sessions._SILENT", 9.0)
+    monkeypatch.setattr("hybridflow.environments.sessions._TOGETHER", (2, 1))
 
     async def block(row, model):
         if row["prompt"] == "block":
@@ -179,5 +185,5 @@ def test_a_process_that_does_not_answer_is_killed(checkpoint, monkeypatch):
         return 1.0
 
     blocked, fine = run(Program(block), checkpoint, [{"prompt": "block"}, {"prompt": "a"}], lambda *_: "x", seconds=1.0)
-    assert blocked.failure == "its process did not answer for 5 s, with nothing else in it"
+    assert blocked.failure == "its process did not answer for 10 s, with nothing else in it"
     assert fine.ending.reward == 1.0

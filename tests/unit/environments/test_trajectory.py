@@ -11,7 +11,7 @@ ids = st.lists(st.integers(0, 3), max_size=4)
 @st.composite
 def conversations(draw):
     """Turns of an agent that continues, goes back to an earlier prompt, or begins anew."""
-    past, turns = [draw(ids) + [0]], []
+    past, turns = [[*draw(ids), 0]], []
     for number in range(draw(st.integers(1, 6))):
         given_ids = [*draw(st.sampled_from(past)), *draw(ids)]
         said = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
@@ -28,7 +28,9 @@ def test_each_sampled_token_is_in_one_row_after_the_ids_that_the_model_saw(turns
     assert one.turns == len(turns)
     found = {}
     for row in one.rows:
-        assert len({*map(len, (row.token_ids, row.response_mask, row.log_probs, row.policy_version, row.turn_ids))}) == 1
+        assert (
+            len({*map(len, (row.token_ids, row.response_mask, row.log_probs, row.policy_version, row.turn_ids))}) == 1
+        )
         for at, turn in enumerate(row.turn_ids):
             assert row.response_mask[at] == (turn != NO_TURN)
             if turn == NO_TURN:

@@ -1,5 +1,5 @@
-"""Session: the model as an agent sees it, inside the process that runs the agent. What it says is sampled and recorded
-by the model's host; here messages become token ids, and back."""
+"""Conversation: the model as an agent sees it, inside the process that runs the agent. What it says is sampled and
+recorded by the model's host; here messages become token ids, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.environments.tool_calls import ToolCall
 from hybridflow.errors import PromptError
 
 
-class ContextFull(PromptError):
+class ContextFullError(PromptError):
     """The conversation leaves no room for a response within the context of the model."""
 
 
@@ -30,7 +30,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn as a message of the assistant (`role`, `content`, `tool_calls`), and its calls of tools, damaged ones too."""
+    """A turn as a message of the assistant, with `tool_calls`, and its calls of tools, damaged ones too."""
 
     message: dict[str, Any]
     calls: list[ToolCall]
@@ -49,7 +49,7 @@ Sampler = Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Turn]]
 
 
 @dataclass
-class Session:
+class Conversation:
     """One conversation under way, or several that an agent holds with the model for one row.
 
     `base_url` and `api_key`: the same model for a client of OpenAI's API.
@@ -83,7 +83,7 @@ class Session:
     async def generate(self, ids: Sequence[int], **sampling: Any) -> Turn:
         """The model's next turn after token ids. `sampling`: `max_tokens`, `stop`.
 
-        Errors: PromptError for ids that are none of the model's, ContextFull.
+        Errors: PromptError for ids that are none of the model's, ContextFullError.
         """
         return await self._turn(list(ids), sampling)
 
@@ -109,8 +109,8 @@ class Session:
         return Answer(message, calls, turn)
 
     def _continued(self, renderer: ChatRenderer, messages: Sequence[Message]) -> list[int] | None:
-        """The ids of the longest past that `messages` continue, and theirs; None where there is none."""
-        for past in sorted(reversed(self._past), key=lambda past: -len(past.messages)):
+        """The ids of the longest past that `messages` continue, and theirs; None without one."""
+        for past in sorted(self._past, key=lambda past: -len(past.messages)):
             size = len(past.messages)
             if size < len(messages) and all(map(same, past.messages, messages)):
                 more = renderer.extension(past.messages, messages[size:], past.turn)
