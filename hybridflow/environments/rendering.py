@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from os.path import commonpath
 from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, plain_messages
@@ -61,7 +60,7 @@ class ChatRenderer:
         call = {"id": _CALL_ID, "type": "function", "function": PROBE}
         said = self._text([asked, {"role": "assistant", "content": _SAID}])
         called = self._text([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        return call_format(self._turn(called[len(commonpath([said, called])) :])[0])
+        return call_format(self._turn(called[_common(said, called) :])[0])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that the model is to answer."""
@@ -134,3 +133,9 @@ class ChatRenderer:
 def _squeezed(text: str | None) -> str:
     """Without blanks, which templates strip."""
     return "".join((text or "").split())
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
