@@ -110,7 +110,8 @@ class Conversation:
 
     def _continued(self, renderer: ChatRenderer, messages: Sequence[Message]) -> list[int] | None:
         """The ids of the longest past that `messages` continue, and theirs; None without one."""
-        for past in sorted(self._past, key=lambda past: -len(past.messages)):
+        newest = enumerate(self._past)
+        for _, past in sorted(newest, key=lambda one: (len(one[1].messages), one[0]), reverse=True):
             size = len(past.messages)
             if size < len(messages) and all(map(same, past.messages, messages)):
                 more = renderer.extension(past.messages, messages[size:], past.turn)

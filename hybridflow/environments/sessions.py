@@ -237,7 +237,7 @@ class Sessions:
                 self._lost(process, None)
             elif process.sessions and now - process.seen > limit:
                 self._lost(process, f"did not answer for {limit:g} s")
-            elif process.retiring and not process.sessions:
+            elif (process.retiring or process.level) and not process.sessions:  # spare ones make room for others
                 self._lost(process, None)
 
     def _receive(self, process: _Process, out: list[Asked]) -> bool:
