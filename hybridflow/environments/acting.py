@@ -15,7 +15,6 @@ from hybridflow.environments.conversation import ContextFullError, Conversation
 from hybridflow.environments.rendering import Message
 from hybridflow.environments.tool_calls import ToolCall
 from hybridflow.environments.tools import schema_of
-from hybridflow.errors import ConfigError
 from hybridflow.rewards.calling import reason_of
 from hybridflow.settings import is_number
 
@@ -286,8 +285,3 @@ def _observed(what: str, found: Any) -> list[Message]:
 def failure_of(error: BaseException) -> str:
     """Why a trajectory failed, in words."""
     return str(error) if isinstance(error, EnvironmentCallError) else reason_of(error)
-
-
-def check_turns(max_turns: Any) -> None:
-    if type(max_turns) is not int or max_turns < 1:
-        raise ConfigError(f"max_turns={max_turns!r}: give a whole number of at least 1.")

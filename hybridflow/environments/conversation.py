@@ -50,15 +50,10 @@ Sampler = Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Turn]]
 
 @dataclass
 class Conversation:
-    """One conversation under way, or several that an agent holds with the model for one row.
-
-    `base_url` and `api_key`: the same model for a client of OpenAI's API.
-    """
+    """One conversation under way, or several that an agent holds with the model for one row."""
 
     _sample: Sampler
     _renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer]
-    base_url: str = ""
-    api_key: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     _past: list[_Past] = field(default_factory=list)
     _clock: asyncio.Timeout | None = None

@@ -4,7 +4,7 @@ user's functions lasts. Forked from a template (`rewards/template_process.py`), 
 Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling],
 ["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its own:
 ("start", key, row), ("turn", key, number, token_ids, log_probs, end), ("full", key, number, why),
-("refused", key, number, why), ("drop", key).
+("refused", key, number, why).
 """
 
 from __future__ import annotations
@@ -84,9 +84,6 @@ class _Running:
     def _take(self, what: str, key: int, *rest: Any) -> None:
         if what == "start":
             self._tasks[key] = asyncio.create_task(self._run(key, *rest))
-        elif what == "drop":
-            if (task := self._tasks.pop(key, None)) is not None:
-                task.cancel()
         elif (asked := self._turns.pop((key, rest[0]), None)) is not None and not asked.done():
             if what == "turn":
                 asked.set_result(Turn(*rest[1:]))
@@ -107,9 +104,7 @@ class _Running:
             ending: Ending = await self._given.act(row, session, self._caller)
             metrics = session.metrics | dict(ending.metrics)
             self._say("end", key, asdict(ending) | {"metrics": metrics})
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # the user's code, whose SystemExit must not end the others either
+        except BaseException as error:  # the user's code, whose SystemExit or CancelledError ends nothing else either
             self._say("failed", key, failure_of(error))
         finally:
             self._tasks.pop(key, None)

@@ -10,11 +10,11 @@ that kills its process is alone in the end, and fails alone.
 from __future__ import annotations
 
 import json
-import os
+import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -118,15 +118,6 @@ class Sessions:
         """The trajectories that have ended since the last call, by key."""
         found, self._finished = self._finished, {}
         return found
-
-    def drop(self, keys: Sequence[int]) -> None:
-        """End these trajectories without a result."""
-        gone = set(keys)
-        self._waiting = deque(one for one in self._waiting if one.key not in gone)
-        for process in self._processes:
-            for key in gone & process.sessions.keys():
-                del process.sessions[key]
-                self._tell(process, "drop", key)
 
     def poll(self, seconds: float) -> list[Asked]:
         """The turns that agents ask for, waiting up to `seconds` for the first; may be empty."""
@@ -280,18 +271,19 @@ class Sessions:
         if what == "turn":
             self._asked(process, session, *message[2:], out=out)
             return
+        ending = Ending(**message[2]) if what == "end" else Ending("failure")
+        figures = [*ending.metrics.values(), 0.0 if ending.reward is None else ending.reward]
+        if ending.stop not in STOPS or not all(map(math.isfinite, figures)):
+            raise ValueError(ending)
+        failure = str(message[2]) if what == "failed" else None
         del process.sessions[session.key]
-        if what == "failed":
-            self._end(session, Ending("failure"), str(message[2]))
-            return
-        ending = Ending(**message[2])
-        if ending.stop not in STOPS:
-            raise ValueError(ending.stop)
-        self._end(session, ending, None)
+        self._end(session, ending, failure)
 
     def _asked(
         self, process: _Process, session: _Session, number: int, ids: list[int], sampling: dict[str, Any], *, out: Any
     ) -> None:
+        if not ids or not all(type(one) is int for one in ids):
+            raise ValueError(ids)
         turn, session.turns = session.turns, session.turns + 1
         for said in session.said:
             if not said.used and said.ids == ids and said.sampling == sampling:
@@ -334,7 +326,3 @@ class Sessions:
         with suppress(BlockingIOError, OSError):  # its end is noticed next
             sent = process.worker.socket.send(process.outgoing)
             del process.outgoing[:sent]
-
-
-def default_workers() -> int:
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from hybridflow.errors import ConfigError
@@ -26,12 +25,3 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
             f"the tool {name} cannot be described to the model: {error} A tool needs a type hint for each argument, "
             f"and a docstring that says what it does and has a line under Args: for each."
         ) from error
-
-
-def check_tools(tools: Sequence[Callable[..., Any]]) -> None:
-    """Errors: ConfigError for no tools, two of one name, and as `schema_of`."""
-    if not isinstance(tools, list | tuple) or not tools:
-        raise ConfigError(f"tools={tools!r}: give a list of functions.")
-    names = Counter(schema_of(tool)["function"]["name"] for tool in tools)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ConfigError(f"two tools are called {twice[0]}: the model could not tell them apart. Rename one.")

@@ -35,6 +35,8 @@ def misbehave(how: str) -> str:
         os._exit(3)
     if how == "large":
         return "x" * 10_000_000
+    if how == "cancel":
+        raise asyncio.CancelledError
     if how == "raise":
         raise KeyError(how)
     return how
@@ -107,14 +109,18 @@ def test_tools_are_called_until_the_model_answers(checkpoint):
 
 
 def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
-    rows = [{"prompt": "Go.", "how": how} for how in ("raise", "die", "hang", "large", "fine", "fine", "unknown")]
+    rows = [
+        {"prompt": "Go.", "how": how} for how in ("raise", "die", "hang", "large", "fine", "fine", "unknown", "cancel")
+    ]
 
     def says(row, turn, heard):
         return (
             (call("nothing") if row["how"] == "unknown" else call("misbehave", how=row["how"])) if turn == 0 else "ok"
         )
 
-    raised, died, hung, large, *fine, unknown = run(ToolLoop((misbehave,), 4), checkpoint, rows, says, seconds=5.0)
+    raised, died, hung, large, *fine, unknown, cancelled = run(
+        ToolLoop((misbehave,), 4), checkpoint, rows, says, seconds=5.0
+    )
     assert raised.failure is None
     assert raised.ending.metrics == {"tool_calls": 1.0, "tool_errors": 1.0}
     assert unknown.failure is None
@@ -122,6 +128,8 @@ def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
     assert died.failure == "its process exited with code 3, with nothing else in it"
     assert hung.failure == "tool misbehave took longer than 5 s"
     assert large.failure == "tool misbehave answered with 10000000 characters; at most 262144 are read"
+    assert cancelled.failure is not None
+    assert "CancelledError" in cancelled.failure
     assert [one.failure for one in fine] == [None, None]
     assert [one.trajectory.turns for one in fine] == [2, 2]
 
@@ -186,4 +194,16 @@ def test_a_process_that_does_not_answer_is_killed(checkpoint, monkeypatch):
 
     blocked, fine = run(Program(block), checkpoint, [{"prompt": "block"}, {"prompt": "a"}], lambda *_: "x", seconds=1.0)
     assert blocked.failure == "its process did not answer for 10 s, with nothing else in it"
+    assert fine.ending.reward == 1.0
+
+
+def test_a_process_that_says_nonsense_fails_alone(checkpoint):
+    async def forge(row, model):
+        if row["prompt"] == "ids":
+            await model.generate(["no id"])
+        return 1.0
+
+    forged, fine = run(Program(forge), checkpoint, [{"prompt": "ids"}, {"prompt": "a"}], lambda *_: "x")
+    assert forged.failure is not None
+    assert "with nothing else in it" in forged.failure
     assert fine.ending.reward == 1.0
