@@ -73,6 +73,15 @@ def drained(group: hf.WorkerGroup, replica: int | None, **more: Any) -> Rows:
     raise AssertionError("the session does not end")
 
 
+def same(found: Rows, wanted: Rows) -> bool:
+    """Log-probabilities may differ in their last bits: they depend on how many rows a step computes together."""
+    close = all(
+        torch.allclose(torch.tensor(found[name]["log_probs"]), torch.tensor(row["log_probs"]), rtol=0, atol=1e-5)
+        for name, row in wanted.items()
+    )
+    return close and without(found, "log_probs") == without(wanted, "log_probs")
+
+
 def without(rows: Rows, *columns: str) -> Rows:
     return {name: {key: row[key] for key in row if key not in columns} for name, row in rows.items()}
 
@@ -83,7 +92,7 @@ def test_a_session_gives_the_rows_of_one_call(rollout, prompts):
     first = later.get()
     assert (first.rows, first.get().rows, later.done()) == (0, 0, True)
     assert {"row_id", "response_index", "spans", "recomputed_tokens", *COLUMNS} <= set(first.columns)
-    assert drained(rollout, 1) == whole(rollout, prompts)
+    assert same(drained(rollout, 1), whole(rollout, prompts))
 
 
 def test_rows_move_to_another_replica_while_both_work(rollout, prompts):
@@ -95,7 +104,7 @@ def test_rows_move_to_another_replica_while_both_work(rollout, prompts):
     assert [len(row["token_ids"]) for row in state] == [4] * 8
     assert [len(row["token_ids"]) for row in rollout.withdraw_rows(replica=1).get()] == [2] * 8
     moved = drained(rollout, 1, rows=state)
-    assert moved == whole(rollout, prompts)
+    assert same(moved, whole(rollout, prompts))
     assert rollout.withdraw_rows().get() == [[], []]
     assert all(call.get().rows == 0 for call in calls)
 
