@@ -195,11 +195,13 @@ class Operation:
     mini-batches; each is split over all ranks, so it holds the same rows for every data parallel size. `repeat(worker
     settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the
     output. `metrics` says how the metrics of ranks are joined, by name: "mean" (the default), "sum", "max", "min", or
-    "by tokens" for the mean weighted by the metric `tokens`. `resizes`: the number of output rows is known only after
-    the call (the call waits, or with `later` returns a `LaterBatch`). `replica` names the setting that, unless None,
-    numbers the one generation replica to call (`on_replica`). `check` validates a call's settings on the driver. `kind`
-    classifies the operation for the planner; by default an operation with `repeat` and `carries` generates, one with
-    `chunks` or named update_... trains.
+    "by tokens" for the mean weighted by the metric `tokens`.
+    `resizes`: the number of output rows is known only after the call (the call waits, or with `later` returns a
+    `LaterBatch`); a callable gets the worker's and the call's settings, and where it answers True the method returns
+    the columns of the input itself. `replica` names the setting that, unless None, numbers the one generation replica
+    to call (`on_replica`). `check` validates a call's settings on the driver. `kind` classifies the operation for the
+    planner; by default an operation with `repeat` and `carries` generates, one with `chunks` or named update_...
+    trains.
 
     Errors: ConfigError when `protocol` is not a Protocol or columns are given as one string.
     """
@@ -214,7 +216,7 @@ class Operation:
     chunks: str | None = None
     repeat: Callable[[Settings, Settings], int] | None = field(default=None, repr=False)
     carries: bool = False
-    resizes: bool = False
+    resizes: bool | Callable[[Settings, Settings], bool] = False
     later: bool = False
     replica: str | None = None
     check: Callable[[Settings, Settings], None] | None = field(default=None, repr=False)
@@ -237,6 +239,18 @@ class Operation:
         """Declare `method` as an operation of its group."""
         setattr(method, _MARK, replace(self, name=method.__name__))
         return method
+
+    def of_call(self, settings: Settings, call: Settings) -> Operation:
+        """As it is for a call with these settings."""
+        operation = self
+        if callable(self.resizes):
+            resizes = self.resizes(settings, call)
+            operation = replace(self, resizes=resizes, carries=self.carries and not resizes, kind=kind_of(self))
+            if resizes:
+                operation = replace(operation, repeat=None)
+        if self.replica is not None and (number := call[self.replica]) is not None:
+            operation = replace(operation, protocol=on_replica(number))
+        return operation
 
     def columns_read(self, settings: Settings, call: Settings, available: Iterable[str]) -> tuple[str, ...]:
         """The columns to send. Errors: MissingColumnError; its `.column` is the first missing one."""

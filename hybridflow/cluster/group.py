@@ -35,7 +35,7 @@ from hybridflow.cluster.weight_channels import WEIGHTS
 from hybridflow.engine3d.layout import Layout
 from hybridflow.errors import ConfigError, EmptyBatchError, HybridFlowError, MissingColumnError, PlacementError, nearest
 from hybridflow.models.spec import Cost
-from hybridflow.protocols import ONE_TO_ALL, Operation, kind_of, on_replica
+from hybridflow.protocols import ONE_TO_ALL, Operation, kind_of
 from hybridflow.topology import RankGrid
 
 _CLOSE_SECONDS = 60.0
@@ -267,8 +267,7 @@ class WorkerGroup:
                 settings[name] = value.batch
         if operation.check is not None:
             operation.check(self.settings, settings)
-        if operation.replica is not None and (number := settings[operation.replica]) is not None:
-            operation = replace(operation, protocol=on_replica(number))
+        operation = operation.of_call(self.settings, settings)
         rows = {name: value for name, value in settings.items() if isinstance(value, BatchRef)}
         reads = {name: self._reads(operation, settings, ref) for name, ref in rows.items()}
         spec = self._split_spec(operation, settings, rows)

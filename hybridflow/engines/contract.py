@@ -34,7 +34,7 @@ class Row:
     continued by any engine of the model. The draw of a token depends on `seed` and its position in the response only.
     `log_probs` are those of the sampling policy, and `policy_version` its version, token by token.
     `spans` counts the times that an engine took the row up, `recomputed` the tokens that it computed again for that
-    (fewer where its prefix cache has them).
+    (fewer where its prefix cache has them), `prefilled` those that it computed before it sampled.
     """
 
     row_id: int
@@ -48,6 +48,7 @@ class Row:
     end: Literal["", "stop", "length"] = ""  # "stop": by a stop token or stop string
     spans: int = 0
     recomputed: int = 0
+    prefilled: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(given := cast("object", self.sampling), Mapping):
@@ -62,6 +63,23 @@ class Row:
     def finished(self) -> bool:
         """Whether the model ended the response, rather than its length."""
         return self.end == "stop"
+
+
+class RowSource(Protocol):
+    """Gives rows to an engine as they come up, such as the turns of conversations."""
+
+    def poll(self, seconds: float) -> list[Row] | None:
+        """Further rows without tokens, with ids below 0, waiting up to `seconds` for the first; None: there will be no
+        more, and none is unfinished."""
+        ...
+
+    def finished(self, row: Row) -> None:
+        """The row has been sampled."""
+        ...
+
+    def refused(self, row: Row, why: str, full: bool) -> None:
+        """The row cannot be sampled; `full`: its prompt leaves no room for a response."""
+        ...
 
 
 class GenerateEngine(Generator, Protocol):
@@ -115,6 +133,15 @@ class GenerateEngine(Generator, Protocol):
 
     def advance_while(self, going: Callable[[], bool]) -> None:
         """Decode all unfinished rows as long as `going()` on the replica's first rank, and for a moment more."""
+        ...
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the replica's first rank, whose outputs are collected."""
+        ...
+
+    def serve(self, source: RowSource | None) -> None:
+        """Decode the rows that `source` gives until it has no more; None on all but the replica's first rank."""
         ...
 
     def take(self) -> list[Row]:

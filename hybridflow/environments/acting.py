@@ -246,9 +246,10 @@ class Program:
 
 
 def public_methods(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The methods that are tools: public ones of the class and its bases, without those of the contract."""
+    """The methods of an environment, or of its class, that are tools: public ones without those of the contract."""
+    kind = environment if isinstance(environment, type) else type(environment)
     contract = {"reset", "step", "get_reward", "close"}
-    names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in contract]
+    names = [name for name in dir(kind) if not name.startswith("_") and name not in contract]
     return {name: value for name in names if callable(value := getattr(environment, name))}
 
 
@@ -280,6 +281,10 @@ def _observed(what: str, found: Any) -> list[Message]:
     if not good:
         raise EnvironmentCallError(f"{what} returned {found!r}; it must be text or a list of messages")
     return found
+
+
+Act = Callable[[Mapping[str, Any], Conversation, UserCalls], Any]
+"""One trajectory, to its Ending."""
 
 
 def failure_of(error: BaseException) -> str:

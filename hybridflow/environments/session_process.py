@@ -20,15 +20,13 @@ from functools import lru_cache
 from typing import Any
 
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.environments.acting import Ending, UserCalls, failure_of
+from hybridflow.environments.acting import Act, Ending, UserCalls, failure_of
 from hybridflow.environments.conversation import ContextFullError, Conversation, Turn
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.errors import PromptError
 
 LENGTH = struct.Struct("!Q")
 BEAT = 1.0  # seconds between two signs of life
-
-Act = Callable[[Mapping[str, Any], Conversation, UserCalls], Any]
 
 
 @dataclass(frozen=True)

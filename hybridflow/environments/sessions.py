@@ -298,7 +298,7 @@ class Sessions:
         trajectory = Trajectory()
         for said in session.said:
             if said.used:
-                trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions)
+                trajectory.add(said.ids, said.token_ids, said.log_probs, said.versions, said.end == "stop")
         self._finished[session.key] = EndedTrajectory(trajectory, ending, failure)
 
     def _lost(self, process: _Process, why: str | None) -> None:

@@ -27,6 +27,7 @@ class TrajectoryRow:
     log_probs: list[float] = field(default_factory=list)
     policy_version: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
+    finished: bool = False  # the model ended its last turn, rather than its length
 
     @property
     def length(self) -> int:
@@ -59,10 +60,16 @@ class Trajectory:
     turns: int = 0
 
     def add(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        finished: bool = True,
     ) -> None:
         """One turn: the ids that the model was given, all of them, and what it sampled."""
         row = self._row(prompt_ids)
+        row.finished = finished
         row._add(token_ids, log_probs, versions, True, self.turns)
         self.turns += 1
 

@@ -179,7 +179,10 @@ class TraceBackend:
 
     def _answer(self, ranks: RankGroup, call: RankCall, issued: IssuedCall) -> RankOutput:
         rows = [value for value in call.settings.values() if isinstance(value, RankRows)]
+        operation = operations(ranks.worker_class)[call.method]
         due = call.rows if call.rows is not None else rows[0].rows if rows else 1
+        if call.rows is None and operation.repeat is not None:  # one row for each trajectory
+            due *= operation.repeat(ranks.settings, call.settings)
         if call.writes:
             ref: Any = write(placeholder_columns(call.writes, due), on_driver=True)
         elif ranks.name == HELPER and call.method == "filter_groups":
@@ -187,7 +190,6 @@ class TraceBackend:
                 ref = Known(_every_group(rows[0]))
         else:
             ref = Known(placeholder_value(getattr(ranks.worker_class, call.method), call.settings))
-        operation = operations(ranks.worker_class)[call.method]
         if self._recording:
             with self._not_by_driver():
                 after = self.program.latest(ranks.name)  # of save and others without rows

@@ -178,7 +178,7 @@ class ActorWorker(RowSession, ModelWorker):
             self.hybrid.to_training()
         self.hybrid = None  # first: the hybrid engine holds views of the generation engine's memory
         if self.generation is not None:
-            self.generation.engine.close()
+            self.generation.close()
             self.generation = None
 
     @contextmanager
@@ -201,7 +201,7 @@ class ActorWorker(RowSession, ModelWorker):
             self.hybrid.trained()
 
     @generates
-    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
+    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
         """`n` responses per prompt; input columns are returned too, each row n times.
 
         Reads `prompt_ids` (ragged int64), or `prompt` (text, tokenised here). Writes `prompt_ids`, `response_ids`
@@ -212,10 +212,17 @@ class ActorWorker(RowSession, ModelWorker):
         strategy for this call, e.g. `greedy=True`. A response ends, unfinished, when prompt and response fill the
         context (or `max_length`), even before `max_tokens`.
 
-        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
+        With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for
+        at most `max_turns` turns ([environments.md](environments.md) has the further settings, `hf.Agent`). Each
+        trajectory is a row, or several where its prefix changes; further columns are `trajectory_id`, `group_id`,
+        `turns`, `tool_calls`, `tool_errors`, `prefill_tokens` [B] int64, `turn_ids` ragged [B, R] int64 (-1: not the
+        model's), `stop` and `environment_failure` (text or None) and, of environments, `rewards` and
+        `rewards/environment` [B] float32. The driver then waits for the call.
+
+        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError; RewardError for
+        environments that fail, with on_failure="raise".
         """
-        with self.generating() as generation:
-            return generation.responses(batch, **sampling)
+        return self.acting(batch, **sampling)
 
     def rollout(self) -> Generation:
         assert self.generation is not None  # checked on the driver

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,21 @@ from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import FSDP, VLLM, Sampling, Until
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
+from hybridflow.engines.vllm.requests import stop_token_ids
 from hybridflow.engines.vllm.requirements import check_response
+from hybridflow.environments.agent import AGENT_SETTINGS, Agent, AgentTurns
+from hybridflow.environments.sessions import Sessions
+from hybridflow.environments.trajectory_columns import (
+    AGENT_COLUMNS,
+    REWARD_COLUMNS,
+    plain_rows,
+    trajectory_columns,
+    trajectory_rows,
+)
 from hybridflow.errors import ConfigError, PlacementError, PromptError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.protocols import THREE_D_ALL_MICRO_DP, Settings, register
+from hybridflow.rewards.process_pool import pickled
 from hybridflow.settings import require
 
 _WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
@@ -38,7 +50,8 @@ def _sampling(settings: Settings, call: Settings) -> Sampling:
     if settings["generate"] is None:
         raise ConfigError("this actor does not generate: give ActorWorker.on(..., generate=hf.VLLM(...)).")
     own: VLLM = settings["generate"]
-    return replace(own.sampling, **{name: value for name, value in call.items() if name not in _SESSION})
+    others = (*_SESSION, *AGENT_SETTINGS)
+    return replace(own.sampling, **{name: value for name, value in call.items() if name not in others})
 
 
 def _check(settings: Settings, call: Settings) -> None:
@@ -53,21 +66,32 @@ def _check(settings: Settings, call: Settings) -> None:
         raise PromptError(
             f"prompts are text and {settings['model']} has no tokenizer. Give prompt_ids, or add a tokenizer."
         )
+    if (agent := Agent.of(call)) is not None and isinstance(batch, BatchRef):
+        agent.check(str(settings["model"]), batch.columns)
+
+
+def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
+    return ("prompt_ids|prompt", "row_id?") if Agent.of(call) is None else None
 
 
 def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
-    return (*_WRITTEN, "response") if has_tokenizer(settings["model"]) else _WRITTEN
+    written = (*_WRITTEN, "response") if has_tokenizer(settings["model"]) else _WRITTEN
+    if (agent := Agent.of(call)) is None:
+        return written
+    written = (*written, *AGENT_COLUMNS, *(REWARD_COLUMNS if agent.rewards else ()))
+    return tuple(dict.fromkeys((*call["batch"].columns, *written)))
 
 
 generates = register(
     THREE_D_ALL_MICRO_DP,
-    reads=("prompt_ids|prompt", "row_id?"),
+    reads=_reads,
     writes=_writes,
     repeat=lambda settings, call: _sampling(settings, call).n,
     carries=True,
+    resizes=lambda settings, call: Agent.of(call) is not None,
     check=_check,
 )
-"""Declares `generate_sequences` of a worker whose settings are `model` and `generate`."""
+"""Declares `generate_sequences` and `run` of a worker whose settings are `model` and `generate`."""
 
 
 def check_alone(name: str, neighbours: Sequence[RankGroup]) -> None:
@@ -91,6 +115,8 @@ class Generation:
         self.engine, self.strategy = engine, strategy
         self.outdated = False  # the version of the weights, which `advance` names
         self._named = False
+        self._checkpoint = str(checkpoint)
+        self._sessions: tuple[bytes, Sessions] | None = None
         try:
             self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
         except BaseException:
@@ -106,6 +132,51 @@ class Generation:
         row_ids = _row_ids(batch)
         drawn = self.engine.generate(self._prompt_ids(batch), chosen, _seeds(chosen, row_ids), row_ids)
         return self._columns([row for several in drawn for row in several])
+
+    def trajectories(self, batch: Batch, agent: Agent, **sampling: Any) -> Batch | None:
+        """`n` trajectories per row of `batch`, see `RowSession.run`; None on ranks whose output is not collected."""
+        chosen = replace(self.strategy.sampling, **sampling)
+        row_ids = _row_ids(batch) or list(range(batch.rows))
+        begun = self.engine.new_rows([[]] * batch.rows, chosen, _seeds(chosen, row_ids), row_ids)
+        if not self.engine.is_first:
+            self.engine.serve(None)
+            return None
+        rows = [row for row in plain_rows(batch) for _ in range(chosen.n)]
+        sessions, seeds = self._sessions_of(agent), [row.seed for row in begun]
+        try:
+            turns = AgentTurns(sessions, chosen, rows, seeds, agent.on_failure)
+            self.engine.serve(turns)
+        except BaseException:
+            self.end_sessions()  # its trajectories would go on in the next call
+            raise
+        if agent.on_failure == "raise":
+            turns.raise_failures([row.row_id for row in begun])
+        ends = [turns.ended[key] for key in range(len(begun))]
+        silent = stop_token_ids(Path(self._checkpoint))[:1] or [0]
+        several = trajectory_rows(begun, ends, [row.get("prompt_ids", silent) for row in rows])
+        columns = trajectory_columns(batch, several, ends, turns.prefilled, chosen.n, agent.rewards)
+        found = self._columns([row for rows in several for row, _ in rows])
+        return columns | found.without("response_mask")
+
+    def _sessions_of(self, agent: Agent) -> Sessions:
+        """The processes of the last call, where they run the same."""
+        process = agent.process(self._checkpoint)
+        made = pickled(partial(Sessions, process, agent.workers, agent.concurrency))
+        if self._sessions is None or self._sessions[0] != made:
+            self.end_sessions()
+            self._sessions = made, Sessions(process, agent.workers, agent.concurrency)
+        return self._sessions[1]
+
+    def end_sessions(self) -> None:
+        """End the processes in which agents run."""
+        if self._sessions is not None:
+            self._sessions[1].close()
+            self._sessions = None
+
+    def close(self) -> None:
+        """Free the engine and end the processes of agents. May be called twice."""
+        self.end_sessions()
+        self.engine.close()
 
     def advance(
         self,
@@ -239,6 +310,31 @@ class RowSession:
         """
         with self.generating(alone=replica is not None) as generation:
             return generation.advance(batch, until, rows, version, **sampling)
+
+    @generates
+    def run(self, batch: Batch, solve: Callable[..., Any], **options: Any) -> Batch | None:
+        """`n` trajectories per row of `batch` by an agent of the user's own, `async def solve(row, model)`.
+
+        `row` has the row's columns, `model` is a `Conversation`: `await model.chat(messages, tools=...)`, `await
+        model.generate(ids)`. What it returns is the reward: a number, {"reward": number, figure: number, ...} or None.
+        `options` are those of the sampling, whose `max_tokens` counts for each turn, and `workers`, `concurrency`,
+        `timeout`, `on_failure` and `chat_template_kwargs`, see `hf.Agent`.
+
+        The columns are those of `generate_sequences(environment=...)`. The driver waits, because only the call knows
+        how many rows its trajectories have.
+
+        Errors: as `generate_sequences`; RewardError with on_failure="raise", and for an agent that cannot be loaded in
+        a process of its own.
+        """
+        return self.acting(batch, solve=solve, **options)
+
+    def acting(self, batch: Batch, **call: Any) -> Batch | None:
+        """Plain responses, or the trajectories of the agent of a call with these settings."""
+        sampling = {name: value for name, value in call.items() if name not in AGENT_SETTINGS}
+        with self.generating() as generation:
+            if (agent := Agent.of(call)) is None:
+                return generation.responses(batch, **sampling)
+            return generation.trajectories(batch, agent, **sampling)
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
     def row_tokens(self, replica: int | None = None) -> list[tuple[int, int, int]]:

@@ -125,13 +125,12 @@ class RolloutWorker(RowSession, Worker):
             self.engine.memory().offload()
 
     @generates
-    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch:
+    def generate_sequences(self, batch: Batch, **sampling: Any) -> Batch | None:
         """`n` responses per prompt; columns and settings are those of `ActorWorker.generate_sequences`.
 
-        Errors: PromptError for a prompt that is empty or leaves no room for a response, ConfigError.
+        Errors: as there.
         """
-        with self.generating() as generation:
-            return generation.responses(batch, **sampling)
+        return self.acting(batch, **sampling)
 
     def rollout(self) -> Generation:
         return self.generation
@@ -176,7 +175,9 @@ class RolloutWorker(RowSession, Worker):
         self.generation.weights_changed()
 
     def close(self) -> None:
-        if (engine := getattr(self, "engine", None)) is not None:
+        if (generation := getattr(self, "generation", None)) is not None:
+            generation.close()
+        elif (engine := getattr(self, "engine", None)) is not None:
             engine.close()
 
 

@@ -19,12 +19,12 @@ from hybridflow.config import VLLM, Sampling, Until
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Memory
 from hybridflow.engine3d.transition import alike
-from hybridflow.engines.contract import Row
+from hybridflow.engines.contract import Row, RowSource
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.core import memory, model_runner, start_core, zero_pages
 from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
-from hybridflow.engines.vllm.engine_loop import EngineLoop
+from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
 from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
@@ -36,6 +36,8 @@ from hybridflow.topology import GenerationGrid
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
+
+_PATIENCE = 0.2  # seconds in which a source may have nothing, until all ranks of the replica meet again
 
 
 class VLLMEngine:
@@ -186,6 +188,57 @@ class VLLMEngine:
         if self._loop.rows:
             self._check_memory()
             self._loop.advance_while(going if self._groups.rank == 0 else lambda: False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the replica's first rank, whose outputs are collected."""
+        return self._groups.rank == 0
+
+    def serve(self, source: RowSource | None) -> None:
+        """Decode the rows that `source` gives, as they come up, until it has no more; other rows of the session advance
+        with them. Only the replica's first rank has a source.
+
+        Errors: what the source raises, on all ranks.
+        """
+        self._check_memory()
+        own: set[str] = set()
+        try:
+            while True:
+                given, error = self._groups.object_of_first(self._polled(source, 0.0 if own else _PATIENCE))
+                if error is not None:
+                    raise error
+                if given is None:
+                    return
+                self._loop.submit(given)
+                own.update(row.name for row in given)
+                if own:
+                    self._loop.run(lambda: not own <= self._loop.rows.keys(), seconds=MOMENT)
+                for row in self._loop.take(own):
+                    own.discard(row.name)
+                    if source is not None:
+                        source.finished(row)
+        finally:
+            self._loop.withdraw(own)
+            _ = self._loop.take(own)
+
+    def _polled(self, source: RowSource | None, seconds: float) -> tuple[list[Row] | None, Exception | None]:
+        """What the source gives that can be sampled, or what it raises."""
+        out: list[Row] = []
+        if source is None:
+            return out, None
+        try:
+            if (found := source.poll(seconds)) is None:
+                return None, None
+            for row in found:
+                try:
+                    self._check_rows([row])
+                except PromptError as error:
+                    source.refused(row, str(error), len(row.prompt_ids) + 1 > self.max_length)
+                else:
+                    out.append(row)
+        except Exception as error:  # of the source, which runs the user's programs
+            return None, error
+        return out, None
 
     def take(self) -> list[Row]:
         """The finished rows that were not taken yet, in the order in which they finished."""

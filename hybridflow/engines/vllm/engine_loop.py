@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 _MOST_STEPS = 64  # between two looks at the clock
-_MOMENT = 0.05  # seconds
+MOMENT = 0.05  # seconds
 
 
 class EngineLoop:
@@ -92,7 +92,7 @@ class EngineLoop:
     def advance_while(self, going: Callable[[], bool]) -> None:
         """`going()` of the first rank counts; it must not raise."""
         while self.rows and self._agreed(int(going())):
-            self.run(lambda: False, seconds=_MOMENT)
+            self.run(lambda: False, seconds=MOMENT)
 
     def run(self, reached: Callable[[], bool], steps: int | None = None, seconds: float | None = None) -> None:
         """Step until no row is unfinished, `reached()`, or `steps` or `seconds` have passed.
@@ -186,6 +186,8 @@ class EngineLoop:
         row.policy_version += [self.policy_version] * len(output.new_token_ids)
         if output.new_logprobs is not None:
             row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
+        if output.prefill_stats is not None:
+            row.prefilled += output.prefill_stats.num_computed_tokens
         watch = self._admitted[row.name]
         stopped = watch is not None and watch.update(output.new_token_ids, False) is not None
         if not stopped and reason is None:

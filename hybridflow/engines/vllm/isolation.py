@@ -205,6 +205,10 @@ class ReplicaGroups:
         dist.broadcast(found, group=group, group_src=0)
         return int(found)
 
+    def object_of_first(self, value: Any) -> Any:
+        """The first member's value, which can be pickled; collective."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
     @contextmanager
     def installing(self) -> Iterator[None]:
         """vLLM's worker, when built inside this block, gets the groups of this replica."""

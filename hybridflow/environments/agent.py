@@ -1,0 +1,225 @@
+"""Agent: how the responses of a call come about over several turns, as the driver gives it and a model's host runs it.
+
+driver: generate_sequences(batch, tools=...) -> Agent -> checked
+host:   Agent -> AgentTurns (a RowSource) -> engine.serve -> AgentTurns.ended, one EndedTrajectory for each
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from hybridflow.config import Sampling
+from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
+from hybridflow.engines.contract import Row
+from hybridflow.engines.vllm.requests import stop_token_ids
+from hybridflow.engines.vllm.seeds import derived_seed
+from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLoop, public_methods
+from hybridflow.environments.rendering import ChatRenderer
+from hybridflow.environments.session_process import SessionProcess
+from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
+from hybridflow.environments.tools import schema_of
+from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError
+from hybridflow.settings import require
+
+_ATTEMPTS = 3
+"""With on_failure="retry"."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """`tools`, an `environment` or `solve` of the user's own, and how they are run.
+
+    The agents run in `workers` processes per generation replica, `concurrency` trajectories at once. A call of a tool,
+    an environment or `solve` (between two turns of the model) may take `timeout` seconds. A trajectory whose
+    environment failed is masked ("mask"), begun anew up to two times and then masked ("retry"), or an error ("raise").
+    """
+
+    tools: Sequence[Callable[..., Any]] = ()
+    environment: Callable[[], Any] | None = None
+    solve: Callable[..., Any] | None = None
+    max_turns: int = 8
+    workers: int = 1
+    concurrency: int = 256
+    timeout: float = 60.0
+    on_failure: Literal["mask", "retry", "raise"] = "mask"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any]) -> Self | None:
+        """That of a call with these settings; None for plain generation. Errors: ConfigError."""
+        own = {name: call[name] for name in AGENT_SETTINGS if name in call}
+        if not own.get("tools") and own.get("environment") is None and own.get("solve") is None:
+            given = [name for name in own if name not in ("tools", "environment", "solve")]
+            require(
+                not given, f"{', '.join(given)} without tools= or environment=: nothing would use it. Leave it out."
+            )
+            return None
+        return cls(**own)
+
+    def __post_init__(self) -> None:
+        def whole(name: str) -> None:
+            value = getattr(self, name)
+            require(type(value) is int and value >= 1, f"{name}={value!r}: give a whole number of at least 1.")
+
+        for name in ("max_turns", "workers", "concurrency"):
+            whole(name)
+        good = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool) and self.timeout > 0
+        require(good, f"timeout={self.timeout!r}: give seconds, above 0.")
+        choices = ("mask", "retry", "raise")
+        require(self.on_failure in choices, f"on_failure={self.on_failure!r}: give one of {', '.join(choices)}.")
+        require(
+            not (self.tools and self.environment is not None),
+            "tools= and environment= together: make the tools methods of the environment.",
+        )
+        require(
+            isinstance(self.tools, list | tuple),
+            f"tools={self.tools!r}: give a list of functions.",
+        )
+        if self.solve is not None:
+            require(
+                inspect.iscoroutinefunction(inspect.unwrap(self.solve)),
+                f"run(solve={self.solve!r}): give a function `async def solve(row, model)`.",
+            )
+        if self.environment is not None:
+            _check_environment(self.environment)
+
+    @property
+    def rewards(self) -> bool:
+        """Whether its trajectories have rewards."""
+        return not self.tools
+
+    @property
+    def act(self) -> Act:
+        if self.solve is not None:
+            return Program(self.solve)
+        if self.environment is not None:
+            return EnvironmentLoop(self.environment, self.max_turns)
+        return ToolLoop(tuple(self.tools), self.max_turns)
+
+    def check(self, checkpoint: str, columns: Sequence[str]) -> None:
+        """Errors: ConfigError and PromptError for what no trajectory could begin with."""
+        what = "tools=" if self.tools else "environment=" if self.environment is not None else "run(...)"
+        if not has_tokenizer(checkpoint):
+            raise ConfigError(f"{what} talks with the model in texts, and {checkpoint} has no tokenizer. Add one.")
+        schemas = self._schemas()
+        names = [schema["function"]["name"] for schema in schemas]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        require(not twice, f"tools= has two tools named {', '.join(twice)}. The model calls tools by name: rename one.")
+        if self.tools and "prompt" not in columns:
+            raise PromptError(
+                "tools= needs the column 'prompt' (a text or chat messages), because the prompt and the tools are "
+                "rendered together. This batch has none."
+            )
+        if self.solve is None:
+            _check_template(checkpoint, json.dumps(schemas), json.dumps(dict(self.chat_template_kwargs)))
+
+    def _schemas(self) -> list[dict[str, Any]]:
+        if self.tools:
+            return [schema_of(tool) for tool in self.tools]
+        made = self.environment
+        if not isinstance(made, type) or hasattr(made, "step"):
+            return []
+        methods = [getattr(made, name) for name in public_methods(made)]
+        return [schema_of(types.MethodType(one, object())) for one in methods if isinstance(one, types.FunctionType)]
+
+    def process(self, checkpoint: str) -> SessionProcess:
+        stop_ids = tuple(stop_token_ids(Path(checkpoint)))
+        return SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
+
+
+AGENT_SETTINGS = tuple(one.name for one in fields(Agent))
+"""Settings of a call that are not those of the sampling."""
+
+
+def _check_environment(given: Any) -> None:
+    """Errors: ConfigError for a class without the methods of an environment."""
+    require(callable(given), f"environment={given!r}: give a class, or a function that makes an environment.")
+    if not isinstance(given, type):
+        return
+    require(hasattr(given, "reset"), f"environment={given.__name__}: it has no reset(**row).")
+    require(
+        hasattr(given, "step") or hasattr(given, "get_reward"),
+        f"environment={given.__name__}: it needs step(text) -> (observation, reward, done), or get_reward() beside "
+        f"public methods, which are tools.",
+    )
+
+
+@lru_cache(maxsize=32)
+def _check_template(checkpoint: str, schemas: str, options: str) -> None:
+    _ = ChatRenderer(
+        load_tokenizer(checkpoint), stop_token_ids(Path(checkpoint)), json.loads(schemas), json.loads(options)
+    )
+
+
+class AgentTurns:
+    """The agents of one call on the first rank of a replica: a RowSource of the model's turns.
+
+    `ended` has every trajectory by key, once the source has no more.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        sampling: Sampling,
+        rows: Sequence[Mapping[str, Any]],
+        seeds: Sequence[int],
+        on_failure: str,
+    ) -> None:
+        self._sessions, self._sampling = sessions, replace(sampling, n=1)
+        self._rows, self._seeds = rows, seeds
+        self._left = dict.fromkeys(range(len(rows)), (_ATTEMPTS if on_failure == "retry" else 1) - 1)
+        self._asked: dict[int, Asked] = {}
+        self._numbers = 0
+        self.ended: dict[int, EndedTrajectory] = {}
+        self.prefilled: dict[int, int] = dict.fromkeys(range(len(rows)), 0)
+        for key, row in enumerate(rows):
+            sessions.start(key, row, seeds[key])
+
+    def poll(self, seconds: float) -> list[Row] | None:
+        """The turns to sample next, waiting up to `seconds` for the first; None once all trajectories have ended."""
+        asked = self._sessions.poll(seconds)
+        for key, one in self._sessions.take().items():
+            if one.failure is not None and self._left[key]:
+                self._left[key] -= 1
+                again = derived_seed(self._seeds[key], (1 << 40) + self._left[key])
+                self._sessions.start(key, self._rows[key], again)
+            else:
+                self.ended[key] = one
+        out = []
+        for one in asked:
+            self._numbers += 1
+            try:
+                sampling = replace(self._sampling, **one.sampling)
+            except (HybridFlowError, TypeError) as error:
+                self._sessions.refuse(one, str(error), full=False)
+                continue
+            self._asked[-self._numbers] = one
+            out.append(Row(-self._numbers, 0, one.ids, sampling, one.seed))
+        return None if not out and len(self.ended) == len(self._rows) else out
+
+    def finished(self, row: Row) -> None:
+        """The engine has sampled this turn."""
+        asked = self._asked.pop(row.row_id)
+        self.prefilled[asked.key] += row.prefilled
+        self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end)
+
+    def refused(self, row: Row, why: str, full: bool) -> None:
+        """The engine cannot take this turn; `full`: its ids leave no room for a response."""
+        self._sessions.refuse(self._asked.pop(row.row_id), why, full)
+
+    def raise_failures(self, row_ids: Sequence[int]) -> None:
+        """Errors: RewardError with the first trajectories whose environment failed; `row_ids` by key."""
+        failed = [(key, one.failure) for key, one in sorted(self.ended.items()) if one.failure is not None]
+        if failed:
+            told = "; ".join(f"row {row_ids[key]}: {why}" for key, why in failed[:3])
+            raise RewardError(
+                f"the environments of {len(failed)} of {len(self.ended)} trajectories failed: {told}. "
+                f'on_failure="mask" or "retry" would train on the others.'
+            )

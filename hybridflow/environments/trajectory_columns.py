@@ -1,0 +1,93 @@
+"""The rows of trajectories as a Batch: the columns of their prompts, what the model said, and how they ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.engines.contract import Row
+from hybridflow.environments.sessions import EndedTrajectory
+from hybridflow.environments.trajectory import NO_TURN, TrajectoryRow
+
+AGENT_COLUMNS = ("row_id", "group_id", "trajectory_id", "response_mask", "turn_ids", "turns", "stop")
+AGENT_COLUMNS += ("environment_failure", "tool_calls", "tool_errors", "prefill_tokens")
+REWARD_COLUMNS = ("rewards", "rewards/environment", "environment_metrics")
+_FORK = 1 << 48
+"""`row_id` of a trajectory's k-th further row: `trajectory_id` + k * this."""
+_TRUNCATED = ("length", "turns", "failure")
+
+
+def plain_rows(batch: Batch) -> list[dict[str, Any]]:
+    """Each row as plain data by column."""
+    values = {name: batch[name] for name in batch.columns}
+    plain = {name: value if isinstance(value, list) else value.tolist() for name, value in values.items()}
+    return [{name: column[i] for name, column in plain.items()} for i in range(batch.rows)]
+
+
+def trajectory_rows(
+    begun: Sequence[Row], ends: Sequence[EndedTrajectory], prompts: Sequence[Sequence[int]]
+) -> list[list[tuple[Row, TrajectoryRow]]]:
+    """The rows of each trajectory, in the order in which they began. `begun` names the trajectories, `prompts` stand
+    for those in which the model said nothing: one masked token after them."""
+    out = []
+    for first, end, prompt in zip(begun, ends, prompts, strict=True):
+        empty = TrajectoryRow(list(prompt), list(prompt[-1:]), [False], [0.0], [-1], [NO_TURN])
+        parts = end.trajectory.rows or [empty]
+        rows = [
+            Row(first.row_id, first.index, one.prompt_ids, first.sampling, 0, one.token_ids, one.log_probs)
+            for one in parts
+        ]
+        for row, one in zip(rows, parts, strict=True):
+            row.policy_version = one.policy_version
+            row.end = "stop" if one.finished and end.ending.stop not in _TRUNCATED else "length"
+        out.append(list(zip(rows, parts, strict=True)))
+    return out
+
+
+def trajectory_columns(
+    batch: Batch,
+    several: Sequence[Sequence[tuple[Row, TrajectoryRow]]],
+    ends: Sequence[EndedTrajectory],
+    prefilled: Mapping[int, int],
+    n: int,
+    rewards: bool,
+) -> Batch:
+    """The columns of `batch` and AGENT_COLUMNS, with `rewards` also REWARD_COLUMNS, for the rows of all trajectories:
+    `n` for each row of `batch`, in order."""
+    keys = [key for key, rows in enumerate(several) for _ in rows]
+    parts = [part for rows in several for _, part in rows]
+    carried = batch[torch.tensor([key // n for key in keys], dtype=torch.int64)]
+    masks = [
+        [kept and ends[key].failure is None for kept in part.response_mask]
+        for part, key in zip(parts, keys, strict=True)
+    ]
+
+    def numbers(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor([values[key] for key in keys], dtype=dtype)
+
+    trajectory_id = numbers([row.row_id * n + row.index for row, _ in (rows[0] for rows in several)])
+    forks = torch.tensor([fork for rows in several for fork in range(len(rows))], dtype=torch.int64)
+    own: dict[str, Any] = {
+        "row_id": trajectory_id + forks * _FORK,
+        "group_id": carried["group_id"] if "group_id" in carried else trajectory_id // n,
+        "trajectory_id": trajectory_id,
+        "response_mask": Ragged.from_rows(masks, torch.bool),
+        "turn_ids": Ragged.from_rows([part.turn_ids for part in parts], torch.int64),
+        "turns": numbers([end.trajectory.turns for end in ends]),
+        "stop": [ends[key].ending.stop for key in keys],
+        "environment_failure": [ends[key].failure for key in keys],
+        "prefill_tokens": numbers([prefilled[key] for key in range(len(ends))]),
+    }
+    for name in ("tool_calls", "tool_errors"):
+        own[name] = numbers([int(end.ending.metrics.get(name, 0)) for end in ends])
+    if rewards:
+        given = [math.nan if end.ending.reward is None else end.ending.reward for end in ends]
+        masked = [0.0 if end.failure is not None else reward for end, reward in zip(ends, given, strict=True)]
+        own["rewards"], own["rewards/environment"] = numbers(masked, torch.float32), numbers(given, torch.float32)
+        own["environment_metrics"] = [dict(ends[key].ending.metrics) for key in keys]
+    return carried.with_columns(**own)

@@ -1,0 +1,197 @@
+"""Tools, environments and programs over several turns, on real hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybridflow as hf
+from hybridflow.batch.ragged import Ragged
+from hybridflow.errors import ConfigError, PromptError, WorkerError
+from tests import tiny_models
+from tests.example_templates import byte_tokenizer
+
+BLOCK = 128  # tokens of a block of vLLM's cache on CPU
+SAMPLING = hf.Sampling(max_tokens=60, seed=5, n=2, stop=tuple("abcdefghijklmnopqrstuvwxyz0123456789 .,:;"))
+
+
+def twice(number: int) -> int:
+    """Two times a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+class Echo:
+    """Says what it heard; the reward is the length of what the model said."""
+
+    def reset(self, prompt: str, **row: Any) -> str:
+        self.turns = 0
+        return "Speak."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        return f"heard {len(text)}", float(len(text)), self.turns == 3
+
+
+class Broken(Echo):
+    def step(self, text: str) -> tuple[str, float, bool]:
+        raise KeyError("lost")
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("chat")
+    tokenizer = byte_tokenizer("qwen3")
+    tiny_models.make_policy(
+        directory,
+        tokenizer=False,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=512,
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp=1", "tp=2"])
+def rollout(hosts, chat, request) -> Iterator[hf.WorkerGroup]:
+    group = hf.RolloutWorker.on(
+        hosts[0:2], name=f"agents{request.param}", model=chat, generate=hf.VLLM(tp=request.param, sampling=SAMPLING)
+    )
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> hf.Batch:
+    return hf.Batch({"row_id": torch.tensor([3, 8, 9]), "prompt": ["a?", "bb?", "ccc?"], "answer": ["x", "y", "z"]})
+
+
+def test_an_environment_acts_over_several_turns(rollout, prompts):
+    found = rollout.generate_sequences(prompts, environment=Echo, max_turns=5).get()
+    assert sorted(set(found["trajectory_id"].tolist())) == [6, 7, 16, 17, 18, 19]
+    assert found["group_id"].tolist() == [number // 2 for number in found["trajectory_id"].tolist()]
+    assert found["row_id"].unique().numel() == found.rows
+    assert set(found["stop"]) == {"done"}
+    assert set(found["turns"].tolist()) == {3}
+    assert set(found["environment_failure"]) == {None}
+    assert found["rewards"].tolist() == found["rewards/environment"].tolist()
+    assert found["answer"] == [{3: "x", 8: "y", 9: "z"}[number] for number in found["group_id"].tolist()]
+    for mask, turns, logged in zip(
+        *(found[n].tolist() for n in ("response_mask", "turn_ids", "log_probs")), strict=True
+    ):
+        assert [turn >= 0 for turn in turns] == mask
+        assert all(value == 0 for value, kept in zip(logged, mask, strict=True) if not kept)
+    again = rollout.generate_sequences(prompts, environment=Echo, max_turns=5).get()
+    assert again["response_ids"].tolist() == found["response_ids"].tolist()
+
+
+def test_log_probs_are_those_of_the_model(rollout, prompts, chat):
+    found = rollout.generate_sequences(prompts, environment=Echo, max_turns=3).get()
+    wanted = tiny_models.response_log_probs(chat, found)
+    kept = found["response_mask"].values
+    assert torch.allclose(found["log_probs"].values[kept], wanted.values[kept], atol=1e-3)
+
+
+def test_a_turn_computes_its_new_tokens(rollout):
+    """A turn begins at an edge of the cache's blocks."""
+    own = hf.Batch({"row_id": torch.tensor([1]), "prompt": ["a" * 300]})
+    found = rollout.generate_sequences(own, environment=Echo, max_turns=3, n=1).get()
+    tokens = int(found["num_tokens"].sum())
+    assert found.rows == 1
+    assert 300 < found["prefill_tokens"].item() <= tokens + 2 * BLOCK
+
+
+async def speak(row, model):
+    said = await model.generate(row["prompt_ids"])
+    return {"reward": 1.0, "tokens": len(said.token_ids)}
+
+
+@pytest.fixture(scope="module")
+def encoded(prompts) -> hf.Batch:
+    return prompts.with_columns(prompt_ids=Ragged.from_rows([[65, 66], [67], [68, 69, 70]], torch.int64))
+
+
+def test_one_turn_is_plain_generation(rollout, encoded):
+    plain = rollout.generate_sequences(encoded).get()
+    found = rollout.run(encoded, speak).get()
+    for name in ("prompt_ids", "response_ids", "policy_version", "response_mask", "finished", "num_tokens", "row_id"):
+        assert found[name].tolist() == plain[name].tolist(), name
+    assert found["group_id"].tolist() == plain["group_id"].tolist()
+    assert found["response"] == plain["response"]
+    assert torch.allclose(found["log_probs"].values, plain["log_probs"].values, atol=1e-5)
+    assert found["environment_metrics"] == [{"tokens": len(ids)} for ids in found["response_ids"].tolist()]
+
+
+def test_a_run_with_tools_that_are_not_called_is_plain_generation(rollout, prompts):
+    found = rollout.generate_sequences(prompts, tools=[twice], max_turns=3).get()
+    assert found["stop"].count("answer") + found["stop"].count("length") == 6
+    assert "rewards" not in found
+    first = list(range(0, found.rows, 2))
+    own = prompts.with_columns(prompt_ids=found[first]["prompt_ids"])
+    plain = rollout.generate_sequences(own).get()
+    assert found["response_ids"].tolist() == plain["response_ids"].tolist()
+
+
+def test_failures_of_an_environment(rollout, prompts):
+    found = rollout.generate_sequences(prompts, environment=Broken).get()
+    (reason,) = set(found["environment_failure"])
+    assert reason.startswith("raised KeyError: 'lost'")
+    assert set(found["stop"]) == {"failure"}
+    assert not found["response_mask"].values.any()
+    assert found["rewards/environment"].isnan().all()
+    with pytest.raises(WorkerError, match=r"row [389]: raised KeyError.*on_failure"):
+        rollout.generate_sequences(prompts, environment=Broken, on_failure="raise")
+    assert rollout.generate_sequences(prompts, environment=Echo).get()["stop"] == ["done"] * 6
+
+
+class Silent(Echo):
+    def reset(self, **row: Any) -> str:
+        raise ValueError("no board")
+
+
+def test_a_trajectory_without_a_turn_is_a_masked_token(rollout, encoded):
+    found = rollout.generate_sequences(encoded, environment=Silent, on_failure="retry").get()
+    assert found["prompt_ids"].tolist() == [ids for ids in encoded["prompt_ids"].tolist() for _ in range(2)]
+    assert found["response_mask"].tolist() == [[False]] * 6
+    assert set(found["turns"].tolist()) == {0}
+
+
+def unhinted(number):
+    """A number."""
+    return number
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": [unhinted]}, "unhinted cannot be described"),
+        ({"tools": [twice, twice]}, "two tools named twice"),
+        ({"tools": [twice], "max_turns": 0}, "max_turns=0"),
+        ({"tools": [twice], "environment": Echo}, "together"),
+        ({"tools": twice}, "list of functions"),
+        ({"environment": Echo()}, "give a class"),
+        ({"environment": str}, "no reset"),
+        ({"max_turns": 4}, "without tools="),
+        ({"environment": Echo, "timeout": 0}, "timeout=0"),
+        ({"environment": Echo, "on_failure": "zero"}, "on_failure='zero'"),
+        ({"environment": Echo, "max_turn": 3}, "no setting 'max_turn'"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_call(rollout, prompts, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        rollout.generate_sequences(prompts, **settings)
+
+
+def test_tools_need_prompts_as_text(rollout, encoded):
+    with pytest.raises(PromptError, match="needs the column 'prompt'"):
+        rollout.generate_sequences(encoded.without("prompt"), tools=[twice])
+    with pytest.raises(ConfigError, match="async def solve"):
+        rollout.run(encoded, twice)
