@@ -17,6 +17,7 @@ from hybridflow.algorithms.advantages.token_rewards import token_rewards
 from hybridflow.algorithms.kl import AdaptiveKL, Controller, check_kl_kind, kl_estimate
 from hybridflow.algorithms.masked import finite_column, mask_column, with_bool_mask
 from hybridflow.algorithms.registry import find_estimator
+from hybridflow.algorithms.trajectories import JoinedTrajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ConfigError, EmptyBatchError
@@ -36,7 +37,8 @@ def compute_advantage(
     Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards), `response_mask`
     (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` and `ref_log_probs`. The
     penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is subtracted from the reward of every valid token;
-    then `kl` [B] (k1, nats per row) and `kl_coef` [B] are written too. Computed in float64, rounded at the end.
+    then `kl` [B] (k1, nats per row) and `kl_coef` [B] are written too. Computed in float64, rounded at the end. Rows
+    with one `trajectory_id` [B] int64 are one sequence: they count once, and the reward [B] is that of the last.
 
     Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`; MissingColumnError;
     EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an estimator over groups
@@ -108,19 +110,20 @@ class AdvantageCall:
         """See `compute_advantage`. Controllers keep their states when the call fails."""
         before = [(controller, controller.state) for controller in self.controllers]
         try:
-            out = self._computed(batch)
+            if len(batch) == 0:
+                raise EmptyBatchError("compute_advantage was given a batch without rows.")
+            batch = with_bool_mask(batch)
+            joined = JoinedTrajectories.of(batch)
+            out = self._computed(batch if joined is None else joined.batch)
             before.clear()
         finally:
             for controller, state in before:
                 controller.state = state
         if isinstance(self.kl_coef, AdaptiveKL):
-            self.kl_coef.update(float(out["kl"].mean()), len(batch))
-        return out
+            self.kl_coef.update(float(out["kl"].mean()), len(out))
+        return out if joined is None else joined.split(out)
 
     def _computed(self, batch: Batch) -> Batch:
-        if len(batch) == 0:
-            raise EmptyBatchError("compute_advantage was given a batch without rows.")
-        batch = with_bool_mask(batch)
         mask = mask_column(batch)
         rewards = token_rewards(batch.peek("rewards"), mask)
         kl_rewards, kl_columns = self._kl_rewards(batch, mask)

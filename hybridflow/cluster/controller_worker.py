@@ -30,7 +30,7 @@ class ControllerWorker:
 
     @register(
         ONE_TO_ONE,
-        reads=lambda settings, call: _advantage(call).reads,
+        reads=lambda settings, call: None if (own := _advantage(call).reads) is None else (*own, "trajectory_id?"),
         writes=lambda settings, call: _advantage(call).writes,
         check=lambda settings, call: _advantage(call) and None,
     )

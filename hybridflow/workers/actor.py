@@ -213,8 +213,8 @@ class ActorWorker(RowSession, ModelWorker):
         context (or `max_length`), even before `max_tokens`.
 
         With `tools=[function, ...]` the model calls functions, with `environment=Class` it acts in an environment, for
-        at most `max_turns` turns ([environments.md](environments.md) has the further settings, `hf.Agent`). Each
-        trajectory is a row, or several where its prefix changes; further columns are `trajectory_id`, `group_id`,
+        at most `max_turns` turns (docs/environments.md has the further settings). Each trajectory is a row, or several
+        where its prefix changes; further columns are `trajectory_id`, `group_id`,
         `turns`, `tool_calls`, `tool_errors`, `prefill_tokens` [B] int64, `turn_ids` ragged [B, R] int64 (-1: not the
         model's), `stop` and `environment_failure` (text or None) and, of environments, `rewards` and
         `rewards/environment` [B] float32. The driver then waits for the call.

@@ -318,7 +318,7 @@ class RowSession:
         `row` has the row's columns, `model` is a `Conversation`: `await model.chat(messages, tools=...)`, `await
         model.generate(ids)`. What it returns is the reward: a number, {"reward": number, figure: number, ...} or None.
         `options` are those of the sampling, whose `max_tokens` counts for each turn, and `workers`, `concurrency`,
-        `timeout`, `on_failure` and `chat_template_kwargs`, see `hf.Agent`.
+        `timeout`, `on_failure` and `chat_template_kwargs`, see docs/environments.md.
 
         The columns are those of `generate_sequences(environment=...)`. The driver waits, because only the call knows
         how many rows its trajectories have.

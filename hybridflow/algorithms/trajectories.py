@@ -1,0 +1,64 @@
+"""Trajectories: rows that belong together, as one sequence for an estimator, and its results by row again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.masked import row_column
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class JoinedTrajectories:
+    """`batch` has one row per trajectory: the response tokens of its rows in their order, and the last row's other
+    columns, so a reward [B] is that of the last row, at its last valid token."""
+
+    batch: Batch
+    _order: Tensor  # of the rows, so that those of a trajectory are adjacent
+    _trajectory: Tensor  # of each row, in that order
+    _offsets: Tensor  # of the rows' responses, in that order
+
+    @classmethod
+    def of(cls, batch: Batch) -> JoinedTrajectories | None:
+        """By the column `trajectory_id` [B] int64; None where every row is a trajectory."""
+        if "trajectory_id" not in batch:
+            return None
+        ids, named = torch.unique(row_column(batch, "trajectory_id"), return_inverse=True)
+        if len(ids) == batch.rows:
+            return None
+        rows = torch.arange(batch.rows)
+        first = torch.full((len(ids),), batch.rows).scatter_reduce(0, named, rows, "amin")
+        order = torch.argsort(first[named], stable=True)
+        own = batch.reorder(order)
+        began = first[named][order]
+        trajectory = torch.cat([torch.zeros(1, dtype=torch.int64), (began[1:] != began[:-1]).cumsum(0)])
+        last = torch.cat([(trajectory[1:] != trajectory[:-1]).nonzero()[:, 0], rows[-1:]])
+        responses = own.peek("response_mask")
+        assert isinstance(responses, Ragged)  # checked
+        offsets = torch.cat([responses.offsets[:1], responses.offsets[1:][last]])
+        ends, columns = own.reorder(last), {}
+        for name in own.columns:
+            column = own.peek(name)
+            if isinstance(column, Ragged) and column.offsets.equal(responses.offsets):
+                columns[name] = Ragged(column.values, offsets)
+        return cls(ends.with_columns(**columns), order, trajectory, responses.offsets)
+
+    def split(self, found: Batch) -> Batch:
+        """Columns of the trajectories as those of the rows: tokens to their rows, other values to each row."""
+        back = torch.argsort(self._order)
+        offsets = found.peek("advantages").offsets  # type: ignore[union-attr]
+        columns = {}
+        for name in found.columns:
+            column = found.peek(name)
+            if isinstance(column, Ragged) and column.offsets.equal(offsets):
+                columns[name] = Ragged(column.values, self._offsets).index(back)
+            elif isinstance(column, Tensor | Ragged):
+                index = self._trajectory[back]
+                columns[name] = column[index] if isinstance(column, Tensor) else column.index(index)
+            else:
+                columns[name] = [column[at] for at in self._trajectory[back].tolist()]
+        return Batch(columns)
