@@ -37,8 +37,9 @@ def compute_advantage(
     Reads `rewards` ([B], credited to the last valid response token, or ragged [B, R] token rewards), `response_mask`
     (bool, or numbers 0 and 1), what the estimator reads, and with a KL penalty `old_log_probs` and `ref_log_probs`. The
     penalty `kl_coef` * kl_t (estimated as `kl`, by default "k1") is subtracted from the reward of every valid token;
-    then `kl` [B] (k1, nats per row) and `kl_coef` [B] are written too. Computed in float64, rounded at the end. Rows
-    with one `trajectory_id` [B] int64 are one sequence: they count once, and the reward [B] is that of the last.
+    then `kl` [B] (k1, nats per row or trajectory) and `kl_coef` [B] are written too. Computed in float64, rounded at
+    the end. Rows with one `trajectory_id` [B] int64 are one sequence: they count once, and the reward [B] is that of
+    the last.
 
     Errors: ConfigError for an unknown estimator or option, or `kl` without `kl_coef`; MissingColumnError;
     EmptyBatchError; BatchError when a reward, another column or a result is not finite, and by an estimator over groups

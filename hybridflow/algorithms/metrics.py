@@ -17,12 +17,13 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 
 _SCORES = {"rewards": "reward", "costs": "cost"}
-_MEANS = {"finished": "response/finished", "kl_coef": "kl/coef", "lagrange": "lagrange/multiplier"}
+_MEANS = {name: f"environment/{name}" for name in ("turns", "tool_calls", "tool_errors")}
+_MEANS |= {"finished": "response/finished", "kl_coef": "kl/coef", "lagrange": "lagrange/multiplier"}
 _CRITICS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 _TOKEN_COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", *sum(_CRITICS.values(), ()))
 METRIC_COLUMNS = (
     *(*_SCORES, *_MEANS, *_TOKEN_COLUMNS),
-    *("response_ids", "response_mask", "reward_failure", "cost_failure"),
+    *("response_ids", "response_mask", "reward_failure", "cost_failure", "environment_failure"),
 )
 """Columns that `batch_metrics` looks at besides components; it uses those that are there."""
 
@@ -39,7 +40,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     over the rows that it applies to; neither counts rows without a valid token or that could not be graded, of which
     `reward/failed` is the share of all rows;
     `response/length_{mean,max}` in response tokens, `response/tokens` of the batch (`response/valid_tokens`, the mean
-    per row, where some are masked); `response/finished` as a fraction; `kl/ref` in nats per valid token (k1) and
+    per row, where some are masked); `response/finished` as a fraction; `environment/{turns,tool_calls,tool_errors}` per
+    row and `environment/failed` as a fraction; `kl/ref` in nats per valid token (k1) and
     `kl/ref_row` per row; `kl/coef`; `lagrange/multiplier`; `advantage/{mean,std,max,min}` and `return/mean` over valid
     tokens; `critic/explained_variance` = 1 - var(returns - values) / var(returns), and that of `cost_critic`.
 
@@ -58,6 +60,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         out |= _score_metrics(batch, column, name, mask)
     if "response_ids" in batch:
         out |= _lengths(batch, mask)
+    if "environment_failure" in batch and isinstance(reasons := batch.peek("environment_failure"), list):
+        out["environment/failed"] = sum(reason is not None for reason in reasons) / len(reasons)
     out |= {name: _dense(batch.peek(column)).mean().item() for column, name in _MEANS.items() if column in batch}
     if mask is not None and bool(mask.values.any()):
         out |= _token_metrics(batch, mask)

@@ -21,6 +21,10 @@ def _advantage(call: Settings) -> AdvantageCall:
     return AdvantageCall.of(call["estimator"], call["options"], call["kl_coef"], call["kl"])
 
 
+_TRAJECTORIES = ("trajectory_id?", "row_id?", "group_id?")
+"""What says which rows are one sequence."""
+
+
 class ControllerWorker:
     """Computes functions of the whole batch that read few columns, in a process of its own that needs no device."""
 
@@ -30,7 +34,7 @@ class ControllerWorker:
 
     @register(
         ONE_TO_ONE,
-        reads=lambda settings, call: None if (own := _advantage(call).reads) is None else (*own, "trajectory_id?"),
+        reads=lambda settings, call: None if (own := _advantage(call).reads) is None else (*own, *_TRAJECTORIES),
         writes=lambda settings, call: _advantage(call).writes,
         check=lambda settings, call: _advantage(call) and None,
     )

@@ -112,6 +112,8 @@ class Agent:
         names = [schema["function"]["name"] for schema in schemas]
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"tools= has two tools named {', '.join(twice)}. The model calls tools by name: rename one.")
+        if "row_id" not in columns:
+            raise PromptError(f"{what} names trajectories by 'row_id', which this batch lacks. Add the column.")
         if self.tools and "prompt" not in columns:
             raise PromptError(
                 "tools= needs the column 'prompt' (a text or chat messages), because the prompt and the tools are "

@@ -7,8 +7,10 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, Message
 from hybridflow.environments.tool_calls import ToolCall
 from hybridflow.errors import PromptError
@@ -35,6 +37,7 @@ class Answer:
     message: dict[str, Any]
     calls: list[ToolCall]
     turn: Turn
+    prompt_tokens: int
 
 
 @dataclass
@@ -56,9 +59,30 @@ class Conversation:
     _renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer]
     metrics: dict[str, float] = field(default_factory=dict)
     _past: list[_Past] = field(default_factory=list)
+    _endpoint: Endpoint | None = None
     _clock: asyncio.Timeout | None = None
     _seconds: float = 0.0
     _open: int = 0  # turns that the model is asked for
+
+    @cached_property
+    def _served(self) -> tuple[str, str]:
+        assert self._endpoint is not None  # of a process that runs agents
+        return self._endpoint.open(self)
+
+    @property
+    def base_url(self) -> str:
+        """An OpenAI-compatible endpoint on loopback, whose chat completions are this conversation's turns."""
+        return self._served[0]
+
+    @property
+    def api_key(self) -> str:
+        """The key of this conversation at `base_url`, which ends with it."""
+        return self._served[1]
+
+    def close(self) -> None:
+        """End what `base_url` serves."""
+        if "_served" in self.__dict__ and self._endpoint is not None:
+            self._endpoint.close(self.api_key)
 
     def limited(self, clock: asyncio.Timeout, seconds: float) -> None:
         """The agent has `seconds` from one turn of the model to the next, by `clock`."""
@@ -101,7 +125,7 @@ class Conversation:
         turn = await self._turn(ids, sampling)
         message, calls = renderer.answer(turn.token_ids)
         self._past.append(_Past([*messages, message], [*ids, *turn.token_ids], turn.token_ids))
-        return Answer(message, calls, turn)
+        return Answer(message, calls, turn, len(ids))
 
     def _continued(self, renderer: ChatRenderer, messages: Sequence[Message]) -> list[int] | None:
         """The ids of the longest past that `messages` continue, and theirs; None without one."""

@@ -22,6 +22,7 @@ from typing import Any
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.environments.acting import Act, Ending, UserCalls, failure_of
 from hybridflow.environments.conversation import ContextFullError, Conversation, Turn
+from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.errors import PromptError
 
@@ -63,6 +64,7 @@ class _Running:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, int], asyncio.Future[Turn]] = {}
         self._asked = 0
+        self._endpoint = Endpoint()
         self._renderers = lru_cache(maxsize=64)(self._new_renderer)
 
     async def serve(self, connection: socket.socket) -> None:
@@ -97,7 +99,8 @@ class _Running:
             self._say("turn", key, self._asked, list(ids), dict(sampling))
             return await asked
 
-        session, stuck = Conversation(sample, self._renderer), self._caller.stuck
+        session = Conversation(sample, self._renderer, _endpoint=self._endpoint)
+        stuck = self._caller.stuck
         try:
             ending: Ending = await self._given.act(row, session, self._caller)
             metrics = session.metrics | dict(ending.metrics)
@@ -105,6 +108,7 @@ class _Running:
         except BaseException as error:  # the user's code, whose SystemExit or CancelledError ends nothing else either
             self._say("failed", key, failure_of(error))
         finally:
+            session.close()
             self._tasks.pop(key, None)
             if self._caller.stuck > stuck:
                 self._say("stuck", self._caller.stuck)

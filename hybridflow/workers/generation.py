@@ -250,6 +250,12 @@ def _check_session(settings: Settings, call: Settings) -> None:
         isinstance(call["until"], Until) and call["until"] != Until(),
         f"advance_rows(until={call['until']!r}): give when the call ends, such as hf.Until(steps=16) or (seconds=1.0).",
     )
+    given = [name for name in AGENT_SETTINGS if name in call]
+    require(
+        not given,
+        f"advance_rows({', '.join(given)}=...): sessions and streams generate single turns. Give it to "
+        f"generate_sequences, or call run.",
+    )
     given = call["batch"]
     require(
         given is None or "row_id" in given,

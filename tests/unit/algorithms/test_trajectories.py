@@ -79,3 +79,23 @@ def test_rows_of_a_trajectory_need_not_be_adjacent():
     batch = batch.with_columns(trajectory_id=torch.tensor([5, 6, 5, 6]))
     found = compute_advantage(batch, "rloo")
     assert found["advantages"].values.tolist() == [-2.0, 2.0, -2.0, 2.0]
+
+
+def test_rows_that_contradict_each_other_are_refused():
+    mask = Ragged.from_lengths(torch.ones(3, dtype=torch.bool), [1, 1, 1])
+    batch = hf.Batch({"response_mask": mask, "rewards": torch.zeros(3), "trajectory_id": torch.tensor([5, 5, 6])})
+    ids, groups = torch.tensor([1, 1, 2]), torch.tensor([0, 1, 1])
+    with pytest.raises(hf.errors.BatchError, match="trajectory 5 has the row 1 twice"):
+        compute_advantage(batch.with_columns(row_id=ids, group_id=torch.zeros(3, dtype=torch.int64)), "rloo")
+    with pytest.raises(hf.errors.BatchError, match="trajectory 5 has rows of different groups"):
+        compute_advantage(batch.with_columns(group_id=groups), "rloo")
+
+
+def test_rows_are_joined_in_the_order_of_their_ids():
+    mask = Ragged.from_lengths(torch.ones(3, dtype=torch.bool), [1, 1, 1])
+    batch = hf.Batch(
+        {"response_mask": mask, "rewards": torch.tensor([4.0, 2.0, 9.0]), "values": mask.map(torch.Tensor.float)}
+    )
+    batch = batch.with_columns(trajectory_id=torch.tensor([5, 5, 6]), row_id=torch.tensor([8, 3, 1]))
+    found = compute_advantage(batch, "gae", gamma=0.5, lam=1.0)
+    assert found["returns"].values.tolist() == [4.0, 2.0, 9.0]  # the row with id 8 is the last

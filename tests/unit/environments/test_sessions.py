@@ -1,6 +1,7 @@
 """Agents in processes of their own: what they ask for, how they end, and what becomes of the others when one dies."""
 
 import asyncio
+import json
 import os
 import time
 
@@ -62,8 +63,6 @@ def checkpoint(tmp_path_factory):
 
 
 def call(name: str, **arguments) -> str:
-    import json
-
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -207,3 +206,46 @@ def test_a_process_that_says_nonsense_fails_alone(checkpoint):
     assert forged.failure is not None
     assert "with nothing else in it" in forged.failure
     assert fine.ending.reward == 1.0
+
+
+async def ask(row, model):
+    """An agent that knows an OpenAI-compatible URL only."""
+    import openai
+
+    def client(key):
+        return openai.AsyncOpenAI(base_url=model.base_url, api_key=key, max_retries=0)
+
+    if row["how"] == "wrong":
+        await client("sk-wrong").chat.completions.create(model="any", messages=[{"role": "user", "content": "?"}])
+    messages = [{"role": "user", "content": "Add."}]
+    async with client(model.api_key) as model_client:
+        said = await model_client.chat.completions.create(
+            model="any", messages=messages, tools=row["tools"], max_tokens=50, stop="never"
+        )
+        (made,) = said.choices[0].message.tool_calls
+        assert said.choices[0].finish_reason == "tool_calls"
+        numbers = json.loads(made.function.arguments)
+        answer = {"role": "tool", "tool_call_id": made.id, "content": str(add(**numbers))}
+        messages += [said.choices[0].message.model_dump(exclude_none=True), answer]
+        text = ""
+        async for piece in await model_client.chat.completions.create(
+            model="any", messages=messages, tools=row["tools"], stream=True
+        ):
+            text += piece.choices[0].delta.content or ""
+    return {"reward": float(text == "It is 5.")}
+
+
+def test_an_agent_that_knows_a_url_is_recorded(checkpoint):
+    from transformers.utils import get_json_schema
+
+    def says(row, turn, heard):
+        return call("add", a=2, b=3) if turn == 0 else "It is 5."
+
+    tools = [get_json_schema(add)]
+    rows = [{"how": "right", "tools": tools}, {"how": "wrong", "tools": tools}, {"how": "right", "tools": tools}]
+    right, wrong, other = run(Program(ask), checkpoint, rows, says)
+    for one in (right, other):
+        assert (one.failure, one.ending.reward, one.trajectory.turns) == (None, 1.0, 2)
+        assert len(one.trajectory.rows) == 1
+    assert wrong.failure is not None
+    assert "key is of no trajectory" in wrong.failure
