@@ -232,7 +232,8 @@ ReplicaPlacement = tuple[type, tuple[int, ...], Mapping[str, Any]]
 def divided(
     worker_class: type, where: GroupPlacement, settings: Mapping[str, Any], name: str
 ) -> tuple[dict[str, Any], list[ReplicaPlacement], CallSchedule]:
-    """The settings, replicas and call schedule that `where` requires of a group with these resolved settings.
+    """The settings, replicas and call schedule that `where` requires of a group with these resolved settings. Calls that
+    generate without a place of their own follow those that have one.
 
     Errors: PlacementError for an unknown method or one that only the group's own ranks can run.
     """
@@ -248,6 +249,9 @@ def divided(
             number = replicas.index(part)
         schedule.setdefault(one.method, []).append(number)
     generating = [method for method in known if kind_of(known[method]) == "generation"]
+    for number in [numbers[0] for method in generating if (numbers := schedule.get(method))]:
+        same = operations(replicas[number][0]) if number is not None else {}
+        schedule |= {method: [number] for method in generating if method not in schedule and method in same}
     primary = apply_placement(where, settings)
     if generating and all(method in schedule and None not in schedule[method] for method in generating):
         primary = _as_worker(worker_class).without_generation(primary)  # generation is on the replicas

@@ -145,6 +145,7 @@ def test_replicas_have_what_their_calls_need():
     assert replicas == [(hf.RolloutWorker, (4, 5), rollout), (hf.ActorWorker, (6, 7), inference)]
     assert schedule == {
         "generate_sequences": [0],
+        "run": [0],
         "compute_log_prob": [1],
         "compute_loss": [1],
         "compute_ref_log_prob": [None],
