@@ -232,8 +232,9 @@ ReplicaPlacement = tuple[type, tuple[int, ...], Mapping[str, Any]]
 def divided(
     worker_class: type, where: GroupPlacement, settings: Mapping[str, Any], name: str
 ) -> tuple[dict[str, Any], list[ReplicaPlacement], CallSchedule]:
-    """The settings, replicas and call schedule that `where` requires of a group with these resolved settings. Calls that
-    generate without a place of their own follow those that have one.
+    """The settings, replicas and call schedule that `where` requires of a group with these resolved settings.
+
+    Calls that generate without a place of their own follow those that have one.
 
     Errors: PlacementError for an unknown method or one that only the group's own ranks can run.
     """
