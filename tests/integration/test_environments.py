@@ -195,3 +195,30 @@ def test_tools_need_prompts_as_text(rollout, encoded):
         rollout.generate_sequences(encoded.without("prompt"), tools=[twice])
     with pytest.raises(ConfigError, match="async def solve"):
         rollout.run(encoded, twice)
+
+
+def test_an_actor_trains_on_trajectories(hosts, chat, prompts):
+    actor = hf.ActorWorker.on(
+        hosts[2:4],
+        name="acting",
+        model=chat,
+        train=hf.FSDP(),
+        optim=hf.SGD(lr=0.1),
+        generate=hf.VLLM(sampling=SAMPLING),
+    )
+    try:
+        batch = actor.generate_sequences(prompts, environment=Echo, max_turns=3)
+        batch |= actor.compute_log_prob(batch)
+        batch |= hf.compute_advantage(batch, "grpo")
+        metrics = actor.update_actor(batch).get() | batch.metrics().get()
+        found = batch.get()
+        kept = found["response_mask"].values
+        assert torch.allclose(found["log_probs"].values[kept], found["old_log_probs"].values[kept], atol=1e-3)
+        assert (found["advantages"].values[~kept] == 0).all()
+        assert found["advantages"].values[kept].any()
+        assert metrics["environment/turns"] == 3
+        assert metrics["environment/failed"] == 0
+        with pytest.raises(ConfigError, match="single turns"):
+            actor.advance_rows(prompts, until=hf.Until(steps=1), environment=Echo)
+    finally:
+        actor.close()

@@ -29,7 +29,7 @@ from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
 from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.engines.vllm.requirements import check, max_length, runs_eagerly
 from hybridflow.engines.vllm.seeds import derived_seed
-from hybridflow.errors import ConfigError, LayoutError, PlacementError, PromptError
+from hybridflow.errors import ConfigError, HybridFlowError, LayoutError, PlacementError, PromptError
 from hybridflow.models.hf_spec import Decoder
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import GenerationGrid
@@ -236,8 +236,10 @@ class VLLMEngine:
                     source.refused(row, str(error), len(row.prompt_ids) + 1 > self.max_length)
                 else:
                     out.append(row)
-        except Exception as error:  # of the source, which runs the user's programs
+        except HybridFlowError as error:
             return None, error
+        except Exception as error:  # of the source, which runs the user's programs; it may not be pickled
+            return None, RuntimeError(f"{type(error).__name__}: {error}")
         return out, None
 
     def take(self) -> list[Row]:
