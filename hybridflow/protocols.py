@@ -244,10 +244,9 @@ class Operation:
         """As it is for a call with these settings."""
         operation = self
         if callable(self.resizes):
-            resizes = self.resizes(settings, call)
-            operation = replace(self, resizes=resizes, carries=self.carries and not resizes, kind=kind_of(self))
-            if resizes:
-                operation = replace(operation, repeat=None)
+            resizes, kind = self.resizes(settings, call), kind_of(self)
+            rows = {"carries": False, "repeat": None} if resizes else {}
+            operation = replace(self, resizes=resizes, kind=kind, **rows)
         if self.replica is not None and (number := call[self.replica]) is not None:
             operation = replace(operation, protocol=on_replica(number))
         return operation

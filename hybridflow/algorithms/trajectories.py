@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.masked import row_column
+from hybridflow.algorithms.masked import mask_column, row_column
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
@@ -39,8 +39,7 @@ class JoinedTrajectories:
         began = first[named][order]
         trajectory = torch.cat([torch.zeros(1, dtype=torch.int64), (began[1:] != began[:-1]).cumsum(0)])
         last = torch.cat([(trajectory[1:] != trajectory[:-1]).nonzero()[:, 0], rows[-1:]])
-        responses = own.peek("response_mask")
-        assert isinstance(responses, Ragged)  # checked
+        responses = mask_column(own)
         offsets = torch.cat([responses.offsets[:1], responses.offsets[1:][last]])
         ends, columns = own.reorder(last), {}
         for name in own.columns:

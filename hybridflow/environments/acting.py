@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from hybridflow.environments.conversation import ContextFullError, Conversation
-from hybridflow.environments.rendering import Message
+from hybridflow.environments.conversation import Conversation
+from hybridflow.environments.rendering import ContextFullError, Message
 from hybridflow.environments.tool_calls import ToolCall
 from hybridflow.environments.tools import schema_of
 from hybridflow.rewards.calling import reason_of

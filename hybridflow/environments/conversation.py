@@ -13,11 +13,6 @@ from typing import Any
 from hybridflow.environments.endpoint import Endpoint
 from hybridflow.environments.rendering import ChatRenderer, Message
 from hybridflow.environments.tool_calls import ToolCall
-from hybridflow.errors import PromptError
-
-
-class ContextFullError(PromptError):
-    """The conversation leaves no room for a response within the context of the model."""
 
 
 @dataclass(frozen=True)

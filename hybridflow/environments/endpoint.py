@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridflow.environments.rendering import Message
+from hybridflow.environments.rendering import ContextFullError, Message
 from hybridflow.errors import HybridFlowError, PromptError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Endpoint:
             messages, tools, sampling = _asked(asked)
             answer = await conversation.answer(messages, tools, **sampling)
         except PromptError as error:
-            full = type(error).__name__ == "ContextFullError"
+            full = isinstance(error, ContextFullError)
             return _refusal(400, str(error), "context_length_exceeded" if full else "invalid_prompt")
         except (HybridFlowError, ValueError, TypeError, KeyError) as error:
             return _refusal(400, f"{type(error).__name__}: {error}", "invalid_request")

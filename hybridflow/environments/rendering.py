@@ -21,6 +21,10 @@ _SAID = "qzsaid"
 _CALL_ID = "qzcall001"  # Mistral's template wants nine characters
 
 
+class ContextFullError(PromptError):
+    """The conversation leaves no room for a response within the context of the model."""
+
+
 class ChatRenderer:
     """Renders conversations for a model whose turns end with one of `stop_ids`.
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.environments.acting import Act, Ending, UserCalls, failure_of
-from hybridflow.environments.conversation import ContextFullError, Conversation, Turn
+from hybridflow.environments.conversation import Conversation, Turn
 from hybridflow.environments.endpoint import Endpoint
-from hybridflow.environments.rendering import ChatRenderer
+from hybridflow.environments.rendering import ChatRenderer, ContextFullError
 from hybridflow.errors import PromptError
 
 LENGTH = struct.Struct("!Q")

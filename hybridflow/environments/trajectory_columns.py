@@ -22,13 +22,6 @@ _FORK = 1 << 48
 _TRUNCATED = ("length", "turns", "failure")
 
 
-def plain_rows(batch: Batch) -> list[dict[str, Any]]:
-    """Each row as plain data by column."""
-    values = {name: batch[name] for name in batch.columns}
-    plain = {name: value if isinstance(value, list) else value.tolist() for name, value in values.items()}
-    return [{name: column[i] for name, column in plain.items()} for i in range(batch.rows)]
-
-
 def trajectory_rows(
     begun: Sequence[Row], ends: Sequence[EndedTrajectory], prompts: Sequence[Sequence[int]]
 ) -> list[list[tuple[Row, TrajectoryRow]]]:

@@ -28,7 +28,6 @@ from hybridflow.environments.sessions import Sessions
 from hybridflow.environments.trajectory_columns import (
     AGENT_COLUMNS,
     REWARD_COLUMNS,
-    plain_rows,
     trajectory_columns,
     trajectory_rows,
 )
@@ -141,7 +140,7 @@ class Generation:
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
-        rows = [row for row in plain_rows(batch) for _ in range(chosen.n)]
+        rows = [row for row in batch.to_dicts() for _ in range(chosen.n)]
         sessions, seeds = self._sessions_of(agent), [row.seed for row in begun]
         try:
             turns = AgentTurns(sessions, chosen, rows, seeds, agent.on_failure)
