@@ -1,4 +1,4 @@
-"""Trajectories: rows that belong together, as one sequence for an estimator, and its results by row again."""
+"""Trajectories: rows that belong together, as one sequence for an estimator or a loss, and results by row again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.masked import mask_column, row_column
+from hybridflow.algorithms.masked import response_mask, row_column
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError
@@ -39,14 +39,23 @@ class JoinedTrajectories:
         began = first[named][order]
         trajectory = torch.cat([torch.zeros(1, dtype=torch.int64), (began[1:] != began[:-1]).cumsum(0)])
         last = torch.cat([(trajectory[1:] != trajectory[:-1]).nonzero()[:, 0], rows[-1:]])
-        responses = mask_column(own)
+        responses = response_mask(own)
         offsets = torch.cat([responses.offsets[:1], responses.offsets[1:][last]])
         ends, columns = own.reorder(last), {}
         for name in own.columns:
             column = own.peek(name)
-            if isinstance(column, Ragged) and column.offsets.equal(responses.offsets):
+            if isinstance(column, Ragged) and name != "prompt_ids" and column.offsets.equal(responses.offsets):
                 columns[name] = Ragged(column.values, offsets)
         return cls(ends.with_columns(**columns), order, trajectory, responses.offsets)
+
+    def rows(self) -> list[Tensor]:
+        """The rows of each trajectory, int64, in their order."""
+        return list(self._order.split(torch.unique_consecutive(self._trajectory, return_counts=True)[1].tolist()))
+
+    def joined(self, tokens: Ragged) -> Ragged:
+        """Values per response token of rows that lie in this order, by trajectory."""
+        ends = torch.cat([self._trajectory[1:] != self._trajectory[:-1], torch.ones(1, dtype=torch.bool)])
+        return Ragged(tokens.values, torch.cat([self._offsets[:1], self._offsets[1:][ends]]))
 
     def split(self, found: Batch) -> Batch:
         """Columns of the trajectories as those of the rows: tokens to their rows, other values to each row."""

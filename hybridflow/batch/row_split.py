@@ -55,15 +55,14 @@ class RowPlan:
 
         `weights` [rows] (tokens per row, any number dtype) balances the load of the parts inside each chunk and never
         leaves the heaviest part heavier than contiguous ranges would. `groups` [rows] int64 (equal ids adjacent):
-        neither chunks nor parts cut a group.
+        neither chunks nor parts cut a group, and chunks have equal numbers of them, as near as possible.
 
         Errors: BatchError for a wrong shape, weights that are negative or not finite, and scattered groups.
         """
         starts = self._unit_starts(groups)
         loads = self._unit_loads(weights, starts)
-        ends = torch.tensor(_snap(even_bounds(self.rows, self.chunks), starts))
         out: Assignment = [[] for _ in range(self.parts)]
-        for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):  # units of one chunk
+        for first, last in itertools.pairwise(even_bounds(len(starts) - 1, self.chunks)):  # units of one chunk
             for part, units in enumerate(self._split_chunk(starts[first : last + 1], loads, first)):
                 out[part].append(_expand(starts, units + first))
         return out
@@ -91,8 +90,8 @@ class RowPlan:
         if len(unique) != len(ids):
             scattered = int(unique[runs > 1][0])
             raise BatchError(
-                f"the rows of group {scattered} are not adjacent: bring every group together first, for example with "
-                f"batch.reorder(batch['group_id'].argsort(stable=True))."
+                f"the rows of group {scattered} are not adjacent: bring the rows of each `group_id` (in an update: "
+                f"`trajectory_id`) together first, for example batch.reorder(batch['group_id'].argsort(stable=True))."
             )
         return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 

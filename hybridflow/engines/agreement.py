@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridflow.algorithms.logits import Logits
 from hybridflow.algorithms.losses.loss import LossFunction, Totals
 from hybridflow.algorithms.masked import not_finite, response_mask
+from hybridflow.algorithms.trajectories import JoinedTrajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.process_groups import RankContext, gather, is_communication_error
@@ -92,13 +93,14 @@ class Replicas:
         self.group = context.groups.new("replicas", context.grid.group(context.rank, "d"), "gloo")
 
     def totals(self, batch: Batch) -> Totals:
-        """The mini-batch's totals over all replicas; without a `response_mask` every response token counts."""
-        responses: Any = batch.peek("response_ids")
+        """The mini-batch's totals over all replicas; without a `response_mask` every response token counts. The rows
+        of a trajectory are on one replica."""
+        mask = response_mask(batch)
         prompts: Any = batch.peek("prompt_ids")
-        tokens = int(response_mask(batch).values.sum())
-        every = len(prompts.values) + len(responses.values)
-        longest = int(responses.lengths.max()) if batch.rows else 0
-        counts = torch.tensor([tokens, batch.rows, every, longest], dtype=torch.float64, device="cpu")
+        tokens, every = int(mask.values.sum()), len(prompts.values) + len(mask.values)
+        sequences = mask if (whole := JoinedTrajectories.of(batch)) is None else response_mask(whole.batch)
+        longest = int(sequences.lengths.max()) if batch.rows else 0
+        counts = torch.tensor([tokens, len(sequences), every, longest], dtype=torch.float64, device="cpu")
         found = counts.expand(self.size, -1).contiguous()
         if self.size > 1:
             dist.all_gather_single(found.view(-1), counts, group=self.group)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch.ragged import Ragged
-from hybridflow.errors import BatchError, of_row
+from hybridflow.errors import BatchError, ModelError, of_row
 from hybridflow.models.spec import Cost
 
 Positions = Literal["before", "own", "last"]
@@ -128,35 +128,65 @@ class Split:
     cost: Cost | None = None
     single: bool = False
 
-    def rows(self, lengths: Tensor) -> list[Tensor]:
-        """Row indices of each micro-batch; in order when all fit into one."""
+    def rows(self, lengths: Tensor, units: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Row indices of each micro-batch; in order when all fit into one.
+
+        `units` are the rows [each] int64 that stay together, in their order, and count as one row: a unit above the
+        budget is a micro-batch. Errors: ModelError for units of several rows with `single`.
+        """
+        if units is not None:
+            return self._whole(lengths, units)
         if self.single:
             return list(torch.arange(len(lengths)).split(1)) if len(lengths) else []
+        cost = self.cost and self.cost(lengths.double())
+        return self._bins(lengths, cost) if self.packed else self._similar(lengths, torch.ones_like(lengths))
+
+    def _whole(self, lengths: Tensor, units: Sequence[Tensor]) -> list[Tensor]:
+        if self.single:
+            raise ModelError(
+                "this model computes each row alone, and the loss reads whole trajectories of several rows. Use "
+                "aggregation='token-mean' and no ratio per sequence."
+            )
+        sizes = torch.tensor([len(unit) for unit in units])
+        by_unit = Ragged.from_lengths(lengths[torch.cat([*units])], sizes)
         if self.packed:
-            budget = max(1, self.budget // self.multiple) * self.multiple
-            return pack(lengths, budget, self.count, self.cost and self.cost(lengths.double()))
-        rows = len(lengths)
-        if not rows:
+            cost = self.cost and by_unit.with_values(self.cost(by_unit.values.double())).row_sum()
+            found = self._bins(by_unit.row_sum(), cost)
+        else:
+            found = self._similar(torch.stack([row.max() for row in by_unit.rows()]), sizes)
+        return [torch.cat([units[at] for at in each.tolist()]) for each in found]
+
+    def _bins(self, tokens: Tensor, cost: Tensor | None) -> list[Tensor]:
+        return pack(tokens, max(1, self.budget // self.multiple) * self.multiple, self.count, cost)
+
+    def _similar(self, lengths: Tensor, sizes: Tensor) -> list[Tensor]:
+        """Units of `sizes` rows, padded to `lengths`, by falling length."""
+        units = len(lengths)
+        if not units:
             return []
-        count = min(self.count, rows)
-        if count == 1 and self._padded(int(lengths.max())) * rows <= self.budget:
-            return [torch.arange(rows)]
+        count = min(self.count, units)
+        if count == 1 and self._padded(int(lengths.max())) * int(sizes.sum()) <= self.budget:
+            return [torch.arange(units)]
         order = lengths.argsort(descending=True, stable=True)
         out, start = [], 0
-        while start < rows:
-            fit = max(1, self.budget // self._padded(int(lengths[order[start]])))
-            share = -(-(rows - start) // max(1, count - len(out)))  # leaves a row for each that is still to come
-            out.append(order[start : start + min(fit, share)])
+        while start < units:
+            fit = self.budget // self._padded(int(lengths[order[start]]))
+            share = -(-(units - start) // max(1, count - len(out)))  # leaves a unit for each that is still to come
+            next_ones = order[start : start + share]
+            out.append(next_ones[: max(1, int((sizes[next_ones].cumsum(0) <= fit).sum()))])
             start += len(out[-1])
         return out
 
     def _padded(self, length: int) -> int:
         return max(1, -(-length // self.multiple)) * self.multiple
 
-    def micro_batches(self, prompts: Ragged, responses: Ragged, at: Positions = "before") -> list[MicroBatch]:
-        """The rows as micro-batches that say which positions are read. Errors: BatchError of `check`."""
+    def micro_batches(
+        self, prompts: Ragged, responses: Ragged, at: Positions = "before", units: Sequence[Tensor] | None = None
+    ) -> list[MicroBatch]:
+        """The rows as micro-batches that say which positions are read. Errors: BatchError of `check`, those of
+        `rows`."""
         self.check(prompts, responses)
-        split = self.rows(prompts.lengths + responses.lengths) or [torch.arange(0)]
+        split = self.rows(prompts.lengths + responses.lengths, units) or [torch.arange(0)]
         return [self._micro_batch(rows, prompts, responses, at) for rows in split]
 
     def empty(self) -> MicroBatch:

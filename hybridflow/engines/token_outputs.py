@@ -82,9 +82,12 @@ class TokenOutputs:
                 f"shorter prompts or a smaller max_tokens.",
             )
 
-    def micro_batches(self, batch: Batch, at: Positions = "before") -> list[MicroBatch]:
-        """The batch as micro-batches that say which positions are read."""
-        return self.split.micro_batches(token_column(batch, "prompt_ids"), token_column(batch, "response_ids"), at)
+    def micro_batches(
+        self, batch: Batch, at: Positions = "before", units: Sequence[Tensor] | None = None
+    ) -> list[MicroBatch]:
+        """The batch as micro-batches that say which positions are read; rows of one of `units` stay together."""
+        prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
+        return self.split.micro_batches(prompts, responses, at, units)
 
     def ragged(
         self, micro: MicroBatch, head: Tensor, rows: Batch, names: Sequence[Output], temperature: float

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridflow import config
 from hybridflow.algorithms.losses.loss import LossFunction
+from hybridflow.algorithms.trajectories import JoinedTrajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
@@ -39,6 +40,10 @@ from hybridflow.models.hf_spec import Decoder
 
 ReadHead = Callable[[MicroBatch, Tensor], Mapping[str, Tensor]]
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
+
+
+def _by_sequence(loss: LossFunction) -> bool:
+    return getattr(loss, "by_sequence", True)
 
 
 class TrainEngine:
@@ -161,7 +166,8 @@ class TrainEngine:
         optimizer, last_stage = self._training(), self._model.loop.last_stage
         self._require("parameters", "gradients")
         self.tokens.check(batch, outputs, temperature)
-        _, micro_batches = self._announced.get(id(batch)) or (batch, self.tokens.micro_batches(batch))
+        _, micro_batches = self._announced.get(id(batch)) or (batch, self._micro_batches(batch, loss))
+        by_sequence = _by_sequence(loss)
         self._check.begin(batch, loss)
         totals = self._replicas.totals(batch) if last_stage else None
         metrics: list[dict[str, Tensor]] = []
@@ -170,8 +176,14 @@ class TrainEngine:
             nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
             if not len(micro.rows):
                 return nothing
-            rows = (batch if len(micro_batches) == 1 else batch.reorder(micro.rows)).to(self.device)
+            as_given = len(micro_batches) == 1 and micro.rows.equal(torch.arange(batch.rows))
+            own = batch if as_given else batch.reorder(micro.rows)
+            whole = JoinedTrajectories.of(own) if by_sequence else None
+            rows = own.to(self.device)
             found = self.tokens.ragged(micro, head_NC, rows, outputs, temperature)
+            if whole is not None:
+                rows = whole.batch.to(self.device)
+                found = {k: whole.joined(v) if isinstance(v, Ragged) else v for k, v in found.items()}
             given = self._check.share(loss, found, rows, totals)  # type: ignore[arg-type]
             if given is None:
                 return nothing
@@ -201,11 +213,16 @@ class TrainEngine:
         finally:
             self._model.loop.turn, self._check.others, self._announced = None, [], {}
 
-    def announce(self, minibatches: Sequence[Batch]) -> None:
+    def _micro_batches(self, batch: Batch, loss: LossFunction) -> list[MicroBatch]:
+        """The trajectories of several rows stay whole for a loss that has terms of them."""
+        whole = JoinedTrajectories.of(batch) if _by_sequence(loss) else None
+        return self.tokens.micro_batches(batch, units=whole and whole.rows())
+
+    def announce(self, minibatches: Sequence[Batch], loss: LossFunction) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             once = {id(batch): batch for batch in minibatches}  # epochs repeat them
-            self._announced = {key: (batch, self.tokens.micro_batches(batch)) for key, batch in once.items()}
+            self._announced = {key: (batch, self._micro_batches(batch, loss)) for key, batch in once.items()}
             micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))

@@ -38,6 +38,10 @@ class CostLoss(Loss):
         return self.loss.outputs
 
     @property
+    def by_sequence(self) -> bool:
+        return self.loss.by_sequence
+
+    @property
     def per_token(self) -> tuple[str, ...]:
         return tuple(map(self._own, self.loss.per_token))
 

@@ -268,7 +268,7 @@ class ModelWorker(Worker):
         outputs: tuple[Output, ...] = loss.outputs  # type: ignore[assignment]
         temperature = self._agreed(batch, outputs, loss)
         minibatches, skipped, engine = batch.chunks() * epochs, 0, self.engine
-        engine.announce(minibatches)
+        engine.announce(minibatches, loss)
         for number, minibatch in enumerate(minibatches, 1):
             metrics = engine.forward_backward(minibatch, loss, outputs, temperature)
             step = self._step(last=number == len(minibatches))

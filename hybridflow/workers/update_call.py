@@ -34,7 +34,7 @@ class UpdateCall:
         teacher = (TEACHER,) if "ref_logits" in loss.outputs else ()
         if (own := loss.reads) is None:
             return None
-        return ("prompt_ids", "response_ids", *own, *teacher, *self.also_reads, "row_id?")
+        return ("prompt_ids", "response_ids", *own, *teacher, *self.also_reads, "row_id?", "trajectory_id?")
 
     def check(self, settings: Settings, call: Settings) -> None:
         """Errors: ConfigError for a worker without optimizer, a misspelt setting, an unknown loss or option, and
@@ -65,14 +65,20 @@ class UpdateCall:
         session = Session.existing()
         traced = session is not None and session.traces and not session.backend.checks
         placeholder = not isinstance(batch, BatchRef) or traced
-        if uneven or placeholder or parts > batch.rows or batch.rows % parts == 0:
+        if placeholder or parts == 1 or parts > batch.rows:
             return
-        rows = batch.rows
+        rows, what = batch.rows, "rows"
+        if "trajectory_id" in batch.columns:
+            ids = batch.get("trajectory_id").peek("trajectory_id")
+            rows, what = len(ids.unique()), "trajectories"  # type: ignore[union-attr]
+        require(parts <= rows, f"update_{self.role}(minibatches={parts}): the batch has {rows} {what}.")
+        if uneven or rows % parts == 0:
+            return
         fewer = next(n for n in range(parts, 0, -1) if rows % n == 0)
         more = next(n for n in range(parts, rows + 1) if rows % n == 0)
         small, larger = divmod(rows, parts)
         raise ConfigError(
-            f"update_{self.role}(minibatches={parts}): the batch has {rows} rows, which would be {larger} mini-batches "
-            f"of {small + 1} rows and {parts - larger} of {small}, and a row of a smaller one counts for more. Use "
-            f"minibatches={fewer} or {more}, or uneven=True."
+            f"update_{self.role}(minibatches={parts}): the batch has {rows} {what}, which would be {larger} "
+            f"mini-batches of {small + 1} {what} and {parts - larger} of {small}, and each of a smaller one counts for "
+            f"more. Use minibatches={fewer} or {more}, or uneven=True."
         )

@@ -46,10 +46,35 @@ def make_rows(rows: int = 12) -> Batch:
     return Batch({"prompt_ids": prompts, "response_ids": responses, "response_mask": mask, **token_columns})
 
 
+def cut_rows(rows: Batch) -> Batch:
+    """The rows as trajectories of one to three rows, each with the tokens before it as its prompt; last rows first."""
+    columns: dict[str, list[Tensor]] = {name: [] for name in rows.columns}
+    ids, keys = [], []
+    for i in range(rows.rows):
+        prompt, length = rows["prompt_ids"].row(i), len(rows["response_ids"].row(i))
+        bounds = [0, *(length * k // (1 + i % 3) for k in range(1, 1 + i % 3)), length]
+        for piece in reversed(range(len(bounds) - 1)):
+            first, last = bounds[piece : piece + 2]
+            for name in rows.columns:
+                before = torch.cat([prompt, rows["response_ids"].row(i)[:first]])
+                columns[name].append(before if name == "prompt_ids" else rows[name].row(i)[first:last])
+            ids.append(i + 5)
+            keys.append(100 * i + piece)
+    found = {name: Ragged.from_rows(values) for name, values in columns.items()}
+    return Batch({**found, "trajectory_id": torch.tensor(ids), "row_id": torch.tensor(keys)})
+
+
 def gradients(
-    world: World, name: str, strategy: Any, paths: dict[str, Path], parts: Sequence[Sequence[int]], cases: Cases
+    world: World,
+    name: str,
+    strategy: Any,
+    paths: dict[str, Path],
+    parts: Sequence[Sequence[int]],
+    cases: Cases,
+    cut: bool = False,
 ) -> list[tuple[Tensor, dict[str, float]]]:
-    """All gradients of each case as one tensor, with its metrics; `parts` are the rows of every replica.
+    """All gradients of each case as one tensor, with its metrics; `parts` are the rows of every replica, or with `cut`
+    its trajectories.
 
     Only the first rank returns them: with d alone, every rank has all.
     """
@@ -59,6 +84,7 @@ def gradients(
         for head, path in paths.items()
     }
     mine = make_rows().reorder(list(parts[world.rank]))
+    mine = cut_rows(mine) if cut else mine
     for case, aggregation in cases:
         loss = make_loss(case, aggregation, 20.0 if case == "ppo" else None)
         engine = engines["value" if loss.outputs == ("values",) else "lm"]

@@ -44,9 +44,17 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"lm": policy, "value": make_classifier(directory / "critic", **SMALL)}
 
 
-def run(processes: RankProcesses, paths: dict[str, Path], micro_tokens: int, parts: list[list[int]], cases=CASES):
-    strategy = Megatron(dp=len(parts), micro_tokens=micro_tokens)
-    args = (processes.name(), strategy, paths, parts, cases)
+def run(
+    processes: RankProcesses,
+    paths: dict[str, Path],
+    micro_tokens: int,
+    parts: list[list[int]],
+    cases=CASES,
+    cut=False,
+    packed=True,
+):
+    strategy = Megatron(dp=len(parts), micro_tokens=micro_tokens, packed=packed)
+    args = (processes.name(), strategy, paths, parts, cases, cut)
     return dict(zip(cases, processes.run(len(parts), tasks.gradients, *args)[0], strict=True))
 
 
@@ -74,7 +82,21 @@ def token_balanced(ranks: int) -> list[list[int]]:
 def test_gradients_do_not_depend_on_the_split(processes, paths, whole, split):
     micro_tokens, parts = SPLITS[split]
     parts = token_balanced(parts) if isinstance(parts, int) else parts
-    for case, (gradient, metrics) in run(processes, paths, micro_tokens, parts, some(split)).items():
+    assert_equal(run(processes, paths, micro_tokens, parts, some(split)), whole)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("split", ["1 rank, row by row", "2 ranks, balanced", "4 ranks, one without rows"])
+def test_a_trajectory_of_several_rows_counts_as_one_row(processes, paths, whole, split, packed):
+    """Also for losses with means, ratios and masks of whole sequences."""
+    micro_tokens, parts = SPLITS[split]
+    parts = token_balanced(parts) if isinstance(parts, int) else parts
+    cases = CASES if packed else some(split)
+    assert_equal(run(processes, paths, micro_tokens, parts, cases, cut=True, packed=packed), whole)
+
+
+def assert_equal(found: dict, whole: dict) -> None:
+    for case, (gradient, metrics) in found.items():
         expected, figures = whole[case]
         largest = float(expected.abs().max())
         assert largest > 1e-4, f"{case}: there is nothing to compare"

@@ -31,8 +31,9 @@ over micro-batches and ranks gives the value of the whole mini-batch."""
 class Totals:
     """What a mini-batch holds over *all* data parallel ranks: denominators that do not depend on how it was split.
 
-    `tokens` counts True entries of response_mask, `rows` the rows (also those without a True entry),
-    `sequence_tokens` all prompt + response tokens, `longest` the response tokens of the longest row, masked ones too.
+    `tokens` counts True entries of response_mask, `rows` the rows (also those without a True entry; rows with one
+    `trajectory_id` count once), `sequence_tokens` all prompt + response tokens, `longest` the response tokens of the
+    longest row or trajectory, masked ones too.
     """
 
     tokens: float
@@ -129,6 +130,12 @@ class Loss:
         return {}
 
     @property
+    def by_sequence(self) -> bool:
+        """Whether the loss has a term of a whole sequence. Then the rows of one `trajectory_id` lie in one micro-batch,
+        and the loss gets them as one row: their response tokens joined, other columns those of the last row."""
+        return True
+
+    @property
     def per_token(self) -> tuple[str, ...]:
         """Those of the columns that are known to have one value per response token."""
         return ()
@@ -193,6 +200,10 @@ class AggregatedLoss(Loss):
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation or self.default_aggregation, self.norm)
+
+    @property
+    def by_sequence(self) -> bool:
+        return (self.aggregation or self.default_aggregation) != "token-mean"
 
     def reduce(self, token_loss: Tensor, weights: TokenWeights) -> Tensor:
         """This micro-batch's share of the aggregated loss."""

@@ -80,6 +80,10 @@ class PolicyLoss(AggregatedLoss):
         return columns_of(self.token_loss)
 
     @property
+    def by_sequence(self) -> bool:
+        return super().by_sequence or "mask" in self.inputs or self.rollout_correction is not None
+
+    @property
     def reads(self) -> tuple[str, ...]:
         names = [name for name in self.inputs if name not in (*_FROM_ENGINE, "mask")]
         names.append("response_mask")
