@@ -190,10 +190,11 @@ class Operation:
     """The declaration of one worker method: `@register(protocol, reads=..., writes=...)`.
 
     `writes` names the columns of the returned Batch; without any the method returns a plain value. `blocking` calls
-    wait for their result. `groups` keeps the rows of one `group_id` on one rank. `balance` names a column of tokens per
-    row, whose cost (the worker's `token_cost`) is spread evenly over ranks. `chunks` names the setting that counts
-    mini-batches; each is split over all ranks, so it holds the same rows for every data parallel size, and the rows of
-    one `trajectory_id` stay together. `repeat(worker
+    wait for their result. `groups` keeps the rows of one `group_id` on one rank,
+    `trajectories` those of one `trajectory_id` (where the batch has it) on one rank and in one mini-batch. `balance`
+    names a column of tokens per row, whose cost (the worker's `token_cost`) is spread evenly over ranks. `chunks` names
+    the setting that counts mini-batches; each is split over all ranks, so it holds the same rows for every data
+    parallel size. `repeat(worker
     settings, call settings)` is the number of output rows per input row; `carries` returns the input's columns with the
     output. `metrics` says how the metrics of ranks are joined, by name: "mean" (the default), "sum", "max", "min", or
     "by tokens" for the mean weighted by the metric `tokens`.
@@ -213,6 +214,7 @@ class Operation:
     writes: Sequence[str] | Callable[[Settings, Settings], Sequence[str]] = ()
     blocking: bool = False
     groups: bool = False
+    trajectories: bool = False
     balance: str | None = None
     chunks: str | None = None
     repeat: Callable[[Settings, Settings], int] | None = field(default=None, repr=False)

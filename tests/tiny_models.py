@@ -101,6 +101,25 @@ def make_rows(rows: int = 7, *, seed: int = 0) -> Batch:
     )
 
 
+def cut_rows(rows: Batch) -> Batch:
+    """The ragged columns of the rows as trajectories of one to three rows, each with the tokens before it as its
+    prompt; last rows first."""
+    columns: dict[str, list[Tensor]] = {name: [] for name in rows.columns if isinstance(rows[name], Ragged)}
+    ids, keys = [], []
+    for i in range(rows.rows):
+        prompt, length = rows["prompt_ids"].row(i), len(rows["response_ids"].row(i))
+        bounds = [0, *(length * k // (1 + i % 3) for k in range(1, 1 + i % 3)), length]
+        for piece in reversed(range(len(bounds) - 1)):
+            first, last = bounds[piece : piece + 2]
+            for name in columns:
+                before = torch.cat([prompt, rows["response_ids"].row(i)[:first]])
+                columns[name].append(before if name == "prompt_ids" else rows[name].row(i)[first:last])
+            ids.append(i + 5)
+            keys.append(100 * i + piece)
+    found = {name: Ragged.from_rows(values) for name, values in columns.items()}
+    return Batch({**found, "trajectory_id": torch.tensor(ids), "row_id": torch.tensor(keys)})
+
+
 def response_log_probs(checkpoint: Path, batch: Batch, temperature: float = 1.0) -> Ragged:
     """[B, R]: log-probabilities of the responses under a language model, row by row without padding."""
     from transformers import AutoModelForCausalLM

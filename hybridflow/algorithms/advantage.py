@@ -17,7 +17,7 @@ from hybridflow.algorithms.advantages.token_rewards import token_rewards
 from hybridflow.algorithms.kl import AdaptiveKL, Controller, check_kl_kind, kl_estimate
 from hybridflow.algorithms.masked import finite_column, mask_column, with_bool_mask
 from hybridflow.algorithms.registry import find_estimator
-from hybridflow.algorithms.trajectories import JoinedTrajectories
+from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ConfigError, EmptyBatchError
@@ -114,15 +114,15 @@ class AdvantageCall:
             if len(batch) == 0:
                 raise EmptyBatchError("compute_advantage was given a batch without rows.")
             batch = with_bool_mask(batch)
-            joined = JoinedTrajectories.of(batch)
-            out = self._computed(batch if joined is None else joined.batch)
+            whole = Trajectories.of(batch)
+            out = self._computed(batch if whole is None else whole.join(batch))
             before.clear()
         finally:
             for controller, state in before:
                 controller.state = state
         if isinstance(self.kl_coef, AdaptiveKL):
             self.kl_coef.update(float(out["kl"].mean()), len(out))
-        return out if joined is None else joined.split(out)
+        return out if whole is None else whole.split(out, mask_column(batch))
 
     def _computed(self, batch: Batch) -> Batch:
         mask = mask_column(batch)

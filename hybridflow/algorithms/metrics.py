@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridflow.algorithms.advantages.token_rewards import row_scores
 from hybridflow.algorithms.kl import MAX_LOG_RATIO, kl_estimate
 from hybridflow.algorithms.masked import masked_moments, response_mask, token_column, valid_lengths
+from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 
@@ -24,6 +25,7 @@ _TOKEN_COLUMNS = ("log_probs", "old_log_probs", "ref_log_probs", "advantages", *
 METRIC_COLUMNS = (
     *(*_SCORES, *_MEANS, *_TOKEN_COLUMNS),
     *("response_ids", "response_mask", "reward_failure", "cost_failure", "environment_failure"),
+    *("trajectory_id", "row_id"),
 )
 """Columns that `batch_metrics` looks at besides components; it uses those that are there."""
 
@@ -34,7 +36,8 @@ def metric_columns(available: Iterable[str]) -> tuple[str, ...]:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Flat metrics of one batch, from whatever columns are there; an empty batch has none.
+    """Flat metrics of one batch, from whatever columns are there; an empty batch has none. Rows with one
+    `trajectory_id` count as one.
 
     `reward/{mean,std,min,max}` (and `cost/...`) over rows, token rewards summed; `reward/<name>/mean` of a component
     over the rows that it applies to; neither counts rows without a valid token or that could not be graded, of which
@@ -56,6 +59,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         return {}
     out: dict[str, float] = {}
     mask = response_mask(batch) if "response_mask" in batch or "response_ids" in batch else None
+    if mask is not None and (whole := Trajectories.of(batch)) is not None:
+        batch, mask = whole.join(batch), whole.joined(mask)
     for column, name in _SCORES.items():
         out |= _score_metrics(batch, column, name, mask)
     if "response_ids" in batch:

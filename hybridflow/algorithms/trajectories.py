@@ -1,8 +1,13 @@
-"""Trajectories: rows that belong together, as one sequence for an estimator or a loss, and results by row again."""
+"""Trajectories: rows that belong together are one sequence for estimators, losses, rewards and metrics.
+
+Shapes: B rows, T trajectories.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,64 +19,79 @@ from hybridflow.errors import BatchError
 
 
 @dataclass(frozen=True)
-class JoinedTrajectories:
-    """`batch` has one row per trajectory: the response tokens of its rows in the order of `row_id`, and the last row's
-    other columns, so a reward [B] is that of the last row, at its last valid token."""
+class Trajectories:
+    """The rows of a batch by trajectory: `order` [B] int64, `sizes` [T] int64 of them each."""
 
-    batch: Batch
-    _order: Tensor  # of the rows, so that those of a trajectory are adjacent
-    _trajectory: Tensor  # of each row, in that order
-    _offsets: Tensor  # of the rows' responses, in that order
+    order: Tensor
+    sizes: Tensor
 
     @classmethod
-    def of(cls, batch: Batch) -> JoinedTrajectories | None:
-        """By the column `trajectory_id` [B] int64; None where every row is a trajectory. Errors: BatchError."""
+    def of(cls, batch: Batch) -> Trajectories | None:
+        """By the column `trajectory_id` [B] int64, those of one in the order of `row_id`; None where every row is a
+        trajectory. Errors: BatchError."""
         if "trajectory_id" not in batch:
             return None
         ids, named = torch.unique(row_column(batch, "trajectory_id"), return_inverse=True)
         if len(ids) == batch.rows:
             return None
-        rows = torch.arange(batch.rows)
-        first = torch.full((len(ids),), batch.rows).scatter_reduce(0, named, rows, "amin")
+        first = torch.full((len(ids),), batch.rows).scatter_reduce(0, named, torch.arange(batch.rows), "amin")
         order = _order_within(batch, ids, named)
         order = order[torch.argsort(first[named[order]], stable=True)]
-        own = batch.reorder(order)
-        began = first[named][order]
-        trajectory = torch.cat([torch.zeros(1, dtype=torch.int64), (began[1:] != began[:-1]).cumsum(0)])
-        last = torch.cat([(trajectory[1:] != trajectory[:-1]).nonzero()[:, 0], rows[-1:]])
-        responses = response_mask(own)
-        offsets = torch.cat([responses.offsets[:1], responses.offsets[1:][last]])
-        ends, columns = own.reorder(last), {}
-        for name in own.columns:
-            column = own.peek(name)
-            if isinstance(column, Ragged) and name != "prompt_ids" and column.offsets.equal(responses.offsets):
-                columns[name] = Ragged(column.values, offsets)
-        return cls(ends.with_columns(**columns), order, trajectory, responses.offsets)
+        return cls(order, torch.unique_consecutive(named[order], return_counts=True)[1])
 
+    @property
     def rows(self) -> list[Tensor]:
         """The rows of each trajectory, int64, in their order."""
-        return list(self._order.split(torch.unique_consecutive(self._trajectory, return_counts=True)[1].tolist()))
+        return list(self.order.split(self.sizes.tolist()))
+
+    @property
+    def last(self) -> Tensor:
+        """[T] int64: the last row of each trajectory."""
+        return self.order[self.sizes.cumsum(0) - 1]
+
+    @property
+    def of_row(self) -> Tensor:
+        """[B] int64: the trajectory of each row."""
+        return torch.repeat_interleave(torch.arange(len(self.sizes)), self.sizes)[torch.argsort(self.order)]
+
+    def join(self, batch: Batch) -> Batch:
+        """One row per trajectory: values per response token joined, other columns those of the last row."""
+        responses, ends = response_mask(batch), batch.reorder(self.last)
+        columns = {}
+        for name in batch.columns:
+            column = batch.peek(name)
+            if isinstance(column, Ragged) and name != "prompt_ids" and column.offsets.equal(responses.offsets):
+                columns[name] = self.joined(column)
+        return ends.with_columns(**columns)
 
     def joined(self, tokens: Ragged) -> Ragged:
-        """Values per response token of rows that lie in this order, by trajectory."""
-        ends = torch.cat([self._trajectory[1:] != self._trajectory[:-1], torch.ones(1, dtype=torch.bool)])
-        return Ragged(tokens.values, torch.cat([self._offsets[:1], self._offsets[1:][ends]]))
+        """Ragged [B] per response token as ragged [T], differentiable."""
+        own = tokens if self.order.equal(torch.arange(len(self.order))) else tokens.index(self.order)
+        return Ragged(own.values, own.offsets[torch.cat([self.sizes.new_zeros(1), self.sizes.cumsum(0)])])
 
-    def split(self, found: Batch) -> Batch:
-        """Columns of the trajectories as those of the rows: tokens to their rows, other values to each row."""
-        back = torch.argsort(self._order)
-        offsets = found.peek("advantages").offsets  # type: ignore[union-attr]
-        columns = {}
+    def outputs(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """A model's outputs of rows that lie in this order, for a loss."""
+        return {name: self.joined(value) if isinstance(value, Ragged) else value for name, value in found.items()}
+
+    def split(self, found: Batch, mask: Ragged) -> Batch:
+        """Columns [T] as columns [B]: values per response token to their rows, others to each row of the trajectory.
+        `mask` is that of the rows."""
+        joined, back, columns = self.joined(mask), torch.argsort(self.order), {}
+        lengths = mask.lengths[self.order]
         for name in found.columns:
             column = found.peek(name)
-            if isinstance(column, Ragged) and column.offsets.equal(offsets):
-                columns[name] = Ragged(column.values, self._offsets).index(back)
-            elif isinstance(column, Tensor | Ragged):
-                index = self._trajectory[back]
-                columns[name] = column[index] if isinstance(column, Tensor) else column.index(index)
-            else:
-                columns[name] = [column[at] for at in self._trajectory[back].tolist()]
-        return Batch(columns)
+            if isinstance(column, Ragged) and column.offsets.equal(joined.offsets):
+                columns[name] = Ragged.from_lengths(column.values, lengths).index(back)
+        return self.spread(found).with_columns(**columns)
+
+    def spread(self, found: Batch) -> Batch:
+        """Columns [T] as columns [B]: that of its trajectory for each row."""
+        return found.reorder(self.of_row)
+
+
+def trajectories_of(loss: Callable[..., Any], batch: Batch) -> Trajectories | None:
+    """`Trajectories.of(batch)`; None for a loss without a term of a whole sequence (`by_sequence`)."""
+    return Trajectories.of(batch) if getattr(loss, "by_sequence", True) else None
 
 
 def _order_within(batch: Batch, ids: Tensor, named: Tensor) -> Tensor:

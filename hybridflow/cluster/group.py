@@ -308,7 +308,7 @@ class WorkerGroup:
                 f"{self.name}.{operation.name} keeps groups of rows together and needs 'group_id': repeat() or "
                 f"generate_sequences(n=...) write it."
             )
-        together = "group_id" if operation.groups else "trajectory_id" if operation.chunks else None
+        together = "group_id" if operation.groups else "trajectory_id" if operation.trajectories else None
         weights, groups = column(operation.balance), column(together)
         cost = self.token_cost if weights is not None and self.grid.size > 1 else None
         return SplitSpec(weights, groups, chunks, cost)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.algorithms.logits import Logits
 from hybridflow.algorithms.losses.loss import LossFunction, Totals
 from hybridflow.algorithms.masked import not_finite, response_mask
-from hybridflow.algorithms.trajectories import JoinedTrajectories
+from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.process_groups import RankContext, gather, is_communication_error
@@ -98,7 +98,7 @@ class Replicas:
         mask = response_mask(batch)
         prompts: Any = batch.peek("prompt_ids")
         tokens, every = int(mask.values.sum()), len(prompts.values) + len(mask.values)
-        sequences = mask if (whole := JoinedTrajectories.of(batch)) is None else response_mask(whole.batch)
+        sequences = mask if (whole := Trajectories.of(batch)) is None else whole.joined(mask)
         longest = int(sequences.lengths.max()) if batch.rows else 0
         counts = torch.tensor([tokens, len(sequences), every, longest], dtype=torch.float64, device="cpu")
         found = counts.expand(self.size, -1).contiguous()

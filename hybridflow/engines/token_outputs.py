@@ -7,7 +7,8 @@ hidden (of a teacher).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from hybridflow.algorithms.logits import Columns, Logits
 from hybridflow.algorithms.losses.distillation import TEACHER
 from hybridflow.algorithms.masked import response_mask, token_column
+from hybridflow.algorithms.trajectories import trajectories_of
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.contract import Output
@@ -83,11 +85,13 @@ class TokenOutputs:
             )
 
     def micro_batches(
-        self, batch: Batch, at: Positions = "before", units: Sequence[Tensor] | None = None
+        self, batch: Batch, at: Positions = "before", loss: Callable[..., Any] | None = None
     ) -> list[MicroBatch]:
-        """The batch as micro-batches that say which positions are read; rows of one of `units` stay together."""
+        """The batch as micro-batches that say which positions are read; trajectories stay whole where `loss` has terms
+        of them."""
         prompts, responses = token_column(batch, "prompt_ids"), token_column(batch, "response_ids")
-        return self.split.micro_batches(prompts, responses, at, units)
+        whole = None if loss is None else trajectories_of(loss, batch)
+        return self.split.micro_batches(prompts, responses, at, whole and whole.rows)
 
     def ragged(
         self, micro: MicroBatch, head: Tensor, rows: Batch, names: Sequence[Output], temperature: float

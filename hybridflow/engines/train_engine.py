@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridflow import config
 from hybridflow.algorithms.losses.loss import LossFunction
-from hybridflow.algorithms.trajectories import JoinedTrajectories
+from hybridflow.algorithms.trajectories import trajectories_of
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
@@ -40,10 +40,6 @@ from hybridflow.models.hf_spec import Decoder
 
 ReadHead = Callable[[MicroBatch, Tensor], Mapping[str, Tensor]]
 BuildModel = Callable[[RankContext, Any, Any, config.Optimizer | None], ShardedModel]
-
-
-def _by_sequence(loss: LossFunction) -> bool:
-    return getattr(loss, "by_sequence", True)
 
 
 class TrainEngine:
@@ -154,20 +150,17 @@ class TrainEngine:
     ) -> dict[str, float]:
         """Add the gradients of one mini-batch; metrics are summed over micro-batches and data parallel ranks.
 
-        Several calls before a `step` add up. Gradients are reduced over ranks in `step` (or `gradients`). Metrics are
-        returned on the last pipeline stage (equal on its ranks), {} on the others.
-
-        When `loss` raises, with Megatron any computation, all ranks raise after the last micro-batch and drop their
-        gradients. With FSDP and ZeRO, or where tensor parallel peers do not fail as well, another error is raised on
-        one rank alone; its peers wait for their timeout. When a column that `loss` reads (its attribute `reads`;
-        without one, any), an output or its value is not finite where it counts, on any rank, the step that follows is
-        skipped on all ranks. Errors: those of `check`; of `loss` (a WorkerError on more than one rank).
+        Several calls before a `step` add up; it (or `gradients`) reduces them over ranks. Metrics are returned on the
+        last pipeline stage (equal on its ranks), {} on the others. When `loss` raises, with Megatron any computation,
+        all ranks raise after the last micro-batch and drop their gradients. With FSDP and ZeRO, or where tensor
+        parallel peers do not fail as well, another error is raised on one rank alone; its peers wait for their timeout.
+        When a column that `loss` reads (its attribute `reads`; without one, any), an output or its value is not finite
+        where it counts, on any rank, the step that follows is skipped on all ranks. Errors: as `check` and `loss`.
         """
         optimizer, last_stage = self._training(), self._model.loop.last_stage
         self._require("parameters", "gradients")
         self.tokens.check(batch, outputs, temperature)
-        _, micro_batches = self._announced.get(id(batch)) or (batch, self._micro_batches(batch, loss))
-        by_sequence = _by_sequence(loss)
+        _, micro_batches = self._announced.get(id(batch)) or (batch, self.tokens.micro_batches(batch, loss=loss))
         self._check.begin(batch, loss)
         totals = self._replicas.totals(batch) if last_stage else None
         metrics: list[dict[str, Tensor]] = []
@@ -176,15 +169,11 @@ class TrainEngine:
             nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
             if not len(micro.rows):
                 return nothing
-            as_given = len(micro_batches) == 1 and micro.rows.equal(torch.arange(batch.rows))
-            own = batch if as_given else batch.reorder(micro.rows)
-            whole = JoinedTrajectories.of(own) if by_sequence else None
-            rows = own.to(self.device)
+            rows = batch if micro.rows.equal(torch.arange(batch.rows)) else batch.reorder(micro.rows)
             found = self.tokens.ragged(micro, head_NC, rows, outputs, temperature)
-            if whole is not None:
-                rows = whole.batch.to(self.device)
-                found = {k: whole.joined(v) if isinstance(v, Ragged) else v for k, v in found.items()}
-            given = self._check.share(loss, found, rows, totals)  # type: ignore[arg-type]
+            if (whole := trajectories_of(loss, rows)) is not None:
+                found, rows = whole.outputs(found), whole.join(rows)
+            given = self._check.share(loss, found, rows.to(self.device), totals)  # type: ignore[arg-type]
             if given is None:
                 return nothing
             metrics.append(given[1])
@@ -213,16 +202,11 @@ class TrainEngine:
         finally:
             self._model.loop.turn, self._check.others, self._announced = None, [], {}
 
-    def _micro_batches(self, batch: Batch, loss: LossFunction) -> list[MicroBatch]:
-        """The trajectories of several rows stay whole for a loss that has terms of them."""
-        whole = JoinedTrajectories.of(batch) if _by_sequence(loss) else None
-        return self.tokens.micro_batches(batch, units=whole and whole.rows())
-
     def announce(self, minibatches: Sequence[Batch], loss: LossFunction) -> None:
         """Called before the first of these mini-batches: a pipeline that is shared plans them."""
         if (turn := getattr(self._model.loop, "turn", None)) is not None:
             once = {id(batch): batch for batch in minibatches}  # epochs repeat them
-            self._announced = {key: (batch, self._micro_batches(batch, loss)) for key, batch in once.items()}
+            self._announced = {key: (batch, self.tokens.micro_batches(batch, loss=loss)) for key, batch in once.items()}
             micro_batches = [self._announced[id(batch)][1] for batch in minibatches]
             tokens = torch.tensor([micro.ids.numel() for each in micro_batches for micro in each])
             turn.announce([len(each) for each in micro_batches], float(self.spec.cost(tokens).mean()))

@@ -282,7 +282,14 @@ class ActorWorker(RowSession, ModelWorker):
         dist.all_reduce(sums, group=self.context.groups.new("loss", peers))
         return {"actor/pretrain_loss": float(sums[0] / sums[1].clamp(min=1))}
 
-    @register(THREE_D_PROTO, reads=_UPDATE.reads, chunks="minibatches", balance="num_tokens", check=_UPDATE.check)
+    @register(
+        THREE_D_PROTO,
+        reads=_UPDATE.reads,
+        chunks="minibatches",
+        trajectories=True,
+        balance="num_tokens",
+        check=_UPDATE.check,
+    )
     def update_actor(
         self,
         batch: Batch,

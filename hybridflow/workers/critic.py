@@ -125,6 +125,7 @@ class CriticWorker(ModelWorker):
         THREE_D_PROTO,
         reads=lambda settings, call: _UPDATES[settings["of"]].reads(settings, call),
         chunks="minibatches",
+        trajectories=True,
         balance="num_tokens",
         check=lambda settings, call: _UPDATES[settings["of"]].check(settings, call),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses.loss import Loss
 from hybridflow.algorithms.masked import batch_temperature, not_finite
+from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
@@ -235,6 +236,7 @@ class ModelWorker(Worker):
             if loss is not None:
                 loss.check(batch)
             temperature = batch_temperature(batch) if self.head == "lm" else None
+            _ = Trajectories.of(batch)
             with rows_named(self.context.row_number):
                 self.engine.check(batch, outputs, 1.0 if temperature is None else temperature)
             return temperature

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from hybridflow.algorithms.masked import response_mask, row_column, token_column
+from hybridflow.algorithms.trajectories import Trajectories
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.config import Megatron, TrainStrategy
@@ -32,7 +33,8 @@ _OF_MODELS: dict[str, Any] = {"template": "auto"}
 
 def scores(role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the scoring operation of a worker with this role: "reward" or "cost"."""
-    return register(THREE_D_PROTO, reads=partial(_reads, role), writes=partial(_writes, role), balance=None)
+    reads, writes = partial(_reads, role), partial(_writes, role)
+    return register(THREE_D_PROTO, reads=reads, writes=writes, trajectories=True, balance=None)
 
 
 def _functions(role: str, settings: Settings) -> Functions:
@@ -43,13 +45,14 @@ def _functions(role: str, settings: Settings) -> Functions:
 
 def _reads(role: str, settings: Settings, call: Settings) -> tuple[str, ...] | None:
     if settings["function"] is None:
-        return TEXT_READS if retokenizes(settings) else ("prompt_ids", "response_ids")
+        ids = TEXT_READS if retokenizes(settings) else ("prompt_ids", "response_ids")
+        return (*ids, *(("row_id?", "trajectory_id?") if settings["level"] == "sample" else ()))
     extra = _functions(role, settings).reads
     if extra is None:
         return None
     tokens = ("response_ids",) if settings["level"] == "token" else ()
     mask = ("response_mask|response_ids",) if settings["on_failure"] == "mask" else ()
-    return ("prompt|prompt_ids", "response|response_ids", "row_id?", *tokens, *mask, *extra)
+    return ("prompt|prompt_ids", "response|response_ids", "row_id?", "trajectory_id?", *tokens, *mask, *extra)
 
 
 def _writes(role: str, settings: Settings, call: Settings) -> tuple[str, ...]:
@@ -116,21 +119,34 @@ class ScoreWorker(ModelWorker):
 
     def _scored(self, batch: Batch) -> Batch | None:
         """The columns of the worker's operation; None except on the last pipeline stage."""
-        if self.functions is not None:
-            return self._called(self.functions, batch)
-        rows = batch
+        rows, whole = batch, None
 
         def prepare() -> None:
-            nonlocal rows
+            nonlocal rows, whole
+            if self.level == "sample" and (whole := Trajectories.of(batch)) is not None:
+                rows = batch.reorder(whole.last)
+            if self.functions is not None:
+                return
             if self._retokenizer is not None:
-                rows = self._retokenizer(batch)
-            with rows_named(self.context.row_number):
+                rows = self._retokenizer(rows)
+            with rows_named(lambda row: self.context.row_number(row if whole is None else int(whole.last[row]))):
                 self.engine.check(rows, ("values",))
 
-        with self.resident():
-            _ = agree(self.context, prepare)
-            found = self.engine.score(rows, tokens=self.level == "token")
-        return None if found is None else Batch({f"{self.role}s": found})
+        if self.functions is not None:
+            prepare()
+            out = self._called(self.functions, rows)
+        else:
+            with self.resident():
+                _ = agree(self.context, prepare)
+                found = self.engine.score(rows, tokens=self.level == "token")
+            if found is None:
+                return None
+            out = Batch({f"{self.role}s": found})
+        out = out if whole is None else whole.spread(out)
+        if self.functions is not None and self.on_failure == "mask":
+            failed: Any = out.peek(f"{self.role}_failure")
+            return out.with_columns(response_mask=_without_failed(response_mask(batch), failed))
+        return out
 
     def _called(self, functions: Functions, batch: Batch) -> Batch:
         row_ids = row_column(batch, "row_id").tolist() if "row_id" in batch else None
@@ -140,8 +156,6 @@ class ScoreWorker(ModelWorker):
         out: dict[str, Any] = {f"{self.role}s": found.rewards, **found.components}
         if self.on_failure != "raise":
             out[f"{self.role}_failure"] = list(found.failures)
-        if self.on_failure == "mask":
-            out["response_mask"] = _without_failed(response_mask(batch), found.failures)
         return Batch(out)
 
     def _texts(self, batch: Batch, name: str) -> Sequence[Any]:
@@ -182,7 +196,8 @@ class RewardWorker(ScoreWorker):
 
     @scores("reward")
     def compute_reward(self, batch: Batch) -> Batch | None:
-        """`rewards` [B] float32, or ragged [B, R] float32 at level "token".
+        """`rewards` [B] float32, or ragged [B, R] float32 at level "token". Of the rows with one `trajectory_id` the
+        last is scored, for all of them, unless at level "token".
 
         Several functions also write `rewards/<name>` [B] float32 each, NaN where a function does not apply. Unless
         `on_failure` is "raise", `reward_failure` is a reason or None per row; with "mask", failed rows have an

@@ -15,6 +15,7 @@ from hybridflow.config import SGD
 from tests.contracts.engine_tasks import boxes, build
 from tests.contracts.rank_processes import World
 from tests.example_losses import make_loss
+from tests.tiny_models import cut_rows
 
 Cases = Sequence[tuple[str, str]]
 
@@ -44,24 +45,6 @@ def make_rows(rows: int = 12) -> Batch:
     }
     token_columns = {name: mask.with_values(column) for name, column in columns.items()}
     return Batch({"prompt_ids": prompts, "response_ids": responses, "response_mask": mask, **token_columns})
-
-
-def cut_rows(rows: Batch) -> Batch:
-    """The rows as trajectories of one to three rows, each with the tokens before it as its prompt; last rows first."""
-    columns: dict[str, list[Tensor]] = {name: [] for name in rows.columns}
-    ids, keys = [], []
-    for i in range(rows.rows):
-        prompt, length = rows["prompt_ids"].row(i), len(rows["response_ids"].row(i))
-        bounds = [0, *(length * k // (1 + i % 3) for k in range(1, 1 + i % 3)), length]
-        for piece in reversed(range(len(bounds) - 1)):
-            first, last = bounds[piece : piece + 2]
-            for name in rows.columns:
-                before = torch.cat([prompt, rows["response_ids"].row(i)[:first]])
-                columns[name].append(before if name == "prompt_ids" else rows[name].row(i)[first:last])
-            ids.append(i + 5)
-            keys.append(100 * i + piece)
-    found = {name: Ragged.from_rows(values) for name, values in columns.items()}
-    return Batch({**found, "trajectory_id": torch.tensor(ids), "row_id": torch.tensor(keys)})
 
 
 def gradients(

@@ -18,7 +18,7 @@ from hybridflow.algorithms.losses.loss import Totals
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.errors import DivergenceError
 from tests import tiny_models
-from tests.tiny_models import make_rows
+from tests.tiny_models import cut_rows, make_rows
 
 ROWS = 9
 
@@ -65,6 +65,25 @@ def expected(rows: hf.Batch, log_probs: hf.Ragged, loss: Any, options: dict[str,
     totals = Totals(float(mask.values.sum()), ROWS, longest=float(mask.lengths.max()))
     _, metrics = policy_loss(loss, **options)({"log_probs": log_probs}, rows, totals)
     return {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_trajectories_of_several_rows_train_like_whole_ones(actor, rows, loss):
+    """The same mini-batches on two replicas, counted in trajectories."""
+    cut = cut_rows(rows)
+    cut = cut.with_columns(num_tokens=cut["prompt_ids"].lengths + cut["response_ids"].lengths)
+    wanted = actor.update_actor(rows, loss=loss, minibatches=3).get()
+    found = actor.update_actor(cut, loss=loss, minibatches=3).get()
+    assert cut.rows > rows.rows
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    with pytest.raises(hf.errors.ConfigError, match="9 trajectories, which would be 1 mini-batches of 3"):
+        actor.update_actor(cut, loss=loss, minibatches=4)
+    with pytest.raises(hf.errors.ConfigError, match="9 trajectories"):
+        actor.update_actor(cut, loss=loss, minibatches=10, uneven=True)
+    scattered = cut[[*range(1, cut.rows), 0]] if len(cut["trajectory_id"][:2].unique()) == 1 else cut[[1, 0, 2, 3]]
+    with pytest.raises(hf.errors.BatchError, match="trajectory_id"):
+        actor.update_actor(scattered, loss=loss, minibatches=1).get()
 
 
 def test_every_loss_trains_and_reports_what_the_whole_batch_gives(actor, rows):

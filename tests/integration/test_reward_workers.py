@@ -292,6 +292,21 @@ def test_a_masked_row_trains_nothing(on, policy, classifier):
     assert (steps[0] - steps[2]).abs().max() > 1e-2
 
 
+@hf.rewards.per_row
+def by_turn(prompt, response, turn):
+    return hf.rewards.RowFailure("nothing to grade") if turn == 9 else float(turn)
+
+
+def test_the_last_row_of_a_trajectory_is_scored_for_all_of_them(on, policy):
+    turns, ids = [4, 1, 5, 3, 9], [1, 1, 3, 2, 2]
+    reward = on(hf.RewardWorker, function=by_turn, tokenizer=policy, on_failure="mask")
+    rows = make_rows(5).with_columns(trajectory_id=torch.tensor(ids), turn=torch.tensor(turns))
+    rows = rows.with_columns(row_id=torch.tensor([7, 3, 4, 5, 6]))  # the first row is the last of its trajectory
+    found = reward.compute_reward(rows).get()
+    assert found["rewards"].tolist() == [4.0, 4.0, 5.0, 0.0, 0.0]
+    assert [bool(row.any()) for row in found["response_mask"].rows()] == [True, True, True, False, False]
+
+
 def test_failures_raise_unless_a_setting_says_otherwise(on, settle, policy):
     reward = on(hf.RewardWorker, function=refuses, tokenizer=policy)
     with pytest.raises(errors.RewardError, match=r"refuses.* row 10[15]"):

@@ -136,6 +136,15 @@ def test_equal_groups_stay_equal_counts():
     assert [len(part[0]) for part in assignment] == [32] * 4
 
 
+@given(grouped(), st.integers(1, 12), st.integers(1, 5))
+def test_mini_batches_have_equally_many_groups(groups, parts, chunks):
+    assignment = RowPlan(len(groups), parts, chunks).assign(groups=groups)
+    counts = [
+        sum(len(groups[part[chunk]].unique()) for part in assignment if len(part[chunk])) for chunk in range(chunks)
+    ]
+    assert max(counts) - min(counts) <= 1
+
+
 def test_groups_snap_to_the_nearest_boundary():
     groups = torch.tensor([7, 7, 7, 7, 7, 2, 2, 9])
     assert [part[0].tolist() for part in RowPlan(8, 2).assign(groups=groups)] == [[0, 1, 2, 3, 4], [5, 6, 7]]

@@ -14,7 +14,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.micro_batches import MicroBatch, Split, in_order
 from hybridflow.engines.token_outputs import TokenOutputs
-from hybridflow.errors import BatchError
+from hybridflow.errors import BatchError, ModelError
 from hybridflow.models.hf_spec import TransformersSpec
 from hybridflow.models.spec import Cost
 
@@ -78,6 +78,31 @@ def test_every_response_token_is_read_once(lengths, budget, multiple, at_least, 
         assert micro.ids.flatten()[micro.index][: micro.selected].equal(micro.targets)
     read = in_order(micro_batches, [micro.targets for micro in micro_batches])
     assert read.equal(responses)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_of_tokens.filter(len), st.integers(1, 60), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.data())
+def test_units_stay_together(lengths, budget, multiple, at_least, packed, data):
+    count = data.draw(st.integers(1, len(lengths)))
+    named = [*range(count), *(data.draw(st.integers(0, count - 1)) for _ in lengths[count:])]
+    named = torch.tensor(data.draw(st.permutations(named)))
+    units = [(named == unit).nonzero()[:, 0] for unit in range(count)]
+    tokens = torch.tensor([sum(row) for row in lengths])
+    found = Split(budget, multiple, at_least, packed=packed).rows(tokens, units)
+    assert torch.cat(found).sort().values.tolist() == list(range(len(lengths)))
+    assert len(found) >= min(at_least, count)
+    for rows in found:
+        inside = named[rows].unique_consecutive().tolist()
+        assert torch.cat([units[unit] for unit in inside]).equal(rows)
+        whole = int(tokens[rows].sum()) if packed else len(rows) * int(tokens[rows].max())
+        assert -(-whole // multiple) * multiple <= budget or len(inside) == 1 or not packed
+        if not packed and len(inside) > 1:
+            assert len(rows) * (-(-int(tokens[rows].max()) // multiple) * multiple) <= budget
+
+
+def test_a_model_that_computes_rows_alone_has_no_whole_trajectories():
+    with pytest.raises(ModelError, match="token-mean"):
+        Split(8, single=True).rows(torch.tensor([3, 4]), [torch.tensor([0, 1])])
 
 
 @settings(max_examples=50, deadline=None)
