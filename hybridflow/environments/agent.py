@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,6 +28,8 @@ from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.tools import schema_of
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError
 from hybridflow.settings import require
+
+logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """With on_failure="retry"."""
@@ -216,12 +219,16 @@ class AgentTurns:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""
         self._sessions.refuse(self._asked.pop(row.row_id), why, full)
 
-    def raise_failures(self, row_ids: Sequence[int]) -> None:
-        """Errors: RewardError with the first trajectories whose environment failed; `row_ids` by key."""
+    def report_failures(self, row_ids: Sequence[int], raises: bool) -> None:
+        """Logs a warning with the first trajectories whose environment failed; `row_ids` by key.
+
+        Errors: RewardError instead, where the call `raises`.
+        """
         failed = [(key, one.failure) for key, one in sorted(self.ended.items()) if one.failure is not None]
-        if failed:
-            told = "; ".join(f"row {row_ids[key]}: {why}" for key, why in failed[:3])
-            raise RewardError(
-                f"the environments of {len(failed)} of {len(self.ended)} trajectories failed: {told}. "
-                f'on_failure="mask" or "retry" would train on the others.'
-            )
+        if not failed:
+            return
+        named = "; ".join(f"row {row_ids[key]}: {why}" for key, why in failed[:3])
+        text = f"the environments of {len(failed)} of {len(self.ended)} trajectories failed: {named}."
+        if raises:
+            raise RewardError(f'{text} on_failure="mask" or "retry" would train on the others.')
+        logger.warning("%s They are masked.", text)

@@ -148,8 +148,7 @@ class Generation:
         except BaseException:
             self.end_sessions()  # its trajectories would go on in the next call
             raise
-        if agent.on_failure == "raise":
-            turns.raise_failures([row.row_id for row in begun])
+        turns.report_failures([row.row_id for row in begun], raises=agent.on_failure == "raise")
         ends = [turns.ended[key] for key in range(len(begun))]
         silent = stop_token_ids(Path(self._checkpoint))[:1] or [0]
         several = trajectory_rows(begun, ends, [row.get("prompt_ids", silent) for row in rows])

@@ -197,16 +197,41 @@ def test_tools_need_prompts_as_text(rollout, encoded):
         rollout.run(encoded, twice)
 
 
+async def forgets(row, model):
+    """Three turns without what was said before, so each begins a row."""
+    said = [await model.chat([{"role": "user", "content": f"{row['prompt']} {turn}"}]) for turn in range(3)]
+    return float(len(said[-1]["content"]))
+
+
+def learned(actor: hf.WorkerGroup, batch: hf.BatchRef) -> tuple[torch.Tensor, dict[str, float]]:
+    """Advantages and figures of an update (GRPO), each response rewarded by its tokens."""
+    ids = batch.get("response_ids")["response_ids"]
+    batch |= hf.Batch({"rewards": torch.tensor([float(row.sum() % 7) for row in ids.rows()])})
+    batch |= actor.compute_log_prob(batch)
+    batch |= hf.compute_advantage(batch, "grpo")
+    figures = actor.update_actor(batch, loss="gspo", minibatches=1).get()
+    return batch.get("advantages")["advantages"].values, figures
+
+
 def test_an_actor_trains_on_trajectories(hosts, chat, prompts):
     actor = hf.ActorWorker.on(
         hosts[2:4],
         name="acting",
         model=chat,
         train=hf.FSDP(),
-        optim=hf.SGD(lr=0.1),
+        optim=hf.SGD(lr=0.0),
         generate=hf.VLLM(sampling=SAMPLING),
     )
     try:
+        tools = actor.generate_sequences(prompts, tools=[twice], max_turns=3)
+        own = prompts.with_columns(prompt_ids=tools.get()[list(range(0, tools.rows, tools.rows // 3))]["prompt_ids"])
+        ways = [actor.generate_sequences(own), tools, actor.run(own, speak)]
+        plain, *others = (learned(actor, batch) for batch in ways)
+        assert plain[1]["actor/grad_norm"] > 0
+        for advantages, figures in others:
+            assert advantages.equal(plain[0])
+            for name in ("actor/loss", "actor/grad_norm"):
+                assert figures[name] == pytest.approx(plain[1][name], rel=1e-4, abs=1e-7), name
         batch = actor.generate_sequences(prompts, environment=Echo, max_turns=3)
         batch |= actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
@@ -218,6 +243,17 @@ def test_an_actor_trains_on_trajectories(hosts, chat, prompts):
         assert found["advantages"].values[kept].any()
         assert metrics["environment/turns"] == 3
         assert metrics["environment/failed"] == 0
+        forked = actor.run(prompts, forgets)
+        assert forked.rows == 18
+        forked |= actor.compute_log_prob(forked)
+        found = forked.get()
+        assert found["turns"].tolist() == [3] * 18
+        assert torch.allclose(found["log_probs"].values, found["old_log_probs"].values, atol=1e-3)
+        _, figures = learned(actor, forked)
+        assert figures["actor/grad_norm"] > 0
+        assert forked.metrics().get()["response/length_mean"] == len(found["response_ids"].values) / 6
+        with pytest.raises(ConfigError, match="6 trajectories"):
+            actor.update_actor(forked | hf.compute_advantage(forked, "grpo"), minibatches=4)
         with pytest.raises(ConfigError, match="single turns"):
             actor.advance_rows(prompts, until=hf.Until(steps=1), environment=Echo)
     finally:

@@ -153,7 +153,8 @@ class Loss:
 @dataclass(frozen=True)
 class UserLoss(Loss):
     """`function(outputs, rows, totals, **options)` of a user, whose attributes `reads` (default: every column) and
-    `outputs` say what it needs, and `metrics` how its metrics are joined. It gives a scalar or (scalar, metrics)."""
+    `outputs` say what it needs, `metrics` how its metrics are joined, and `by_sequence = False` that rows of one
+    trajectory need not be joined. It gives a scalar or (scalar, metrics)."""
 
     function: Callable[..., Share | Tensor]
     options: Mapping[str, Any]
@@ -174,6 +175,10 @@ class UserLoss(Loss):
     @property
     def metrics(self) -> Mapping[str, str]:
         return declared_metrics(self.function)
+
+    @property
+    def by_sequence(self) -> bool:
+        return getattr(self.function, "by_sequence", True)
 
     def __call__(self, outputs: Outputs, rows: Batch, totals: Totals, /) -> Share:
         """Errors: BatchError when the function does not give a scalar and metrics, and for a wrong mask."""
