@@ -1,7 +1,8 @@
 """hybridflow: reinforcement learning of language models as one driver script (HybridFlow, EuroSys '25).
 
 Names are loaded when they are first used, so importing the package takes neither torch nor ray. Estimators and losses
-are in `hf.algorithms`, constraints in `hf.planner`, verifiers in `hf.rewards`, custom protocols in `hf.protocols`.
+are in `hf.algorithms`, constraints in `hf.planner`, environments of other packages in `hf.environments`, verifiers in
+`hf.rewards`, custom protocols in `hf.protocols`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridflow import algorithms as algorithms
+    from hybridflow import environments as environments
     from hybridflow import errors as errors
     from hybridflow import planner as planner
     from hybridflow import protocols as protocols
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     from hybridflow.workers.worker import Worker as Worker
     from hybridflow.workers.worker import place as place
 
-_NAMESPACES = ("algorithms", "errors", "planner", "protocols", "rewards")
+_NAMESPACES = ("algorithms", "environments", "errors", "planner", "protocols", "rewards")
 _WHERE = {
     "algorithms.registry": ("GAE", "PPO"),
     "batch.batch": ("Batch",),

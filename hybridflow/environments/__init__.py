@@ -1,6 +1,30 @@
-"""Agents that act over several turns, and what they say as rows to train on.
+"""Agents that act over several turns, and what they say as rows to train on; environments of other packages.
 
 Read in this order: `tool_calls` and `rendering` (messages to token ids and back, never rendering sampled tokens again),
 `trajectory` (turns to rows), `conversation` (the model as an agent sees it), `acting` (the loops of tools, environments
-and programs), `session_process` and `sessions` (where they run, and the host that answers them).
+and programs), `session_process` and `sessions` (where they run, and the host that answers them), `interpreter`
+(environments in another interpreter). Public names are loaded when they are first used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow.environments.interpreter import process as process
+
+_MODULE_OF = {"process": "interpreter"}
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'hybridflow.environments' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hybridflow.environments.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

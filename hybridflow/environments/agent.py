@@ -128,7 +128,7 @@ class Agent:
     def _schemas(self) -> list[dict[str, Any]]:
         if self.tools:
             return [schema_of(tool) for tool in self.tools]
-        made = self.environment
+        made = getattr(self.environment, "environment", self.environment)  # the class that it makes, where it says so
         if not isinstance(made, type) or hasattr(made, "step"):
             return []
         methods = [getattr(made, name) for name in public_methods(made)]

@@ -5,13 +5,10 @@ import json
 import os
 import time
 
-import pytest
-
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
-from hybridflow.environments.session_process import SessionProcess
-from hybridflow.environments.sessions import EndedTrajectory, Sessions
 from hybridflow.environments.trajectory import NO_TURN
-from tests.example_templates import byte_tokenizer, tokenizer_of
+from tests.example_templates import tokenizer_of
+from tests.session_runs import call, run
 
 
 def add(a: int, b: int) -> int:
@@ -53,41 +50,6 @@ class Guess:
     def step(self, text: str) -> tuple[str, float, bool]:
         guess = int(text)
         return ("higher" if guess < self.number else "lower"), float(guess == self.number), guess == self.number
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    byte_tokenizer("qwen3").save_pretrained(directory)
-    return str(directory)
-
-
-def call(name: str, **arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def run(act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 1, concurrency: int = 100):
-    """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order."""
-    tokenizer, stop = tokenizer_of("qwen3")
-    sessions = Sessions(SessionProcess(act, checkpoint, (stop,), seconds), workers, concurrency)
-    found: dict[int, EndedTrajectory] = {}
-    turns = dict.fromkeys(range(len(rows)), 0)
-    try:
-        for key, row in enumerate(rows):
-            sessions.start(key, row, seed=key)
-        due = time.monotonic() + 100
-        while sessions.under_way:
-            assert time.monotonic() < due
-            for asked in sessions.poll(0.1):
-                heard = tokenizer.raw.decode(asked.ids)
-                text = says(rows[asked.key], turns[asked.key], heard)
-                turns[asked.key] += 1
-                ids = [*tokenizer.raw.encode(text), stop]
-                sessions.answer(asked, ids, [-0.5] * len(ids), [7] * len(ids), "stop")
-            found |= sessions.take()
-    finally:
-        sessions.close()
-    return [found[key] for key in range(len(rows))]
 
 
 def test_tools_are_called_until_the_model_answers(checkpoint):

@@ -1,0 +1,36 @@
+"""Agents in their real processes, with a script in the model's place."""
+
+import json
+import time
+
+from hybridflow.environments.session_process import SessionProcess
+from hybridflow.environments.sessions import EndedTrajectory, Sessions
+from tests.example_templates import tokenizer_of
+
+
+def call(name: str, /, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def run(act, checkpoint: str, rows, says, seconds: float = 20.0, workers: int = 1, concurrency: int = 100):
+    """`says(row, turn, heard)` is what the model says in a turn; the ends of all rows, in order."""
+    tokenizer, stop = tokenizer_of("qwen3")
+    sessions = Sessions(SessionProcess(act, checkpoint, (stop,), seconds), workers, concurrency)
+    found: dict[int, EndedTrajectory] = {}
+    turns = dict.fromkeys(range(len(rows)), 0)
+    try:
+        for key, row in enumerate(rows):
+            sessions.start(key, row, seed=key)
+        due = time.monotonic() + 100
+        while sessions.under_way:
+            assert time.monotonic() < due
+            for asked in sessions.poll(0.1):
+                heard = tokenizer.raw.decode(asked.ids)
+                text = says(rows[asked.key], turns[asked.key], heard)
+                turns[asked.key] += 1
+                ids = [*tokenizer.raw.encode(text), stop]
+                sessions.answer(asked, ids, [-0.5] * len(ids), [7] * len(ids), "stop")
+            found |= sessions.take()
+    finally:
+        sessions.close()
+    return [found[key] for key in range(len(rows))]
