@@ -54,6 +54,8 @@ class _Served:
 
     def describe(self) -> typing.Any:
         kind = self._loaded()
+        if hasattr(kind, "PACKAGE"):  # `package_adapters.py` says so of what it imports late
+            importlib.import_module(kind.PACKAGE)
         names = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
         tools = [_tool(name, getattr(kind, name)) for name in names if name not in _CONTRACT]
         return {"name": kind.__name__, "contract": [name for name in _CONTRACT if name in names], "tools": tools}

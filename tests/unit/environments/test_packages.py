@@ -1,0 +1,271 @@
+"""Environments of real packages, to their ends, in the processes that run agents."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import venv
+from importlib.util import find_spec
+
+import numpy
+import pytest
+
+from hybridflow import environments
+from hybridflow.environments.acting import EnvironmentLoop, ToolLoop
+from hybridflow.environments.agent import Agent
+from hybridflow.errors import ConfigError
+from tests.session_runs import call, run
+
+OPENENV = os.environ.get("OPENENV_PYTHON", "")
+QUIZ = """
+import gymnasium
+
+
+class Quiz(gymnasium.Env):
+    observation_space = gymnasium.spaces.Text(100)
+    action_space = gymnasium.spaces.Text(100)
+
+    def __init__(self, most=10):
+        self.most = most
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number, self.left = int(self.np_random.integers(self.most)), 3
+        return f"Say {self.number}.", {}
+
+    def step(self, action):
+        self.left -= 1
+        right = action == str(self.number)
+        return "No.", float(right), right, self.left == 0, {}
+
+
+gymnasium.register("Quiz-v0", Quiz)
+"""
+SERVER = '''
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("sums")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    if a == 13:
+        raise ToolError("no thirteens")
+    return a + b
+
+
+server.run()
+'''
+ECHO = """
+import sys
+import uvicorn
+from openenv.core.env_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Say(Action):
+    message: str
+
+
+class Heard(Observation):
+    text: str
+
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self.turns = 0
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.turns = 0
+        return Heard(text=f"Seed {seed}.", done=False, reward=0.0)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        if action.message == "fail":
+            raise KeyError("lost")
+        self.turns += 1
+        return Heard(text=f"heard {action.message}", done=self.turns == 2, reward=float(len(action.message)))
+
+    @property
+    def state(self):
+        return State()
+
+
+uvicorn.run(create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+def needs(package: str):
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@needs("gymnasium")
+def test_gymnasium(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "quiz_of_a_test.py").write_text(QUIZ)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    made = environments.gymnasium("quiz_of_a_test:Quiz-v0", most=1000)
+    asked = []
+
+    def says(row, turn, heard):
+        asked.append(re.findall(r"Say (\d+)\.", heard)[0])
+        return asked[-1] if row["row_id"] < 2 else "pass"
+
+    rows = [{"row_id": 1}, {"row_id": 1}, {"row_id": 2}]
+    found = run(EnvironmentLoop(made, 5), checkpoint, rows, says)
+    assert [(one.failure, one.ending.reward, one.trajectory.turns) for one in found] == [
+        (None, 1.0, 1), (None, 1.0, 1), (None, 0.0, 3),
+    ]  # fmt: skip
+    assert sorted(asked.count(one) for one in set(asked)) == [2, 3]  # one row_id, one game
+
+
+@needs("textarena")
+def test_textarena(checkpoint):
+    def says(row, turn, heard):
+        low, high = 1, 20
+        for guess, hint in re.findall(r"\[(\d+)\]<\|im_end\|>\n<\|im_start\|>user\nThe target number is (\w+)", heard):
+            low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
+        return f"[{(low + high) // 2}]"
+
+    rows = [{"row_id": number} for number in (1, 1, 2, 3)]
+    found = run(EnvironmentLoop(environments.textarena("GuessTheNumber-v0"), 10), checkpoint, rows, says)
+    assert [(one.failure, one.ending.stop, one.ending.reward) for one in found] == [(None, "done", 1.0)] * 4
+    assert found[0].trajectory.rows[0].token_ids == found[1].trajectory.rows[0].token_ids
+
+
+@needs("reasoning_gym")
+def test_reasoning_gym(checkpoint):
+    import reasoning_gym
+
+    made = environments.reasoning_gym("basic_arithmetic", min_terms=2, max_terms=2)
+    tasks = [reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=s, min_terms=2, max_terms=2) for s in (4, 5)]
+
+    def says(row, turn, heard):
+        task = tasks[row["seed"] - 4][0]
+        assert task["question"] in heard
+        return f"So <answer>{task['answer']}</answer>" if row["seed"] == 4 else "no idea"
+
+    right, wrong = run(EnvironmentLoop(made, 3), checkpoint, [{"seed": 4}, {"seed": 5}], says)
+    assert (right.failure, right.ending.stop, right.ending.reward) == (None, "done", 1.0)
+    assert wrong.ending.reward is not None
+    assert wrong.ending.reward < 0.1
+
+
+@needs("skyrl_gym")
+def test_skyrl_gym(checkpoint):
+    rows = [{"prompt": "2 + 2?", "reward_spec": {"ground_truth": answer}} for answer in ("4", "5")]
+    found = run(EnvironmentLoop(environments.skyrl_gym("gsm8k"), 3), checkpoint, rows, lambda *_: "#### 4")
+    assert [(one.failure, one.ending.stop, one.ending.reward) for one in found] == [
+        (None, "done", 1.0),
+        (None, "done", 0.0),
+    ]
+
+
+@needs("mcp")
+def test_an_mcp_server(checkpoint, tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    tools = environments.mcp([sys.executable, str(tmp_path / "server.py")])
+    (schema,) = Agent(tools=tools)._schemas()
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    last = []
+
+    def says(row, turn, heard):
+        last.append(heard)
+        return call("add", a=row["a"], b=3) if turn == 0 else "done"
+
+    rows = [{"prompt": "Add.", "a": number} for number in (2, 13, 7)]
+    found = run(ToolLoop(tuple(tools), 3), checkpoint, rows, says)
+    assert [(one.failure, one.ending.metrics.get("tool_errors", 0)) for one in found] == [
+        (None, 0),
+        (None, 1),
+        (None, 0),
+    ]
+    assert any("<tool_response>\n10\n</tool_response>" in heard for heard in last)
+    assert any("no thirteens" in heard for heard in last)
+
+
+@needs("mcp")
+def test_an_mcp_server_that_is_not_there():
+    with pytest.raises(ConfigError, match="cannot be asked for its tools: FileNotFoundError"):
+        environments.mcp(["/no/server"])
+
+
+@pytest.mark.skipif(not OPENENV, reason="OPENENV_PYTHON names no interpreter that has openenv-core")
+def test_an_openenv_server(checkpoint, tmp_path):
+    (tmp_path / "server.py").write_text(ECHO)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen([OPENENV, str(tmp_path / "server.py"), str(port)])
+    try:
+        while True:
+            assert server.poll() is None
+            try:
+                made = environments.openenv(url, observation="text")
+                break
+            except ConfigError:
+                time.sleep(0.2)
+        rows = [{"seed": 7, "says": "abc"}, {"seed": 8, "says": "fail"}, {"seed": 9, "says": "a"}]
+        heard = []
+
+        def says(row, turn, text):
+            heard.append(text)
+            return row["says"]
+
+        long, failed, short = run(EnvironmentLoop(made, 5), checkpoint, rows, says)
+        assert (long.failure, long.ending.stop, long.ending.reward) == (None, "done", 6.0)
+        assert (short.failure, short.ending.reward) == (None, 2.0)
+        assert failed.failure is not None
+        assert "lost" in failed.failure
+        assert any("Seed 7." in one for one in heard)
+        assert any("heard abc" in one for one in heard)
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("url", ["localhost", "http://127.0.0.1:9"])
+def test_an_openenv_server_that_is_not_there(url):
+    with pytest.raises(ConfigError, match=r"environments\.openenv"):
+        environments.openenv(url)
+
+
+def test_a_package_that_is_missing_is_said_before_groups_start(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package textarena is not installed"):
+        environments.textarena("GuessTheNumber-v0")
+    with pytest.raises(ConfigError, match="No module named 'no_package'"):
+        environments.process(sys.executable, "no_package:Game")
+
+
+def test_a_package_that_another_interpreter_lacks_is_said_before_groups_start(tmp_path):
+    venv.create(tmp_path, with_pip=False, symlinks=True)
+    with pytest.raises(ConfigError, match="No module named 'textarena'"):
+        environments.textarena("GuessTheNumber-v0", python=tmp_path / "bin" / "python")
+
+
+@needs("gymnasium")
+def test_a_package_in_another_interpreter(checkpoint, tmp_path):
+    """The other interpreter has the package by a path file, and none of ours."""
+    import gymnasium
+
+    venv.create(tmp_path, with_pip=False, symlinks=True, system_site_packages=True)
+    (site,) = tmp_path.glob("lib/python*/site-packages")
+    packages = {os.path.dirname(os.path.dirname(one.__file__)) for one in (gymnasium, numpy)}
+    (site / "games.pth").write_text("\n".join([*packages, str(tmp_path)]))
+    (tmp_path / "quiz_of_a_test.py").write_text(QUIZ)
+    made = environments.gymnasium("quiz_of_a_test:Quiz-v0", python=tmp_path / "bin" / "python", most=1000)
+
+    def says(row, turn, heard):
+        return re.findall(r"Say (\d+)\.", heard)[0]
+
+    (one,) = run(EnvironmentLoop(made, 5), checkpoint, [{"row_id": 1}], says)
+    assert (one.failure, one.ending.reward, one.trajectory.turns) == (None, 1.0, 1)
