@@ -2,7 +2,7 @@
 
 Each trajectory makes `--turns` calls of a tool that waits for a drawn time. The agents run in their real process. In
 place of the model, a script answers each turn at once, so what is measured is sessions, templates and messages.
-`memory_kb` is what the process of the agents has grown by for each trajectory, `threads` its most. Prints one JSON line.
+`memory_kb` is what the process of the agents has grown by for each trajectory, `threads` its most. Prints one line.
 """
 
 from __future__ import annotations
