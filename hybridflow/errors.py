@@ -7,13 +7,17 @@ keeps working, and every instance survives pickling (exceptions cross process bo
 from __future__ import annotations
 
 import difflib
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 
 class HybridFlowError(Exception):
-    """Base of all errors raised by hybridflow."""
+    """Base of all errors raised by hybridflow. `row`: the row that the message names, in the rank's part."""
+
+    row: int | None = None
 
 
 class ConfigError(HybridFlowError, ValueError):
@@ -42,9 +46,7 @@ class LayoutError(HybridFlowError, ValueError):
 
 
 class BatchError(HybridFlowError, ValueError):
-    """Columns or rows of a batch do not fit together. `row`: the row that the message names, in the rank's part."""
-
-    row: int | None = None
+    """Columns or rows of a batch do not fit together."""
 
 
 class MissingColumnError(BatchError, KeyError):
@@ -167,11 +169,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(names)}."
 
 
-def of_row(row: int, text: str) -> BatchError:
-    """The error "row 3 <text>" of this row of a rank's part."""
-    error = BatchError(f"row {row} {text}")
+E = TypeVar("E", bound=HybridFlowError)
+
+
+def at_row(row: int, error: E) -> E:
+    """An error whose message says "row 3", a row of a rank's part, for `rows_named`."""
     error.row = row
     return error
+
+
+def of_row(row: int, text: str) -> BatchError:
+    """The error "row 3 <text>" of this row of a rank's part."""
+    return at_row(row, BatchError(f"row {row} {text}"))
 
 
 @contextmanager
@@ -179,8 +188,8 @@ def rows_named(row_number: Callable[[int], int]) -> Iterator[None]:
     """Errors of rows that leave the block name the row of the call's batch that `row_number` gives."""
     try:
         yield
-    except BatchError as error:
+    except HybridFlowError as error:
         if error.row is not None:
-            own, text = error.row, error.args[0]
-            error.args, error.row = (text.replace(f"row {own} ", f"row {row_number(own)} ", 1),), None
+            text = re.sub(rf"\brow {error.row}\b", f"row {row_number(error.row)}", error.args[0], count=1)
+            error.args, error.row = (text,), None
         raise

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
-from hybridflow.errors import BatchError
+from hybridflow.errors import BatchError, at_row
 
 _SHOWN = 8  # numbers of a row in a message
 
@@ -41,10 +41,9 @@ def mask_column(batch: Batch, like: Ragged | None = None) -> Ragged:
     odd = (flat != 0) & (flat != 1) if flat.ndim == 1 else torch.ones(len(flat), dtype=torch.bool)
     if bool(odd.any()):
         at = int(odd.nonzero()[0, 0])
-        raise BatchError(
-            f"response_mask: row {int(mask.row_index()[at])} has {flat[at].tolist()}; a token counts or does not: give "
-            f"True and False, or 1 and 0."
-        )
+        row = int(mask.row_index()[at])
+        text = f"response_mask: row {row} has {flat[at].tolist()}; a token counts or does not: give True and False, or"
+        raise at_row(row, BatchError(f"{text} 1 and 0."))
     return mask.to(torch.bool)
 
 
@@ -94,7 +93,7 @@ def check_finite(name: str, column: Tensor | Ragged, counts: Tensor, *, nan: boo
     if bool(bad.any()):
         at = int(bad.nonzero()[0, 0])
         row = int(column.row_index()[at]) if isinstance(column, Ragged) else at
-        raise BatchError(f"{name}: row {row} is {float(flat[at])}; {name} must be finite numbers.")
+        raise at_row(row, BatchError(f"{name}: row {row} is {float(flat[at])}; {name} must be finite numbers."))
 
 
 def not_finite(batch: Batch, names: Iterable[str] | None = None) -> str:

@@ -233,11 +233,11 @@ class ModelWorker(Worker):
         """
 
         def check() -> float | None:
-            if loss is not None:
-                loss.check(batch)
-            temperature = batch_temperature(batch) if self.head == "lm" else None
             _ = Trajectories.of(batch)
             with rows_named(self.context.row_number):
+                if loss is not None:
+                    loss.check(batch)
+                temperature = batch_temperature(batch) if self.head == "lm" else None
                 self.engine.check(batch, outputs, 1.0 if temperature is None else temperature)
             return temperature
 

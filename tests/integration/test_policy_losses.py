@@ -67,6 +67,18 @@ def expected(rows: hf.Batch, log_probs: hf.Ragged, loss: Any, options: dict[str,
     return {name: float(value) for name, value in metrics.items()}
 
 
+def test_errors_of_a_replicas_rows_name_the_drivers(actor, rows):
+    for row in (1, ROWS - 1):
+        values = rows["response_mask"].values.to(torch.int64)
+        values[rows["response_mask"].offsets[row]] = 2
+        with pytest.raises(hf.errors.BatchError, match=rf"row {row} has 2; a token counts or does not"):
+            actor.update_actor(rows.with_columns(response_mask=rows["response_mask"].with_values(values))).get()
+        heat = torch.ones(ROWS)
+        heat[row] = math.nan
+        with pytest.raises(hf.errors.BatchError, match=rf"temperature: row {row} is nan"):
+            actor.compute_log_prob(rows.with_columns(temperature=heat)).get()
+
+
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_trajectories_of_several_rows_train_like_whole_ones(actor, rows, loss):
     """The same mini-batches on two replicas, counted in trajectories."""

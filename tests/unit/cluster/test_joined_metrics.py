@@ -8,7 +8,7 @@ import pytest
 
 import hybridflow as hf
 from hybridflow.cluster.future import joined_metrics
-from hybridflow.errors import BatchError, ConfigError, of_row, rows_named
+from hybridflow.errors import BatchError, ConfigError, RewardError, at_row, of_row, rows_named
 
 RANKS = [{"loss": 1.0, "tokens": 1.0}, {"loss": 4.0, "tokens": 2.0}, {"tokens": 0.0, "own": 5.0}]
 
@@ -35,5 +35,7 @@ def test_an_unknown_join_is_refused():
 def test_errors_of_rows_name_the_drivers_row():
     with pytest.raises(BatchError, match=r"^row 13 has no prompt$"), rows_named(lambda row: row + 10):
         raise of_row(3, "has no prompt")
+    with pytest.raises(RewardError, match=r"^mask: row 13: 3 of row 30$"), rows_named(lambda row: row + 10):
+        raise at_row(3, RewardError("mask: row 3: 3 of row 30"))
     with pytest.raises(BatchError, match=r"^row 3 has"), rows_named(lambda row: row + 10):
         raise BatchError("row 3 has")
