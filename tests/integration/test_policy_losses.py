@@ -79,6 +79,28 @@ def test_errors_of_a_replicas_rows_name_the_drivers(actor, rows):
             actor.compute_log_prob(rows.with_columns(temperature=heat)).get()
 
 
+def lengths(outputs, rows, totals):
+    """Of the rows: each replica knows its own; one without rows knows no figure."""
+    found = rows["response_ids"].lengths.to(torch.float32)
+    share = outputs["log_probs"].values.sum() * 0.0
+    return share, {"most": found.max(), "least": found.min(), "rows": torch.tensor(len(found) / totals.rows)}
+
+
+lengths.metrics = {"most": "max", "least": "min"}
+
+
+def test_figures_of_a_loss_are_joined_as_declared(actor, rows):
+    for some in (rows, rows[[4]]):  # the second replica has no row
+        counts = some["response_ids"].lengths
+        found = actor.update_actor(some, loss=lengths).get()
+        assert (found["most"], found["least"]) == (int(counts.max()), int(counts.min()))
+        assert found["rows"] == pytest.approx(1.0)
+    several = actor.update_actor(rows, loss=lengths, minibatches=3).get()
+    counts = rows["response_ids"].lengths
+    assert (several["most"], several["least"]) == (int(counts.max()), int(counts.min()))
+    assert several["rows"] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_trajectories_of_several_rows_train_like_whole_ones(actor, rows, loss):
     """The same mini-batches on two replicas, counted in trajectories."""

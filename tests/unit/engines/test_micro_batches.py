@@ -177,3 +177,6 @@ def test_rows_longer_than_the_positions_that_a_model_has_learned(family: str):
                 tokens.check(batch, ("log_probs",))
         else:
             tokens.check(batch, ("log_probs",))
+    for output in ("logits", "ref_logits"):
+        with pytest.raises(ModelError, match=f"asked for {output!r}, which only a loss gets"):
+            tokens.check(batch, (output,), without_loss=True)

@@ -44,6 +44,19 @@ def test_events_get_the_step_of_their_iteration_without_a_loader(session):
     assert recorder.take(step=3, iteration=6, seconds=1.0) == ([], {})
 
 
+def test_dropped_events_are_noted_once(session, monkeypatch):
+    monkeypatch.setattr("hybridflow.cluster.iterations._MOST_EVENTS", 3)
+    session.iterations.events = None
+    recorder = EventRecorder(session)
+    for number in range(5):
+        session.iterations.note("wait", str(number), 0.0)
+    records = recorder.take(1, 1, 1.0)[0]
+    assert [record["what"] for record in records if record["kind"] == "wait"] == ["2", "3", "4"]
+    assert [record["what"].partition(" older")[0] for record in records if record["kind"] == "note"] == ["2"]
+    session.iterations.note("wait", "5", 0.0)
+    assert [record["kind"] for record in recorder.take(2, 2, 1.0)[0]] == ["wait"]
+
+
 def test_calls_beside_a_loop_are_of_step_zero(session):
     recorder = EventRecorder(session)
     session.iterations.looped = True
