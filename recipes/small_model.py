@@ -15,8 +15,8 @@ from hybridflow.startup import progress, stage
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
 _NO_LABEL = -100
 
-Worksheet = Callable[[random.Random], tuple[str, str]]
-"""Samples one exercise: a prompt and the target answer."""
+Worksheet = Callable[[random.Random], tuple[Sequence[str], Sequence[str]]]
+"""Samples one exercise: a prompt and the target answer, as texts or as lists of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class SmallModel:
         )
         return LlamaForCausalLM(config)
 
-    def _examples(self, pairs: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
+    def _examples(self, pairs: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, torch.Tensor]:
         """`input_ids` and `labels`, int64 [batch, longest]; only answer tokens have labels."""
         code, ids, labels = self.vocabulary, [], []
         for prompt, answer in pairs:

@@ -91,3 +91,10 @@ def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(warm,
         assert line["sampling/filled"] < 1
         assert {"sampling/reward", "reward/task/mean", "reward/overlong/mean", "actor/clip_fraction"} <= set(line)
     assert set(json.loads((tmp_path / "runs/short/notes.json").read_text())) == {"accuracy_before", "accuracy_after"}
+
+
+def test_a_game_of_several_turns_is_played(warm, tmp_path):
+    """With all sixty iterations, the reward rises by 0.5."""
+    lines = figures(warm, "game", tmp_path, "steps=2", "n=4", "minibatches=1")
+    assert all(0.1 < line["reward/mean"] < 0.6 for line in lines)  # guesses at random find one number in three
+    assert all(2 < line["environment/turns"] <= 4 for line in lines)
