@@ -18,7 +18,8 @@ from hybridflow import errors
 from recipes.settings import COMMON
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMESPACES = {name: getattr(hf, name) for name in ("algorithms", "errors", "planner", "protocols", "rewards")}
+_SPACES = ("algorithms", "environments", "errors", "planner", "protocols", "rewards")
+NAMESPACES = {name: getattr(hf, name) for name in _SPACES}
 ERRORS = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
 
 
@@ -82,7 +83,9 @@ def test_no_page_needs_the_network(site: dict[str, Page]):
 def test_the_reference_has_every_public_name(site: dict[str, Page]):
     ids = set().union(*(page.ids for path, page in site.items() if path.startswith("reference/")))
     names = {name for name in hf.__all__ if name not in NAMESPACES and not hasattr(hf.algorithms, name)}
-    names |= {f"{space}.{name}" for space in ("planner", "rewards") for name in NAMESPACES[space].__all__}
+    names |= {
+        f"{space}.{name}" for space in ("environments", "planner", "rewards") for name in NAMESPACES[space].__all__
+    }
     names |= {f"errors.{name}" for name in ERRORS}
     names |= {f"algorithms.{name}" for name, value in vars(hf.algorithms).items() if isinstance(value, type)}
     missing = sorted({f"hybridflow.{name}" for name in names} - ids)
