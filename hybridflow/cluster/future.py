@@ -116,6 +116,8 @@ class Future:
         return Future(tuple(output for future in futures for output in future.outputs), merge, joins)
 
     def done(self) -> bool:
+        for output in self.outputs:
+            output.note_read()
         pending = [output.ref for output in self.outputs if not isinstance(output.ref, Known)]
         return not pending or len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending)
 

@@ -93,8 +93,14 @@ def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(warm,
     assert set(json.loads((tmp_path / "runs/short/notes.json").read_text())) == {"accuracy_before", "accuracy_after"}
 
 
+def test_a_calculator_is_called(warm, tmp_path):
+    lines = figures(warm, "tools", tmp_path, "steps=2", "n=4", "minibatches=1")
+    assert all(0.2 < line["environment/tool_calls"] < 0.8 for line in lines)
+    assert all(line["environment/tool_errors"] < 0.3 for line in lines)
+    assert all(line["reward/mean"] < 0.4 for line in lines)
+
+
 def test_a_game_of_several_turns_is_played(warm, tmp_path):
-    """With all sixty iterations, the reward rises by 0.5."""
     lines = figures(warm, "game", tmp_path, "steps=2", "n=4", "minibatches=1")
     assert all(0.1 < line["reward/mean"] < 0.6 for line in lines)  # guesses at random find one number in three
     assert all(2 < line["environment/turns"] <= 4 for line in lines)

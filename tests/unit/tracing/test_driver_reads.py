@@ -348,6 +348,16 @@ def test_results_without_rows():
     assert waits(graph, REWARD) == {("actor.compute_log_prob", 0)}
 
 
+def test_a_call_that_is_asked_for_its_end():
+    def step(prompts, rollout, actor, reference, reward):
+        batch = rollout.generate_sequences(prompts)
+        update = actor.update_actor(batch, loss="sft")
+        if update.done():
+            reference.compute_ref_log_prob(batch)
+
+    assert waits(hf.trace(step, groups()), REF) == {(UPDATE, 0)}
+
+
 def test_two_updates_together():
     def step(prompts, rollout, actor, reward):
         batch = rollout.generate_sequences(prompts)
