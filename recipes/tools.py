@@ -47,19 +47,18 @@ def calculator(shuffled: bool) -> Callable[[int, int], int]:
 
 
 def correct(completions: list[str], answer: list[int], **columns: object) -> list[float]:
-    """1 for the sum as the last thing that was said."""
+    """1 for the sum at the end."""
     return [float(said.rpartition("=")[2] == str(sum_)) for said, sum_ in zip(completions, answer, strict=True)]
 
 
 def worksheet(rng: random.Random) -> tuple[list[str], list[str]]:
     """What was said so far and is said next: a call (often with other numbers), its result, or a guess."""
     a, b, *others = (rng.randrange(10, 100) for _ in range(4))
-    called = (a, b) if rng.random() < 0.5 else others
+    called = rng.choice([(a, b), others])
     asked, call = [*f"add:{a}+{b}="], [*f"[add?a={called[0]};?b={called[1]};]"]
     guess, found = ([*str(rng.randrange(20, 200))] for _ in range(2))
-    if rng.random() < 0.5:
-        return asked, call if rng.random() < 0.5 else guess
-    return [*asked, *call, EOS, ">", *found, "="], found if rng.random() < 0.5 else guess
+    later = [*asked, *call, EOS, ">", *found, "="], rng.choice([found, guess])
+    return rng.choice([(asked, rng.choice([call, guess])), later])
 
 
 def small_model(directory: Path) -> Path:
@@ -76,8 +75,8 @@ def small_model(directory: Path) -> Path:
 def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
     home, rng = settings.directory(cfg), random.Random(cfg.seed)
-    sums = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(cfg.batch_size * cfg.steps)]
     pool, tracker, add = hf.ResourcePool(cfg.devices), settings.tracker(cfg), calculator(cfg.shuffled)
+    reward = hf.RewardWorker.on(pool, function=correct)
     actor = hf.ActorWorker.on(
         pool,
         model=cfg.model or small_model(home / "start"),
@@ -85,8 +84,9 @@ def main(arguments: list[str]) -> None:
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
     )
-    reward = hf.RewardWorker.on(pool, function=correct)
-    for prompts in hf.PromptLoader([{"prompt": f"{a}+{b}=", "answer": a + b} for a, b in sums], cfg.batch_size):
+    numbers = (rng.sample(range(10, 100), 2) for _ in range(1000))
+    sums = [{"prompt": f"{a}+{b}=", "answer": a + b} for a, b in numbers]
+    for prompts in hf.PromptLoader(sums, batch_size=cfg.batch_size, steps=cfg.steps):
         batch = actor.generate_sequences(prompts, n=cfg.n, tools=[add], max_turns=2)
         batch |= reward.compute_reward(batch) | actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")

@@ -190,6 +190,8 @@ class _Child:
         return answer
 
     async def _ending(self) -> str:
+        with suppress(TimeoutError):  # to be killed would hide its code
+            await asyncio.wait_for(self._running.wait(), 1.0)
         self.kill()
         code = await self._running.wait()
         with suppress(TimeoutError):  # something that it started may hold the pipe
@@ -204,8 +206,9 @@ class _Child:
             del self._printed[:-_KEPT_OUTPUT]
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._running.kill()
+        if self.alive:
+            with suppress(ProcessLookupError):
+                self._running.kill()
 
     def idle(self) -> None:
         """Serve the next environment."""

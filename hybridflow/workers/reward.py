@@ -127,9 +127,9 @@ class ScoreWorker(ModelWorker):
                 rows = batch.reorder(whole.last)
             if self.functions is not None:
                 return
+            if self._retokenizer is not None:
+                rows = self._retokenizer(rows)
             with rows_named(lambda row: self.context.row_number(row if whole is None else int(whole.last[row]))):
-                if self._retokenizer is not None:
-                    rows = self._retokenizer(rows)
                 self.engine.check(rows, ("values",))
 
         if self.functions is not None:

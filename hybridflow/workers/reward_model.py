@@ -15,7 +15,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.data.tokenizer import Tokenizer, check_messages, has_tokenizer, load_tokenizer, plain_messages
 from hybridflow.engines.checkpoint.reader import Checkpoint
-from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, at_row, nearest
+from hybridflow.errors import CheckpointError, ConfigError, PromptError, RewardError, nearest
 from hybridflow.settings import require
 
 Template = Literal["auto", "plain", "chat"]
@@ -142,17 +142,16 @@ class Retokenizer:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.template == "plain" or self.own.raw.chat_template is None:
             why = "template='plain' takes texts" if self.template == "plain" else "its tokenizer has no chat template"
-            raise _refused(
-                row,
-                f": the prompt is chat messages and the reward model cannot read them: {why}. Leave the column "
-                f"'prompt' out to have prompt_ids decoded, or use a model and template that can.",
+            raise RewardError(
+                f"row {row}: the prompt is chat messages and the reward model cannot read them: {why}. Leave the "
+                f"column 'prompt' out to have prompt_ids decoded, or use a model and template that can."
             )
         if not isinstance(messages, list):
-            raise _refused(row, f": the prompt is {type(messages).__name__}, neither text nor chat messages.")
+            raise RewardError(f"row {row}: the prompt is {type(messages).__name__}, neither text nor chat messages.")
         try:
             check_messages(f"row {row}", "prompt", messages)
         except PromptError as error:
-            raise at_row(row, RewardError(str(error))) from None
+            raise RewardError(str(error)) from None
         turns = plain_messages(messages)
         if turns[-1]["role"] == "assistant":  # the response continues what the prompt began
             turns[-1]["content"] += response
@@ -161,18 +160,13 @@ class Retokenizer:
         try:
             return self.own.raw.apply_chat_template(turns, tokenize=False)
         except Exception as error:  # templates are third-party programs: any error is reported with its row
-            raise _refused(row, f": the reward model's chat template refuses the messages: {error}.") from error
+            raise RewardError(f"row {row}: the reward model's chat template refuses the messages: {error}.") from error
 
     def _check(self, row: int, length: int) -> None:
         if not length:
-            raise _refused(row, " is empty text: the reward model has nothing to score.")
+            raise RewardError(f"row {row} is empty text: the reward model has nothing to score.")
         if length > self.limit:
-            raise _refused(
-                row,
-                f" has {length} tokens in the reward model's tokenizer, its context is {self.limit}. Make prompts or "
-                f"responses shorter, or take a reward model with a longer context.",
+            raise RewardError(
+                f"row {row} has {length} tokens in the reward model's tokenizer, its context is {self.limit}. Make "
+                f"prompts or responses shorter, or take a reward model with a longer context."
             )
-
-
-def _refused(row: int, text: str) -> RewardError:
-    return at_row(row, RewardError(f"row {row}{text}"))

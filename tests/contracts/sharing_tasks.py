@@ -34,7 +34,7 @@ def update(
     """Metrics, gradients and norm of each mini-batch and then the parameters, or the error that ended the update."""
     found: list[Any] = []
     if announces:
-        engine.announce(minibatches)
+        engine.announce(minibatches, losses[0])
     try:
         for minibatch, loss in zip(minibatches, losses, strict=True):
             metrics = engine.forward_backward(minibatch, loss, loss.outputs)
