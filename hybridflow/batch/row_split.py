@@ -90,7 +90,7 @@ class RowPlan:
         if len(unique) != len(ids):
             scattered = int(unique[runs > 1][0])
             raise BatchError(
-                f"the rows of group {scattered} are not adjacent: bring the rows of each `group_id` (in an update: "
+                f"the rows of group {scattered} are not adjacent: bring the rows of each `group_id` (or "
                 f"`trajectory_id`) together first, for example batch.reorder(batch['group_id'].argsort(stable=True))."
             )
         return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

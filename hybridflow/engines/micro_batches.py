@@ -141,12 +141,16 @@ class Split:
         cost = self.cost and self.cost(lengths.double())
         return self._bins(lengths, cost) if self.packed else self._similar(lengths, torch.ones_like(lengths))
 
-    def _whole(self, lengths: Tensor, units: Sequence[Tensor]) -> list[Tensor]:
+    def check_whole(self) -> None:
+        """Errors: ModelError where no rows can stay together."""
         if self.single:
             raise ModelError(
                 "this model computes each row alone, and the loss reads whole trajectories of several rows. Use "
                 "aggregation='token-mean' and no ratio per sequence."
             )
+
+    def _whole(self, lengths: Tensor, units: Sequence[Tensor]) -> list[Tensor]:
+        self.check_whole()
         sizes = torch.tensor([len(unit) for unit in units])
         by_unit = Ragged.from_lengths(lengths[torch.cat([*units])], sizes)
         if self.packed:

@@ -233,7 +233,8 @@ class ModelWorker(Worker):
         """
 
         def check() -> float | None:
-            _ = Trajectories.of(batch)
+            if loss is not None and Trajectories.of(batch) is not None and loss.by_sequence:
+                self.engine.tokens.split.check_whole()
             with rows_named(self.context.row_number):
                 if loss is not None:
                     loss.check(batch)
