@@ -110,8 +110,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     characters = "".join(chr(code) for code in range(32, 127))
-    tokenizer = SmallModel(characters=characters).tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = SmallModel(characters=characters, chat_template=TEMPLATE).tokenizer()
     seconds = drawn(options.sessions, options.turns)
     with tempfile.TemporaryDirectory() as checkpoint:
         tokenizer.save_pretrained(checkpoint)

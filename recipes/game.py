@@ -7,7 +7,6 @@ python recipes/game.py shuffled=true      the answers to guesses are drawn: noth
 from __future__ import annotations
 
 import functools
-import json
 import random
 import sys
 from pathlib import Path
@@ -18,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import settings
 from recipes.small_model import EOS, SmallModel
 
-DEFAULTS = settings.defaults("""
-name: game            # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+DEFAULTS = (
+    settings.RUN,
+    """
+name: game            # metrics and the trained model go to runs/<name>, or to name, if it is a path
 steps: 60             # iterations
 batch_size: 20        # games
 n: 32                 # trajectories per game
@@ -28,9 +29,10 @@ shuffled: false       # draw the answers to guesses
 minibatches: 4        # optimizer steps per iteration
 devices: [2]          # devices per node
 actor: {train: {tp: 1}, generate: {tp: 1, sampling: {max_tokens: 2, seed: "${seed}"}}, optim: {lr: 1.0e-3}}
-""")
+""",
+)
 NUMBERS = 10
-GAMES = "".join(json.dumps({"prompt": "?", "number": number}) + "\n" for number in range(NUMBERS)) * 2
+GAMES = [{"prompt": "?", "number": number} for number in range(NUMBERS)]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + EOS + "{% endif %}{% endfor %}"
 
 
@@ -64,20 +66,14 @@ def worksheet(rng: random.Random) -> tuple[list[str], list[str]]:
 def small_model(directory: Path) -> Path:
     """A model that knows how to take turns, with a chat template of bare texts."""
     if not (directory / "tokenizer.json").exists():
-        model = SmallModel(characters="0123456789?hl", steps=200)
-        model.write(directory, worksheet)
-        tokenizer = model.tokenizer()
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(directory)
+        SmallModel(characters="0123456789?hl", chat_template=TEMPLATE, steps=200).write(directory, worksheet)
     return directory
 
 
 def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
     home = settings.directory(cfg)
-    home.mkdir(parents=True, exist_ok=True)
-    (games := home / "games.jsonl").write_text(GAMES)
-    loader = hf.PromptLoader(games, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed)
+    loader = hf.PromptLoader(GAMES, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed)
     actor = hf.ActorWorker.on(
         hf.ResourcePool(cfg.devices),
         model=cfg.model or small_model(home / "start"),

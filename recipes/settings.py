@@ -14,9 +14,12 @@ from hybridflow.command_line import check_sections, read_settings
 from hybridflow.errors import ConfigError
 from hybridflow.launch import run_directory
 
-COMMON = """
+RUN = """
 seed: 1               # of prompts, sampling and initial values
-model: null           # a Hugging Face directory or hub name; null: the small arithmetic model
+model: null           # a Hugging Face directory or hub name; null: the small model of the recipe
+track: []             # tensorboard, wandb, mlflow
+"""
+TASK = """
 prompts: null         # JSONL, Parquet, a dataset's directory or hub name (openai/gsm8k data.name=main data.split=train)
 held_out: null        # as prompts, for greedy accuracy before and after the run (data.held_out_split=test)
 evaluate_every: 0     # iterations between further such evaluations, whose best checkpoint is kept; 0: none
@@ -27,15 +30,14 @@ data:                 # columns of prompts and references (unit tests for code),
 checkpoint_every: 20  # iterations; 0: none
 record_batches: false # keep generated batches as long as checkpoints, for hybridflow replay
 resume: auto          # auto: continue the run of this name if it has not ended; never: start anew; or a checkpoint
-track: []             # tensorboard, wandb, mlflow
 scoring: {workers: 0, timeout: null, on_failure: raise, train: {}}    # reward functions; train: reward models
 """
 BEST = "held_out/reward"
 
 
-def defaults(own: str) -> tuple[str, str]:
-    """Default settings of a recipe: those of all recipes, and its `own` (YAML)."""
-    return COMMON, own
+def defaults(own: str) -> tuple[str, str, str]:
+    """Default settings of a recipe: those that others have, too, and its `own` (YAML)."""
+    return RUN, TASK, own
 
 
 def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
@@ -44,7 +46,7 @@ def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
     for optim, steps in _schedules(cfg):  # they end with the run, unless total_steps says otherwise
         optim.setdefault("total_steps", steps)
     check_sections(cfg)
-    every, saved = cfg.evaluate_every or 0, cfg.checkpoint_every or 0
+    every, saved = cfg.get("evaluate_every") or 0, cfg.get("checkpoint_every") or 0
     if every < 0 or saved < 0 or (every and saved % every):
         raise ConfigError(
             f"evaluate_every={every}, checkpoint_every={saved}: give counts of iterations, checkpoint_every as a "

@@ -24,6 +24,7 @@ class SmallModel:
     """Model sizes (head_dim 32) and supervised training: `batch` exercises per step, linear decay of `lr`."""
 
     characters: str = "0123456789+= "
+    chat_template: str | None = None
     hidden: int = 128
     layers: int = 2
     heads: int = 4
@@ -45,9 +46,8 @@ class SmallModel:
         raw = Tokenizer(models.WordLevel(self.vocabulary, unk_token=UNKNOWN))
         raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
         raw.decoder = decoders.Fuse()
-        return PreTrainedTokenizerFast(
-            tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left"
-        )
+        own = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN, "chat_template": self.chat_template}
+        return PreTrainedTokenizerFast(tokenizer_object=raw, padding_side="left", **own)
 
     @stage("making the small model")
     def write(self, directory: Path, worksheet: Worksheet) -> None:

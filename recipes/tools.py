@@ -17,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import settings
 from recipes.small_model import EOS, SmallModel
 
-DEFAULTS = settings.defaults("""
-name: tools           # metrics, checkpoints and the trained model go to runs/<name>, or to name, if it is a path
+DEFAULTS = (
+    settings.RUN,
+    """
+name: tools           # metrics and the trained model go to runs/<name>, or to name, if it is a path
 steps: 40             # iterations
 batch_size: 16        # sums
 n: 16                 # trajectories per sum
@@ -26,7 +28,8 @@ shuffled: false       # draw the tool's answers
 minibatches: 2        # optimizer steps per iteration
 devices: [2]          # devices per node
 actor: {train: {tp: 1}, generate: {tp: 1, sampling: {max_tokens: 20, seed: "${seed}"}}, optim: {lr: 1.0e-3}}
-""")
+""",
+)
 TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }}:{% endfor %}{% for m in messages -%}
 {% if m.role == 'tool' %}>{{ m.content }}={% else %}{{ m.content }}{% for call in m.tool_calls or [] %}\
 [{{ call.function.name }}{% for name, value in call.function.arguments.items() %}?{{ name }}={{ value }};{% endfor %}]\
@@ -64,11 +67,7 @@ def worksheet(rng: random.Random) -> tuple[list[str], list[str]]:
 def small_model(directory: Path) -> Path:
     """A model that knows how calls are written, with a chat template for them."""
     if not (directory / "tokenizer.json").exists():
-        model = SmallModel(characters="0123456789+=[]?;:>abd")
-        model.write(directory, worksheet)
-        tokenizer = model.tokenizer()
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.save_pretrained(directory)
+        SmallModel(characters="0123456789+=[]?;:>abd", chat_template=TEMPLATE).write(directory, worksheet)
     return directory
 
 

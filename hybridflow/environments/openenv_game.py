@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hybridflow.environments.acting import LARGEST_TEXT, EnvironmentCallError
+from hybridflow.environments.package_adapters import seed_of
 from hybridflow.environments.packages import Made
 from hybridflow.errors import ConfigError
 
@@ -32,8 +33,8 @@ class OpenEnvGame:
             self._socket = await self._session.ws_connect(self._url, max_msg_size=16 * LARGEST_TEXT)
         except aiohttp.ClientError as error:
             raise EnvironmentCallError(f"the OpenEnv server at {self._url} cannot be reached: {error}") from None
-        seed = row.get("seed", row.get("row_id"))
-        found = await self._ask("reset", {} if seed is None else {"seed": int(seed)})
+        seed = seed_of(row)
+        found = await self._ask("reset", {} if seed is None else {"seed": seed})
         return self._seen(found)
 
     async def step(self, text: str) -> tuple[str, float, bool]:

@@ -24,7 +24,7 @@ class GymnasiumGame:
         self._game = importlib.import_module(self.PACKAGE).make(name, **settings)
 
     def reset(self, **row: typing.Any) -> str:
-        observation, _ = self._game.reset(seed=_seed(row))
+        observation, _ = self._game.reset(seed=seed_of(row))
         return _text(observation)
 
     def step(self, text: str) -> tuple[str, float, bool]:
@@ -46,7 +46,7 @@ class TextArenaGame:
 
     def reset(self, **row: typing.Any) -> str:
         with _DRAWING:
-            self._game.reset(num_players=1, seed=_seed(row))
+            self._game.reset(num_players=1, seed=seed_of(row))
         return self._seen()
 
     def step(self, text: str) -> tuple[str, float, bool]:
@@ -72,7 +72,7 @@ class ReasoningGymTask:
 
     def reset(self, **row: typing.Any) -> str:
         package = importlib.import_module(self.PACKAGE)
-        self._task = package.create_dataset(self._name, size=1, seed=_seed(row), **self._settings)
+        self._task = package.create_dataset(self._name, size=1, seed=seed_of(row), **self._settings)
         self._entry = self._task[0]
         return self._entry["question"]
 
@@ -107,7 +107,7 @@ class SkyRLGame:
             self._game.close()
 
 
-def _seed(row: typing.Mapping[str, typing.Any]) -> int | None:
+def seed_of(row: typing.Mapping[str, typing.Any]) -> int | None:
     found = row.get("seed", row.get("row_id"))
     return None if found is None else int(found)
 

@@ -71,7 +71,8 @@ class UpdateCall:
         if "trajectory_id" in batch.columns:
             ids = batch.get("trajectory_id").peek("trajectory_id")
             rows, what = len(ids.unique()), "trajectories"  # type: ignore[union-attr]
-        require(parts <= rows, f"update_{self.role}(minibatches={parts}): the batch has {rows} {what}.")
+        few = f"the batch has {rows} {what}, and every mini-batch needs one. Use at most {rows}."
+        require(parts <= rows, f"update_{self.role}(minibatches={parts}): {few}")
         if uneven or rows % parts == 0:
             return
         fewer = next(n for n in range(parts, 0, -1) if rows % n == 0)

@@ -94,10 +94,8 @@ def test_units_stay_together(lengths, budget, multiple, at_least, packed, data):
     for rows in found:
         inside = named[rows].unique_consecutive().tolist()
         assert torch.cat([units[unit] for unit in inside]).equal(rows)
-        whole = int(tokens[rows].sum()) if packed else len(rows) * int(tokens[rows].max())
-        assert -(-whole // multiple) * multiple <= budget or len(inside) == 1 or not packed
-        if not packed and len(inside) > 1:
-            assert len(rows) * (-(-int(tokens[rows].max()) // multiple) * multiple) <= budget
+        count, width = (1, int(tokens[rows].sum())) if packed else (len(rows), int(tokens[rows].max()))
+        assert count * -(-width // multiple) * multiple <= budget or len(inside) == 1
 
 
 def test_a_model_that_computes_rows_alone_has_no_whole_trajectories():
