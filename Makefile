@@ -10,7 +10,7 @@ PY := .venv/bin/python
 RUN_ENV := .venv/.ready-run
 DEV_ENV := .venv/.ready-dev
 CODE := hybridflow recipes tests benchmarks tools
-BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth fault_simulation checkpoints streams elastic timesharing
+BENCHMARKS := controller iteration generation transition reallocation packing train_step rewards planner planner_findings planner_truth fault_simulation checkpoints streams elastic timesharing environments
 
 # One thread per process: a run is many processes, and the models that fit a CPU are small.
 export OMP_NUM_THREADS ?= 1

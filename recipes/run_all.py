@@ -1,4 +1,4 @@
-"""Runs every recipe on the small arithmetic model and prints a table of results.
+"""Runs every recipe on its small model and prints a table of results.
 
     python recipes/run_all.py [SEEDS] [RECIPE ...]      make recipes SEEDS="1 2 3"
 
@@ -20,6 +20,7 @@ from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo", "async_grpo", "distill")
+WITH_OWN_TASK = ("tools", "game")
 RISE, LIMIT, FIRST, LAST = 0.3, 0.25, 3, 5
 _TIMEOUT = 1200.0
 
@@ -77,9 +78,9 @@ def run(recipe: str, seed: int) -> Outcome:
 
 def main(arguments: list[str]) -> int:
     seeds = [int(argument) for argument in arguments if argument.isdigit()] or [1]
-    chosen = [argument for argument in arguments if not argument.isdigit()] or list(RECIPES)
-    if unknown := sorted(set(chosen) - set(RECIPES)):
-        sys.exit(f"there is no recipe {unknown[0]!r}: {', '.join(RECIPES)}.")
+    chosen = [argument for argument in arguments if not argument.isdigit()] or [*RECIPES, *WITH_OWN_TASK]
+    if unknown := sorted({*chosen} - {*RECIPES, *WITH_OWN_TASK}):
+        sys.exit(f"there is no recipe {unknown[0]!r}: {', '.join([*RECIPES, *WITH_OWN_TASK])}.")
     print(HEADER)
     failed = 0
     for recipe, seed in itertools.product(chosen, seeds):
