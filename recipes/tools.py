@@ -30,6 +30,7 @@ devices: [2]          # devices per node
 actor: {train: {tp: 1}, generate: {tp: 1, sampling: {max_tokens: 20, seed: "${seed}"}}, optim: {lr: 1.0e-3}}
 """,
 )
+CHARACTERS = "0123456789+=[]?;:>abd"
 TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }}:{% endfor %}{% for m in messages -%}
 {% if m.role == 'tool' %}>{{ m.content }}={% else %}{{ m.content }}{% for call in m.tool_calls or [] %}\
 [{{ call.function.name }}{% for name, value in call.function.arguments.items() %}?{{ name }}={{ value }};{% endfor %}]\
@@ -67,7 +68,7 @@ def worksheet(rng: random.Random) -> tuple[list[str], list[str]]:
 def small_model(directory: Path) -> Path:
     """A model that knows how calls are written, with a chat template for them."""
     if not (directory / "tokenizer.json").exists():
-        SmallModel(characters="0123456789+=[]?;:>abd", chat_template=TEMPLATE).write(directory, worksheet)
+        SmallModel(characters=CHARACTERS, chat_template=TEMPLATE).write(directory, worksheet)
     return directory
 
 

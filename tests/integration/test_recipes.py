@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes import arithmetic, run_all
+from recipes import arithmetic, run_all, tools
+from recipes.small_model import SmallModel
 from tests.warm_programs import WarmPrograms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +95,10 @@ def test_dapo_draws_until_groups_differ_on_a_model_and_prompts_of_ones_own(warm,
 
 
 def test_a_calculator_is_called(warm, tmp_path):
-    lines = figures(warm, "tools", tmp_path, "steps=2", "n=4", "minibatches=1")
+    """A quarter of the recipe's own training before it is enough to write calls."""
+    model = SmallModel(characters=tools.CHARACTERS, chat_template=tools.TEMPLATE, steps=100)
+    model.write(tmp_path / "model", tools.worksheet)
+    lines = figures(warm, "tools", tmp_path, "steps=2", "n=4", "minibatches=1", f"model={tmp_path / 'model'}")
     assert all(0.2 < line["environment/tool_calls"] < 0.8 for line in lines)
     assert all(line["environment/tool_errors"] < 0.3 for line in lines)
     assert all(line["reward/mean"] < 0.4 for line in lines)
