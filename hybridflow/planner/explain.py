@@ -17,6 +17,7 @@ from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
 from hybridflow.planner.search.auto_mapping import AutoMapping
 from hybridflow.planner.search.call_search import mcmc
+from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.evaluation import Evaluator, options_of
 from hybridflow.planner.search.problem import Option, Problem
 from hybridflow.planner.search.stages import group_layouts, undominated
@@ -156,9 +157,13 @@ def fits(problem: Problem, per_call: bool = False) -> bool:
     size = problem.cluster.size
     if not _limiting(problem) and problem.homogeneous and _together(problem).lack <= 0:
         return True
-    if size <= MOST_SEARCHED and AutoMapping(problem).fits():
+    if size <= MOST_SEARCHED and AutoMapping(problem).first is not None:
         return True
-    return per_call and size <= MOST_SAMPLED and mcmc(problem, budget_s=SECONDS, evaluations=SAMPLES) is not None
+    return (
+        per_call
+        and size <= MOST_SAMPLED
+        and mcmc(problem, deadline=Deadline.of(SECONDS), evaluations=SAMPLES) is not None
+    )
 
 
 def smallest_cluster(problem: Problem, per_call: bool = False) -> ClusterSpec | None:
