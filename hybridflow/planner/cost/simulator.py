@@ -133,7 +133,10 @@ class Simulator:
 
     def _link_model(self, mesh: Mesh, dtype: DType) -> LinkModel:
         if (mesh, dtype) not in self._links:
-            self._links[mesh, dtype] = LinkModel.of(self.cluster, mesh, dtype, self.coefficients)
+            found = LinkModel.of(self.cluster, mesh, dtype, self.coefficients)
+            if self.profile is not None and self.profile.latency is not None:
+                found = replace(found, launch=0.0)  # measured messages include it
+            self._links[mesh, dtype] = found
         return self._links[mesh, dtype]
 
     def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
