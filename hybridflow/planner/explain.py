@@ -24,7 +24,8 @@ from hybridflow.planner.search.stages import group_layouts, undominated
 
 
 def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tuple[str, str]]:
-    """By call: the runner-up and why it lost, as texts. Calls without another layout that can run are left out.
+    """By call: the runner-up and why it lost, as texts. Functions, which need no device, and calls without another
+    layout that can run are left out.
 
     Keywords for the timeline as for `GraphSchedule`.
     """
@@ -35,6 +36,8 @@ def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tupl
     own, found, static = evaluator.score(state), {}, problem.static(plan)
     assert own is not None
     for i, call in enumerate(evaluator.calls):
+        if problem.graph.models[call.group] is None:
+            continue
         best, seconds = (math.inf, math.inf, -1), 0.0
         for number, option in enumerate(evaluator.options[i]):
             if number == state[i] or option.seconds > best[0]:  # an iteration takes longer than its calls

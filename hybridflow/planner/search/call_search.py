@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 
 from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
 from hybridflow.planner.search.deadline import NEVER, Deadline
@@ -193,39 +192,9 @@ class _Chain:
             self._note(state)
         yield from given
         yield [min(range(len(options)), key=lambda n: options[n].seconds) for options in self.options]
-        for kind in cycle(("split", "best", "split", "together", "split", "best", "random")):
-            if kind == "best":
-                yield self.best
-            elif kind == "together":
-                yield self._together()
-            elif kind == "split":
-                yield self._split()
-            else:
-                yield [self.random.randrange(len(options)) for options in self.options]
-
-    def _split(self) -> State:
-        """Groups on one or the other of two meshes that share no device, and what generates as fast as it can."""
-        first = self.random.choice(max(self.meshes, key=len))
-        apart = [mesh for mesh in max(self.meshes, key=len) if not mesh.overlaps(first)]
-        second = max(apart, key=lambda mesh: mesh.size, default=first)
-        state = [0] * len(self.options)
-        for calls in self.groups:
-            mesh = self.random.choice((first, second))
-            for call in calls:
-                own = self.options[call]
-                generates = self.evaluator.calls[call].kind == "generation"
-                number = None if generates else self.on_mesh[call].get(mesh, [None])[0]
-                state[call] = number if number is not None else min(range(len(own)), key=lambda n: own[n].seconds)
-        return state
-
-    def _together(self) -> State:
-        """Calls on one mesh where they can be, the fastest or second fastest way."""
-        state = [self.random.randrange(len(options)) for options in self.options]
-        mesh = self.random.choice(max(self.meshes, key=len))
-        for call, found in enumerate(self.on_mesh):
-            if mesh in found:
-                state[call] = self.random.choice(found[mesh][:2])
-        return state
+        while True:
+            yield [self.random.randrange(len(options)) for options in self.options]
+            yield self.best
 
     def _note(self, state: State, limit: float = math.inf) -> float:
         """The cost of a state, which is remembered if it is the best; infinite if it is not below `limit`."""

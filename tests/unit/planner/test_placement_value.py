@@ -106,6 +106,7 @@ def test_functions_claim_no_device():
     assert (call.kind, call.capacity, call.memory) == ("function", 0, 0)
     assert "none: on the CPU" in str(found)
     assert "reward.compute_reward: on the CPU" in found.explain()
+    assert not found.explained().calls["reward.compute_reward"].lost, "other devices would make no difference"
     assert "on the CPU" in {text.get_text() for text in found.chart().legends[0].get_texts()}
 
 
