@@ -4,8 +4,7 @@ A Llama of 100 M parameters in bfloat16 on eight Ray hosts; five plans of each k
 the predictions of each kind. `reallocation`: a whole model between two of all (p, t, d) layouts on 8 ranks; of all
 pairs the five with the most received bytes. `transition`: from training at (p, t, d) with Megatron-core to generation
 at (p_g, t_g) with vLLM on the same four hosts. `weight_sync`: `hf.sync_weights` from an actor on four hosts to a
-rollout on others. Seconds are the slowest rank's; `slower` is how much longer copies of the ranks' memory take, between
-the moves, than on the host that the planner assumes, and `error` that of the prediction times it.
+rollout on others. Seconds are the slowest rank's.
 
 Of reallocations, `full_tensors` moves the same weights by one broadcast per tensor to all
 ranks, each of which keeps its part. `memcpy` copies the received number of bytes, concurrently on all ranks. The
@@ -38,7 +37,6 @@ from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.cost.hardware import DEFAULT
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
@@ -48,7 +46,6 @@ from hybridflow.topology import RankGrid
 
 RANKS = 8
 CLUSTER = ClusterSpec.of(f"here:{RANKS}")
-COPY = 64_000_000  # bytes of a copy that shows the speed of the machine
 Sizes = tuple[int, int, int]
 TRANSITIONS: tuple[tuple[Sizes, tuple[int, int]], ...] = (
     ((1, 4, 1), (1, 2)), ((1, 4, 1), (1, 1)), ((2, 2, 1), (1, 2)), ((2, 2, 1), (1, 1)), ((1, 2, 2), (1, 1)),
@@ -162,6 +159,7 @@ def measure(group: hf.WorkerGroup, source: Sizes, destination: Sizes, repeats: i
                 times[way].append(max(rank["seconds"] for rank in ranks))
     medians = {way: statistics.median(seconds) for way, seconds in times.items()}
     return {
+        "seconds": medians["move"],
         "plan_seconds": round(planned, 4),
         "received_mb": round(sum(received), 2),
         "largest_received_mb": round(max(received), 2),
@@ -171,28 +169,9 @@ def measure(group: hf.WorkerGroup, source: Sizes, destination: Sizes, repeats: i
     }
 
 
-class Copies:
-    """One rank that copies memory, to see how fast this machine is at the moment."""
-
-    @hf.register(hf.ONE_TO_ALL)
-    def copy(self) -> float:
-        source = torch.ones(COPY, dtype=torch.uint8)
-        into = torch.empty_like(source).zero_()
-        start = time.perf_counter()
-        into.copy_(source)
-        return time.perf_counter() - start
-
-
-def timed(pool: hf.ResourcePool, move: Callable[[], float], repeats: int) -> tuple[float, float]:
-    """Median seconds of `move()`, after two for warming up, and how much longer than a planner's host the hosts of
-    `pool` take for copies in between."""
-    group = hf.place(Copies, pool, name="copies")
-    turns = [(move(), max(group.copy().get())) for _ in range(repeats + 2)][2:]
-    group.close()
-    node = CLUSTER.nodes[0]
-    usual = 2 * COPY / (node.device.bandwidth * DEFAULT.memory) * node.slow(pool.size)
-    seconds, copies = (statistics.median(one) for one in zip(*turns, strict=True))
-    return seconds, copies / usual
+def timed(move: Callable[[], float], repeats: int) -> float:
+    """Median seconds of `move()`, after two for warming up."""
+    return statistics.median([move() for _ in range(repeats + 2)][2:])
 
 
 def predicted(kind: str, source: CallPlan, target: CallPlan) -> float:
@@ -210,25 +189,17 @@ def on(first: int, sizes: Sequence[int]) -> CallPlan:
     return CallPlan(Mesh.of(first, parallel.size), parallel)
 
 
-def row(kind: str, source: CallPlan, target: CallPlan, seconds: float, slower: float, **more: Any) -> dict[str, Any]:
-    """`predicted` for a host at its usual speed, `error` of the prediction times `slower`."""
+def row(kind: str, source: CallPlan, target: CallPlan, seconds: float, **more: Any) -> dict[str, Any]:
     told = predicted(kind, source, target)
-    found = {
-        "plan": f"{source.parallel} -> {target.parallel}",
-        "seconds": round(seconds, 4),
-        "predicted": round(told, 4),
-        "slower": round(slower, 2),
-        "error": round(told * slower / seconds - 1, 3),
-    }
-    return found | more
+    own = {"seconds": round(seconds, 4), "predicted": round(told, 4), "error": round(told / seconds - 1, 3)}
+    return {"plan": f"{source.parallel} -> {target.parallel}", **own, **more}
 
 
 def reallocations(pool: hf.ResourcePool, model: Path, repeats: int) -> list[dict[str, Any]]:
     group, found = hf.place(Reallocations, pool, name="reallocations"), []
     for _, source, destination in largest(5):
         figures = measure(group, source, destination, repeats)
-        own = timed(pool, lambda: max(rank["seconds"] for rank in group.move().get()), repeats)
-        found.append(row("reallocation", on(0, source), on(0, destination), *own, **figures))
+        found.append(row("reallocation", on(0, source), on(0, destination), **figures))
     group.close()
     return found
 
@@ -239,8 +210,8 @@ def transitions(pool: hf.ResourcePool, model: Path, repeats: int) -> list[dict[s
         grid = RankGrid(*sizes, p_g=p, t_g=t)
         settings: dict[str, Any] = {"model": str(model), "optimizer": None, "designs": False}
         group = hf.place(Transitions, pool[: grid.size], name="transitions", grid=grid, **settings)
-        own = timed(pool[: grid.size], lambda: slowest(group.transit("hybridflow").get())["seconds"], repeats)
-        found.append(row("transition", on(0, sizes), on(0, (p, t, grid.size // (p * t))), *own))
+        seconds = timed(lambda group=group: slowest(group.transit("hybridflow").get())["seconds"], repeats)
+        found.append(row("transition", on(0, sizes), on(0, (p, t, grid.size // (p * t))), seconds))
         group.close()
     return found
 
@@ -252,10 +223,10 @@ def weight_syncs(pool: hf.ResourcePool, model: Path, repeats: int) -> list[dict[
         strategy, at = hf.Megatron(pp=p, tp=t, dp=d, dtype="bfloat16"), on(4, target)
         engine = hf.VLLM(tp=target[1], pp=target[0], dtype="bfloat16", kv_cache_gb=0.05)
         actor = hf.ActorWorker.on(pool[: p * t * d], model=str(model), train=strategy, optim=hf.SGD(lr=1.0))
-        hosts = pool[4 : 4 + at.mesh.size]
-        rollout = hf.RolloutWorker.on(hosts, model=str(model), generate=engine)
-        own = timed(hosts, lambda: hf.sync_weights(actor, rollout).get()["seconds"], repeats)
-        found.append(row("weight_sync", on(0, source), at, *own))
+        rollout = hf.RolloutWorker.on(pool[4 : 4 + at.mesh.size], model=str(model), generate=engine)
+        pair = actor, rollout
+        seconds = timed(lambda pair=pair: hf.sync_weights(*pair).get()["seconds"], repeats)
+        found.append(row("weight_sync", on(0, source), at, seconds))
         actor.close()
         rollout.close()
     return found
