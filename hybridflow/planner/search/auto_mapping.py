@@ -39,6 +39,7 @@ from hybridflow.planner.search.stages import (
     Layouts,
     cheapest,
     group_layouts,
+    partitions,
     stage_cost,
 )
 
@@ -67,18 +68,6 @@ class Mapped:
 def auto_map(problem: Problem) -> Mapped | None:
     """HybridFlow's algorithm 1. None when no placement keeps the constraints and fits into memory."""
     return AutoMapping(problem).best
-
-
-def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """All ways to colocate groups in sets."""
-    if not groups:
-        yield ()
-        return
-    first, rest = groups[0], groups[1:]
-    for sets in partitions(rest):
-        for i, names in enumerate(sets):
-            yield (*sets[:i], (first, *names), *sets[i + 1 :])
-        yield ((first,), *sets)
 
 
 class AutoMapping:
