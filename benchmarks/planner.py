@@ -25,6 +25,7 @@ from hybridflow.planner.describe.graph import Graph
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.search.auto_mapping import auto_map, overlap_map
 from hybridflow.planner.search.call_search import mcmc
+from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.problem import Problem
 
 SIZES = {"7B": (4096, 14336, 32, 32, 8), "13B": (5120, 13824, 40, 40, 40), "34B": (8192, 22016, 48, 64, 8)}
@@ -71,7 +72,7 @@ def search(budgets: Sequence[float], seed: int) -> dict[str, Any]:
     mapped, overlapped = auto_map(problem), overlap_map(problem)
     starts = [found.plan for found in (mapped, overlapped) if found]
     began = time.process_time()
-    best = mcmc(problem, starts=starts, seed=seed, budget_s=max(budgets))
+    best = mcmc(problem, starts=starts, seed=seed, deadline=Deadline.of(max(budgets)))
     took = time.process_time() - began
     if best is None:
         return {"found": None}

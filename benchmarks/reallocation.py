@@ -1,10 +1,15 @@
-"""Time to move a whole model between 3D layouts, for the five plans on 8 ranks that move the most bytes.
+"""Time of three kinds of weight moves, measured and as the planner predicts it without a profile.
 
-A Llama of 100 M parameters in bfloat16 on eight Ray hosts. Of all pairs of (p, t, d) layouts on 8 ranks, the benchmark
-uses the five with the most received bytes. `full_tensors` moves the same weights by one broadcast per tensor to all
+A Llama of 100 M parameters in bfloat16 on eight Ray hosts; five plans of each kind, and the median relative error of
+the predictions of each kind. `reallocation`: a whole model between two of all (p, t, d) layouts on 8 ranks; of all
+pairs the five with the most received bytes. `transition`: from training at (p, t, d) with Megatron-core to generation
+at (p_g, t_g) with vLLM on the same four hosts. `weight_sync`: `hf.sync_weights` from an actor on four hosts to a
+rollout on others. Seconds are the slowest rank's.
+
+Of reallocations, `full_tensors` moves the same weights by one broadcast per tensor to all
 ranks, each of which keeps its part. `memcpy` copies the received number of bytes, concurrently on all ranks. The
-methods are interleaved in one run; seconds are the slowest rank's, medians over `--repeats`. `plan_seconds` is the time
-to compute and bind one rank's plan, once. Prints one JSON line.
+methods are interleaved in one run, medians over `--repeats`. `plan_seconds` is the time to compute and bind one rank's
+plan, once. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -13,7 +18,10 @@ import argparse
 import itertools
 import json
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +29,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybridflow as hf
+from benchmarks.checkpoints import make_model
 from benchmarks.designs import whole_layout
-from benchmarks.transition import CONFIG
+from benchmarks.transition import CONFIG, Transitions, slowest
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.plan import plan
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.engines.megatron.layout import megatron_layout
 from hybridflow.models.spec import ModelSpec
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec
+from hybridflow.planner.describe.graph import Call, Graph
+from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.workload import Workload
 from hybridflow.topology import RankGrid
 
 RANKS = 8
+CLUSTER = ClusterSpec.of(f"here:{RANKS}")
 Sizes = tuple[int, int, int]
+TRANSITIONS: tuple[tuple[Sizes, tuple[int, int]], ...] = (
+    ((1, 4, 1), (1, 2)), ((1, 4, 1), (1, 1)), ((2, 2, 1), (1, 2)), ((2, 2, 1), (1, 1)), ((1, 2, 2), (1, 1)),
+)  # fmt: skip
+SYNCS: tuple[tuple[Sizes, Sizes], ...] = (
+    ((1, 4, 1), (1, 2, 1)), ((1, 4, 1), (1, 1, 2)), ((2, 2, 1), (1, 2, 1)), ((2, 2, 1), (1, 1, 1)),
+    ((1, 2, 2), (1, 1, 2)),
+)  # fmt: skip
 
 
 def spec() -> ModelSpec:
@@ -137,8 +159,7 @@ def measure(group: hf.WorkerGroup, source: Sizes, destination: Sizes, repeats: i
                 times[way].append(max(rank["seconds"] for rank in ranks))
     medians = {way: statistics.median(seconds) for way, seconds in times.items()}
     return {
-        "layouts": "-".join(map(str, source)) + " -> " + "-".join(map(str, destination)),
-        "seconds": round(medians["move"], 4),
+        "seconds": medians["move"],
         "plan_seconds": round(planned, 4),
         "received_mb": round(sum(received), 2),
         "largest_received_mb": round(max(received), 2),
@@ -148,16 +169,84 @@ def measure(group: hf.WorkerGroup, source: Sizes, destination: Sizes, repeats: i
     }
 
 
+def timed(move: Callable[[], float], repeats: int) -> float:
+    """Median seconds of `move()`, after two for warming up."""
+    return statistics.median([move() for _ in range(repeats + 2)][2:])
+
+
+def predicted(kind: str, source: CallPlan, target: CallPlan) -> float:
+    """Seconds that the planner says for logical devices of a host. A transition's ranks are also trained; in the other
+    kinds ranks have memory for their weights before."""
+    calls = (Call("a.generate", "a", "generate", "generation"), Call("a.train", "a", "train", "training"))
+    trained = frozenset({"a"} if kind == "transition" else ())
+    graph = Graph(calls[: 1 + len(trained)], (), {"a": spec()}, trained)
+    simulator = Simulator(CLUSTER, graph, Workload(rows=RANKS, prompt=1, response=1))
+    return simulator.reallocation("a", source, target)
+
+
+def on(first: int, sizes: Sequence[int]) -> CallPlan:
+    parallel = Parallel(*sizes)
+    return CallPlan(Mesh.of(first, parallel.size), parallel)
+
+
+def row(kind: str, source: CallPlan, target: CallPlan, seconds: float, **more: Any) -> dict[str, Any]:
+    told = predicted(kind, source, target)
+    own = {"seconds": round(seconds, 4), "predicted": round(told, 4), "error": round(told / seconds - 1, 3)}
+    return {"plan": f"{source.parallel} -> {target.parallel}", **own, **more}
+
+
+def reallocations(pool: hf.ResourcePool, model: Path, repeats: int) -> list[dict[str, Any]]:
+    group, found = hf.place(Reallocations, pool, name="reallocations"), []
+    for _, source, destination in largest(5):
+        figures = measure(group, source, destination, repeats)
+        found.append(row("reallocation", on(0, source), on(0, destination), **figures))
+    group.close()
+    return found
+
+
+def transitions(pool: hf.ResourcePool, model: Path, repeats: int) -> list[dict[str, Any]]:
+    found = []
+    for sizes, (p, t) in TRANSITIONS:
+        grid = RankGrid(*sizes, p_g=p, t_g=t)
+        settings: dict[str, Any] = {"model": str(model), "optimizer": None, "designs": False}
+        group = hf.place(Transitions, pool[: grid.size], name="transitions", grid=grid, **settings)
+        seconds = timed(lambda group=group: slowest(group.transit("hybridflow").get())["seconds"], repeats)
+        found.append(row("transition", on(0, sizes), on(0, (p, t, grid.size // (p * t))), seconds))
+        group.close()
+    return found
+
+
+def weight_syncs(pool: hf.ResourcePool, model: Path, repeats: int) -> list[dict[str, Any]]:
+    found = []
+    for source, target in SYNCS:
+        p, t, d = source
+        strategy, at = hf.Megatron(pp=p, tp=t, dp=d, dtype="bfloat16"), on(4, target)
+        engine = hf.VLLM(tp=target[1], pp=target[0], dtype="bfloat16", kv_cache_gb=0.05)
+        actor = hf.ActorWorker.on(pool[: p * t * d], model=str(model), train=strategy, optim=hf.SGD(lr=1.0))
+        rollout = hf.RolloutWorker.on(pool[4 : 4 + at.mesh.size], model=str(model), generate=engine)
+        pair = actor, rollout
+        seconds = timed(lambda pair=pair: hf.sync_weights(*pair).get()["seconds"], repeats)
+        found.append(row("weight_sync", on(0, source), at, seconds))
+        actor.close()
+        rollout.close()
+    return found
+
+
+KINDS = {"reallocation": reallocations, "transition": transitions, "weight_sync": weight_syncs}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--plans", type=int, default=5)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     args = parser.parse_args()
-    pool = hf.ResourcePool([RANKS])
-    group = hf.place(Reallocations, pool, name="reallocations")
-    plans = [measure(group, *pair, args.repeats) for _, *pair in largest(args.plans)]  # type: ignore[arg-type]
+    result: dict[str, Any] = {"benchmark": "reallocation", "parameters": spec().num_parameters}
+    with tempfile.TemporaryDirectory() as directory:
+        model, pool = make_model(Path(directory) / "model"), hf.ResourcePool([RANKS])
+        for kind in args.kinds:
+            plans = KINDS[kind](pool, model, args.repeats)
+            result[kind] = {"median_error": statistics.median(abs(one["error"]) for one in plans), "plans": plans}
     hf.shutdown()
-    result = {"benchmark": "reallocation", "parameters": spec().num_parameters, "plans": plans}
     print(json.dumps(result))
 
 

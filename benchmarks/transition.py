@@ -66,7 +66,7 @@ class Regrouped:
 class Transitions:
     """One rank with all methods, from the same training weights into the same generation storage."""
 
-    def __init__(self, *, model: str, optimizer: hf.Adam | None) -> None:
+    def __init__(self, *, model: str, optimizer: hf.Adam | None, designs: bool = True) -> None:
         from hybridflow.engines.train_backends import build_engine
         from hybridflow.engines.vllm.engine import VLLMEngine
         from hybridflow.engines.vllm.layout import vllm_layout
@@ -84,7 +84,7 @@ class Transitions:
         self.generator = VLLMEngine(context, vllm, generation, spec, model)
         vanilla = vllm_layout(spec, self.grid.generation(rule="vanilla"))
         self.engines: dict[str, Any] = {"hybridflow": self._hybrid(overlap=optimizer is not None)}
-        if optimizer is None:
+        if optimizer is None and designs:
             with patch.dict(os.environ, {"HYBRIDFLOW_PEER_MEMORY": "0"}):
                 self.engines["messages"] = self._hybrid()
             for name in WEAKER:

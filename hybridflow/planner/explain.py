@@ -17,13 +17,15 @@ from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
 from hybridflow.planner.search.auto_mapping import AutoMapping
 from hybridflow.planner.search.call_search import mcmc
+from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.evaluation import Evaluator, options_of
 from hybridflow.planner.search.problem import Option, Problem
 from hybridflow.planner.search.stages import group_layouts, undominated
 
 
 def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tuple[str, str]]:
-    """By call: the runner-up and why it lost, as texts. Calls without another layout that can run are left out.
+    """By call: the runner-up and why it lost, as texts. Functions, which need no device, and calls without another
+    layout that can run are left out.
 
     Keywords for the timeline as for `GraphSchedule`.
     """
@@ -34,6 +36,8 @@ def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tupl
     own, found, static = evaluator.score(state), {}, problem.static(plan)
     assert own is not None
     for i, call in enumerate(evaluator.calls):
+        if problem.graph.models[call.group] is None:
+            continue
         best, seconds = (math.inf, math.inf, -1), 0.0
         for number, option in enumerate(evaluator.options[i]):
             if number == state[i] or option.seconds > best[0]:  # an iteration takes longer than its calls
@@ -156,9 +160,13 @@ def fits(problem: Problem, per_call: bool = False) -> bool:
     size = problem.cluster.size
     if not _limiting(problem) and problem.homogeneous and _together(problem).lack <= 0:
         return True
-    if size <= MOST_SEARCHED and AutoMapping(problem).fits():
+    if size <= MOST_SEARCHED and AutoMapping(problem).first is not None:
         return True
-    return per_call and size <= MOST_SAMPLED and mcmc(problem, budget_s=SECONDS, evaluations=SAMPLES) is not None
+    return (
+        per_call
+        and size <= MOST_SAMPLED
+        and mcmc(problem, deadline=Deadline.of(SECONDS), evaluations=SAMPLES) is not None
+    )
 
 
 def smallest_cluster(problem: Problem, per_call: bool = False) -> ClusterSpec | None:

@@ -22,7 +22,8 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Apart, Constraint, OneLayout
 from hybridflow.planner.describe.workload import Lengths, Workload
 from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
-from hybridflow.planner.search.planning import Search, plan
+from hybridflow.planner.search.deadline import Deadline
+from hybridflow.planner.search.planning import LEAST, Search, plan
 from hybridflow.tracing.trace import ModelSource, Trace, trace_driver
 from hybridflow.workers.worker import PRICED, can_replicate, chosen
 
@@ -42,15 +43,15 @@ def plan_driver(
     models: Mapping[str, ModelSource] | None = None,
     coefficients: Coefficients = DEFAULT,
     profile: LayerProfile | None = None,
-    budget_s: float = 10.0,
+    budget_s: float | Deadline = 10.0,
     seed: int = 0,
     per_call: bool = True,
     search: Search = "auto",
 ) -> Placement:
     """The placement of the groups of `driver(*arguments)` that takes the least time per iteration, as predicted.
 
-    The driver is traced (see `tracing.trace_driver`, also for `models`), then placements are searched for `budget_s`
-    seconds (`search` as for `planner.plan`).
+    The driver is traced (see `tracing.trace_driver`, also for `models`), and placements are searched (`search` as for
+    `planner.plan`), in `budget_s` seconds for both; after a trace that took them all, in one.
 
     With `per_call=False` all calls of a group have one layout, with generation sizes inside it; groups that train
     adapters or have no `Worker.replica` always do. If the models do not fit otherwise and the driver does not set it,
@@ -58,13 +59,14 @@ def plan_driver(
 
     Errors: ConfigError, those of the trace, PlacementError when the cluster is too small.
     """
-    spec = ClusterSpec.of(cluster)
+    deadline, spec = Deadline.of(budget_s), ClusterSpec.of(cluster)
     found = trace_driver(driver, *arguments, models=models)
+    deadline = deadline.at_least(LEAST)
     work = workload_of(found, workload, spec)
     rules = [*constraints, *(OneLayout(name) for name in whole(found)), *alone(found)]
 
     def planned(work: Workload) -> Placement:
-        how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": budget_s, "seed": seed}
+        how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": deadline, "seed": seed}
         return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, search=search, **how), work)
 
     return _fitting(found, workload, work, planned)

@@ -303,11 +303,11 @@ def _decode(context: CallContext, rows: float) -> tuple[Seconds, float]:
     length = work.prompt.mean + work.response.square_mean / work.response.mean / 2  # of an average step
     if size.window is not None:
         length = min(length, size.window)
-    launch = k.decode_layer_seconds
-    layer = context.measured("decode", rows, layer_forward(context, rows, 0.0, launch))
+    layer = context.measured("decode", rows, layer_forward(context, rows, 0.0, launch=0.0))
+    cache = Seconds(memory=rows * length * cache_bytes(context) / layers / links.bandwidth)
+    layer = layer.plus(cache).launched(k.decode_layer_seconds)
     output = context.measured("step", rows, output_forward(context, rows))
-    cache = Seconds(memory=rows * length * cache_bytes(context) / links.bandwidth)
-    return layer.times(layers).plus(output).plus(cache), links.stage_message(rows * size.hidden * context.itemsize)
+    return layer.times(layers).plus(output), links.stage_message(rows * size.hidden * context.itemsize)
 
 
 def _prefill(context: CallContext, prompts: float) -> tuple[Seconds, float]:

@@ -99,13 +99,8 @@ class LayerProfile:
         return replace(cluster, nodes=tuple(replace(node, **changes) for node in cluster.nodes))
 
     def coefficients(self, given: Coefficients) -> Coefficients:
-        """`given` with measured values: messages reach the measured bandwidth, not a share of the data sheet's, and
-        measured latencies include launches."""
-        known = {
-            "call_seconds": self.call_seconds,
-            "link": None if self.bandwidth is None else 1.0,
-            "latency": None if self.latency is None else 0.0,
-        }
+        """`given` with measured values: messages reach the measured bandwidth, not a share of the data sheet's."""
+        known = {"call_seconds": self.call_seconds, "link": None if self.bandwidth is None else 1.0}
         return replace(given, **{name: value for name, value in known.items() if value is not None})
 
     def parted(self, model: ModelSpec, kind: Pass, t: int, number: float, d: int = 1) -> tuple[float, float] | None:

@@ -178,12 +178,20 @@ TENSOR_SECONDS, COPIED, FRESH = 50e-6, 4.0, 2.0
 
 
 def reallocation(
-    size: Sizes, cluster: ClusterSpec, source: CallPlan, target: CallPlan, itemsize: int, k: Coefficients
+    size: Sizes,
+    cluster: ClusterSpec,
+    source: CallPlan,
+    target: CallPlan,
+    itemsize: int,
+    k: Coefficients,
+    *,
+    fresh: bool,
 ) -> tuple[float, float]:
     """Seconds, and the share of the devices that receive: the busiest device's messages inside its node, the busiest
     node's between nodes, or copies, whichever is more; then memory and work for every tensor and message.
 
-    Host processes read each other's memory. Errors: PlacementError when a mesh is not in the cluster.
+    Host processes read each other's memory. `fresh`: the target's memory is allocated for the move.
+    Errors: PlacementError when a mesh is not in the cluster.
     """
     moved = volume(LayoutChange.of(size, cluster, source, target), itemsize)
     if not moved.messages:
@@ -195,4 +203,4 @@ def reallocation(
     latency = k.latency + (cluster.latency if moved.between else max(node.latency for node in nodes))
     tensors = math.ceil(size.layers / target.parallel.p) * size.tensors + 2
     sent = max(moved.inside / link, moved.between / (cluster.bandwidth * k.network), COPIED * passed)
-    return sent + FRESH * passed + tensors * TENSOR_SECONDS + moved.messages * latency, moved.busy
+    return sent + FRESH * passed * fresh + tensors * TENSOR_SECONDS + moved.messages * latency, moved.busy

@@ -133,7 +133,10 @@ class Simulator:
 
     def _link_model(self, mesh: Mesh, dtype: DType) -> LinkModel:
         if (mesh, dtype) not in self._links:
-            self._links[mesh, dtype] = LinkModel.of(self.cluster, mesh, dtype, self.coefficients)
+            found = LinkModel.of(self.cluster, mesh, dtype, self.coefficients)
+            if self.profile is not None and self.profile.latency is not None:
+                found = replace(found, launch=0.0)  # measured messages include it
+            self._links[mesh, dtype] = found
         return self._links[mesh, dtype]
 
     def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
@@ -197,14 +200,17 @@ class Simulator:
     def reallocation(self, group: str, source: CallPlan, target: CallPlan) -> float:
         """Seconds until the weights of `group` have gone from the layout of `source` to that of `target`.
 
-        Ranks with weights of their own keep them in host memory between calls: they come from there, and go back.
+        Ranks with weights of their own keep them in host memory between calls: they come from there, and go back. A
+        group that is not trained, such as a rollout, gets those of another group into weights that it has.
         """
         context, there = self.context(group, source), self.context(group, target)
         if context is None or there is None or source == target:
             return 0.0
-        seconds, busy = reallocation(context.size, self.cluster, source, target, context.itemsize, self.coefficients)
+        own = group in self.graph.trained
+        moved = reallocation(context.size, self.cluster, source, target, context.itemsize, self.coefficients, fresh=own)
+        seconds, busy = moved
         union = Mesh(tuple(sorted({*source.mesh.devices, *target.mesh.devices})))
         seconds *= self.slowdown(union, busy)
-        if group not in self.graph.generating or not target.within(source):
+        if own and (group not in self.graph.generating or not target.within(source)):
             seconds += 2 * memory.weights(there) / there.links.host * self.slowdown(target.mesh)
         return seconds

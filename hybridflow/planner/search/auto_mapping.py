@@ -18,7 +18,6 @@ is still trained. `overlap_map` therefore times the allocations whose busiest se
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ import numpy as np
 
 from hybridflow.planner.cost.timeline import Order
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, packings, powers, sizes
+from hybridflow.planner.search.deadline import NEVER, Deadline, TimeUpError
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import (
     STAGES,
@@ -39,6 +39,7 @@ from hybridflow.planner.search.stages import (
     Layouts,
     cheapest,
     group_layouts,
+    partitions,
     stage_cost,
 )
 
@@ -50,10 +51,6 @@ TIMED, TIMED_PLACES = 24, 4
 """Allocations of each way to colocate that are timed, and places on unlike devices for each of them."""
 NOTHING = Front.of((), 0, 0.0)
 _Placed = tuple[float, list[tuple[str, ...]], list[Mesh], list[tuple[Front, int]]]
-
-
-class _TimeUpError(Exception):
-    """Ends a search that has found a placement."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +70,13 @@ def auto_map(problem: Problem) -> Mapped | None:
     return AutoMapping(problem).best
 
 
-def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """All ways to colocate groups in sets."""
-    if not groups:
-        yield ()
-        return
-    first, rest = groups[0], groups[1:]
-    for sets in partitions(rest):
-        for i, names in enumerate(sets):
-            yield (*sets[:i], (first, *names), *sets[i + 1 :])
-        yield ((first,), *sets)
-
-
 class AutoMapping:
     """The choices of every set of groups on every number of devices, and the best way to share devices between sets.
 
-    After `deadline` (of `time.monotonic`) searches return the best placement so far, once they have one.
+    After `deadline` searches return the best placement so far, once they have one.
     """
 
-    def __init__(self, problem: Problem, deadline: float = math.inf) -> None:
+    def __init__(self, problem: Problem, deadline: Deadline = NEVER) -> None:
         self.deadline, self._found = deadline, False
         self.problem, cluster, pins = problem, problem.cluster, problem.rules.pins.values()
         self.pinned = {size for pin in pins for size in pin.sizes}
@@ -118,20 +103,23 @@ class AutoMapping:
         return *own, rules.pins.get(group), rules.caps.get(group)
 
     @cached_property
+    def first(self) -> Mapped | None:
+        """A placement that keeps the constraints and fits into memory; None where none does."""
+        found = next(self._placements(), None)
+        return self.mapped(*found) if found else None
+
+    @cached_property
     def best(self) -> Mapped | None:
         """The placement of least stage-wise cost; None where no placement fits."""
         found = deque(self._placements(), maxlen=1)
         return self.mapped(*found[0]) if found else None
 
-    def fits(self) -> bool:
-        """Some placement keeps the constraints and fits into memory."""
-        return next(self._placements(), None) is not None
-
     def _placements(self) -> Iterator[_Placed]:
         """Seconds, sets, their meshes and choices of placements that take less and less time, down to the least."""
         limit = np.inf
-        with suppress(_TimeUpError):
+        with suppress(TimeUpError):
             for sets, some in self._spaces():
+                self.check()
                 for found in self._better(sets, some, limit):
                     limit, self._found = found[0], True
                     yield found
@@ -139,7 +127,7 @@ class AutoMapping:
     def _spaces(self) -> Iterator[tuple[list[tuple[str, ...]], list[int]]]:
         """Ways to colocate with the sizes of their sets; with a deadline few sizes of the first way come before."""
         ways = self.ways()
-        if ways and self.deadline < math.inf:
+        if ways and self.deadline.at < math.inf:
             few = {self.sizes[-1]} if len(ways[0]) == 1 else {*powers(self.sizes[-1]), self.sizes[-1], *self.pinned}
             yield ways[0], [size for size in self.sizes if size in few]
         yield from ((sets, self.some_sizes(len(sets))) for sets in ways)
@@ -273,8 +261,7 @@ class AutoMapping:
     def generating(self, keys: tuple[int, ...], mesh: Mesh) -> Front:
         """Choices on exactly this mesh, with the seconds of generation."""
         at = (keys, self._like(keys, mesh))
-        if self._found and time.monotonic() >= self.deadline:
-            raise _TimeUpError
+        self.check()
         if at not in self._ready:
 
             def seconds(generates: Generates, steps: int) -> float:
@@ -283,6 +270,11 @@ class AutoMapping:
 
             self._ready[at] = self._front(keys, mesh).generating(seconds, self.problem.step)
         return self._ready[at]
+
+    def check(self) -> None:
+        """Errors: TimeUpError after the deadline, once there is a placement."""
+        if self._found:
+            self.deadline.check()
 
     def _front(self, keys: tuple[int, ...], mesh: Mesh) -> Front:
         """Choices of groups of these kinds together on exactly this mesh."""
@@ -346,20 +338,24 @@ class AutoMapping:
         return Mapped(meshes, seconds, plan, self.allocations, self.tried)
 
 
-def overlap_map(problem: Problem, order: Order = "ready", search: AutoMapping | None = None) -> Mapped | None:
-    """The placement of least `seconds` per iteration by its timeline, of those that are tried and the one that is best
-    by its stages. None when no placement keeps the constraints and fits into memory. `search` knows what it has found
-    of the problem before."""
+def overlap_map(
+    problem: Problem, order: Order = "ready", search: AutoMapping | None = None, start: Mapped | None = None
+) -> Mapped | None:
+    """The placement of least `seconds` per iteration by its timeline, of those that are tried and of `start` (default:
+    the best one by its stages). None when no placement keeps the constraints and fits into memory. `search` knows what
+    it has found of the problem before."""
     search = search or AutoMapping(problem)
-    if (mapped := search.best) is None:
+    if (mapped := start or search.best) is None:
         return None
     limit, best = problem.timeline(mapped.plan, order=order).per_iteration, None
-    with suppress(_TimeUpError):
+    with suppress(TimeUpError):
         for sets in search.ways():
+            search.check()
             for bound, where, fronts in _promising(search, sets, limit):
                 if bound >= limit:
                     break
                 for rows in product(*map(_rows, fronts)):
+                    search.check()
                     chosen = list(zip(fronts, rows, strict=True))
                     if max(front.values[row, :STAGES].sum() for front, row in chosen) >= limit:
                         continue

@@ -6,61 +6,54 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 
-from hybridflow.errors import ConfigError
 from hybridflow.planner.describe.mesh import ExecutionPlan, Mesh
+from hybridflow.planner.search.deadline import NEVER, Deadline
 from hybridflow.planner.search.evaluation import Evaluator, Found, State, options_of
 from hybridflow.planner.search.problem import Problem
 
 
-def space_size(problem: Problem, *, prune: bool = False) -> int:
-    """How many execution plans there are."""
-    return math.prod(len(options) for options in options_of(problem, prune=prune))
+def space_size(problem: Problem, deadline: Deadline = NEVER) -> int:
+    """How many execution plans there are. Errors: TimeUpError when the deadline comes before."""
+    return math.prod(len(options) for options in options_of(problem, prune=False, deadline=deadline))
 
 
-def exact(
-    problem: Problem,
-    *,
-    prune: bool = False,
-    start: ExecutionPlan | None = None,
-    budget_s: float = math.inf,
-    **how,
-) -> Found | None:
+def exact(problem: Problem, *, start: ExecutionPlan | None = None, deadline: Deadline = NEVER, **how) -> Found | None:
     """The best of all execution plans; None when none can run.
 
     Calls are settled one after the other, the longest first. Settled calls bound what the rest can still reach: by the
     work of their devices, the shortest chain of calls through an iteration, and memory. A good `start` rules out more.
-    The result is `complete` unless `budget_s` seconds ran out. Keywords for the timeline as for `GraphSchedule`.
+    The result is `complete` unless the `deadline` came. Keywords for the timeline as for `GraphSchedule`.
+    Errors: TimeUpError when it comes before the search has begun.
     """
-    options = options_of(problem, prune=prune, also=[start] if start else [])
+    began = deadline.clock()
+    options = options_of(problem, prune=False, also=[start] if start else [], deadline=deadline)
     if not all(options):
         return None
     evaluator = Evaluator(problem, options, **how)
-    search = _Tree(evaluator, time.monotonic() + budget_s)
+    search = _Tree(evaluator, deadline)
     if start is not None and (state := evaluator.state(start)) is not None:
         search.look_at(state)
     search.settle(0)
     if search.best is None:
         return None
-    elapsed = time.monotonic() - search.began
+    elapsed = deadline.clock() - began
     return Found(evaluator.plan(search.best), search.cost, evaluator.evaluations, elapsed, complete=not search.late)
 
 
 @dataclass
 class _Tree:
     evaluator: Evaluator
-    deadline: float
+    deadline: Deadline
     best: State | None = None
     cost: float = math.inf
     late: bool = False
     _chosen: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.began, options = time.monotonic(), self.evaluator.options
+        options = self.evaluator.options
         self.order = sorted(range(len(options)), key=lambda i: -self.evaluator.fastest[i])
         self.numbers = [sorted(range(len(own)), key=lambda n: own[n].seconds) for own in options]
         if self._buddies():
@@ -87,7 +80,7 @@ class _Tree:
             return
         call = self.order[depth]
         for number in self.numbers[call]:
-            self.late = self.late or time.monotonic() >= self.deadline
+            self.late = self.late or self.deadline.over
             if self.late:
                 break
             self._chosen[call] = number
@@ -109,6 +102,8 @@ class _Tree:
 
 ROUND = 2500
 """Proposals from one start until the best plan is polished and the next start taken."""
+PATIENCE = 12
+"""Rounds without anything better after which few plans are not looked at any more."""
 HOT, COLD = 0.15, 0.003
 """Temperatures at the ends of a round, relative to the best cost: a rise by so much is accepted once in e times."""
 
@@ -118,45 +113,42 @@ def mcmc(
     *,
     starts: Sequence[ExecutionPlan] = (),
     seed: int = 0,
-    budget_s: float = 10.0,
-    evaluations: int | None = None,
-    prune: bool = True,
-    patience: int | None = None,
+    deadline: Deadline = NEVER,
+    evaluations: float = math.inf,
+    patience: float = math.inf,
     **how,
 ) -> Found | None:
-    """The best plan found within `budget_s` seconds and `evaluations` plans; None if none that can run was found.
+    """The best plan found until the `deadline` and within `evaluations` plans; None if none that can run was found.
 
     Rounds begin at `starts`, at the fastest option of each call (greedy), at the best plan so far and at random; each
     is a chain whose temperature falls, and ends with the best single changes. It stops after `patience` rounds without
     anything better (default: never, unless there are few plans). Equal seeds and `evaluations` give equal plans if time
     does not run out. Keywords for the timeline as for `GraphSchedule`.
+    Errors: TimeUpError when the deadline comes before the search has begun.
     """
-    if not budget_s > 0:
-        raise ConfigError(f"budget_s={budget_s!r}: give a positive number of seconds.")
-    options = options_of(problem, prune=prune, also=starts)
+    began = deadline.clock()
+    options = options_of(problem, also=starts, deadline=deadline)
     if not all(options):
         return None
     evaluator = Evaluator(problem, options, **how)
     given = [state for plan in starts if (state := evaluator.state(plan)) is not None]
-    limit = math.inf if evaluations is None else evaluations
-    if patience is None and math.prod(map(len, options)) <= ROUND:
-        patience = 12
-    chain = _Chain(evaluator, random.Random(seed), time.monotonic() + budget_s, limit)
-    return chain.search(given, math.inf if patience is None else patience)
+    if math.prod(map(len, options)) <= ROUND:
+        patience = min(patience, PATIENCE)
+    return _Chain(evaluator, random.Random(seed), deadline, evaluations, began).search(given, patience)
 
 
 @dataclass
 class _Chain:
     evaluator: Evaluator
     random: random.Random
-    deadline: float
+    deadline: Deadline
     limit: float
+    began: float
     best: State = field(default_factory=list)
     best_cost: float = math.inf
     history: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.began = time.monotonic()
         self.options = self.evaluator.options
         self.on_mesh: list[dict[Mesh, list[int]]] = []  # by call and mesh: numbers of its options, fastest first
         for options in self.options:
@@ -175,7 +167,7 @@ class _Chain:
         self.groups = list(groups.values())
 
     def over(self) -> bool:
-        return time.monotonic() >= self.deadline or self.evaluator.evaluations >= self.limit
+        return self.deadline.over or self.evaluator.evaluations >= self.limit
 
     def search(self, given: Sequence[State], patience: float) -> Found | None:
         idle = 0
@@ -190,7 +182,7 @@ class _Chain:
         evaluator, score = self.evaluator, self.evaluator.score(self.best)
         if score is None or not score.good:
             return None
-        elapsed = time.monotonic() - self.began
+        elapsed = self.deadline.clock() - self.began
         return Found(
             evaluator.plan(self.best), score.seconds, evaluator.evaluations, elapsed, history=tuple(self.history)
         )
@@ -200,39 +192,9 @@ class _Chain:
             self._note(state)
         yield from given
         yield [min(range(len(options)), key=lambda n: options[n].seconds) for options in self.options]
-        for kind in cycle(("split", "best", "split", "together", "split", "best", "random")):
-            if kind == "best":
-                yield self.best
-            elif kind == "together":
-                yield self._together()
-            elif kind == "split":
-                yield self._split()
-            else:
-                yield [self.random.randrange(len(options)) for options in self.options]
-
-    def _split(self) -> State:
-        """Groups on one or the other of two meshes that share no device, and what generates as fast as it can."""
-        first = self.random.choice(max(self.meshes, key=len))
-        apart = [mesh for mesh in max(self.meshes, key=len) if not mesh.overlaps(first)]
-        second = max(apart, key=lambda mesh: mesh.size, default=first)
-        state = [0] * len(self.options)
-        for calls in self.groups:
-            mesh = self.random.choice((first, second))
-            for call in calls:
-                own = self.options[call]
-                generates = self.evaluator.calls[call].kind == "generation"
-                number = None if generates else self.on_mesh[call].get(mesh, [None])[0]
-                state[call] = number if number is not None else min(range(len(own)), key=lambda n: own[n].seconds)
-        return state
-
-    def _together(self) -> State:
-        """Calls on one mesh where they can be, the fastest or second fastest way."""
-        state = [self.random.randrange(len(options)) for options in self.options]
-        mesh = self.random.choice(max(self.meshes, key=len))
-        for call, found in enumerate(self.on_mesh):
-            if mesh in found:
-                state[call] = self.random.choice(found[mesh][:2])
-        return state
+        while True:
+            yield [self.random.randrange(len(options)) for options in self.options]
+            yield self.best
 
     def _note(self, state: State, limit: float = math.inf) -> float:
         """The cost of a state, which is remembered if it is the best; infinite if it is not below `limit`."""
@@ -242,7 +204,7 @@ class _Chain:
         cost = score.cost
         if cost < self.best_cost or not self.best:
             self.best, self.best_cost = state.copy(), cost
-            self.history.append((time.monotonic() - self.began, cost))
+            self.history.append((self.deadline.clock() - self.began, cost))
         return cost
 
     def _round(self, start: State, hot: float) -> State:

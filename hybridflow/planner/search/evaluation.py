@@ -16,6 +16,7 @@ import numpy as np
 from hybridflow.planner.cost.timeline import GraphSchedule
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, meshes
+from hybridflow.planner.search.deadline import NEVER, Deadline
 from hybridflow.planner.search.problem import Option, Problem
 from hybridflow.planner.search.stages import Floats, undominated
 
@@ -52,12 +53,14 @@ class Found:
     history: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
 
-def options_of(problem: Problem, *, prune: bool = True, also: Sequence[ExecutionPlan] = ()) -> list[list[Option]]:
+def options_of(
+    problem: Problem, *, prune: bool = True, also: Sequence[ExecutionPlan] = (), deadline: Deadline = NEVER
+) -> list[list[Option]]:
     """For each of the problem's calls its options, and those that the plans in `also` choose.
 
     With `prune`, a layout is left out on a mesh if others of it are at least as fast and as small for every call of
     the group (and wait as much, where devices share something): it could only save moves between them. Calls without
-    any option have an empty list.
+    any option have an empty list. Errors: TimeUpError when the deadline comes before all are known.
     """
     given = dict.fromkeys((problem.graph.call(name).group, at) for plan in also for name, at in plan.items())
     where = list(dict.fromkeys([*meshes(problem.cluster), *(at.mesh for _, at in given)]))
@@ -68,6 +71,7 @@ def options_of(problem: Problem, *, prune: bool = True, also: Sequence[Execution
     for group in problem.graph.groups:
         calls = problem.graph.of_group(group)
         for mesh in where:
+            deadline.check()
             key = (group, shapes[mesh])
             if key not in by_shape:
                 by_shape[key] = _layouts(problem, calls, mesh, prune)

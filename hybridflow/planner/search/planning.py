@@ -8,9 +8,9 @@ are kept the more often the faster they are (Markov chain Monte Carlo, MCMC).
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal, get_args
 
@@ -27,7 +27,8 @@ from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import alternatives, infeasibility_report
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
-from hybridflow.planner.search.call_search import exact, mcmc, space_size
+from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
+from hybridflow.planner.search.deadline import Deadline, TimeUpError
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.similarity import similarity_map
 from hybridflow.settings import require
@@ -36,7 +37,7 @@ Search = Literal["auto", "auto_mapping", "exact", "mcmc", "similarity"]
 SMALL, FEW = 1e7, 32
 """Execution plans, and devices, up to which all plans are tried, as far as time allows."""
 LEAST = 1.0
-"""Seconds to search where no plan is known yet."""
+"""Seconds to search where no plan is known yet, or a trace has taken all of them."""
 
 
 def plan(
@@ -47,13 +48,16 @@ def plan(
     *,
     coefficients: Coefficients = DEFAULT,
     profile: LayerProfile | None = None,
-    budget_s: float = 10.0,
+    budget_s: float | Deadline = 10.0,
     seed: int = 0,
     per_call: bool = True,
     search: Search = "auto",
     order: Order = "program",
 ) -> Placement:
-    """The placement with the least time per iteration that is found in about `budget_s` seconds.
+    """The placement with the least time per iteration that is found in `budget_s` seconds.
+
+    All that takes time ends then, as soon as there is one placement that fits. A `Deadline` in place of seconds may
+    have begun before.
 
     Each further layout of a group must shorten the iteration by more than the predictions' error
     (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks
@@ -64,8 +68,7 @@ def plan(
     Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
     (for which model, how much memory is missing, and the smallest cluster that fits).
     """
-    began = time.monotonic()
-    require(budget_s > 0, f"budget_s={budget_s!r}: give a positive number of seconds.")
+    deadline = Deadline.of(budget_s)
     require(workload.micro_batches is None, "Workload(micro_batches): engines cut by micro_tokens. Leave it out.")
     if search not in get_args(Search):
         raise ConfigError(f"search={search!r} is unknown.{nearest(str(search), get_args(Search))}")
@@ -73,7 +76,7 @@ def plan(
     if profile is not None:
         spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)
     problem = Problem(Simulator(spec, graph, workload, coefficients, profile), tuple(constraints), coefficients.error)
-    found = _search(problem, search, began + budget_s, seed, per_call, order)
+    found = _search(problem, search, deadline, seed, per_call, order)
     if found is None and search == "similarity":
         raise PlacementError(
             f"search='similarity' puts all groups on all {spec.size} devices, where they do not fit or constraints "
@@ -85,19 +88,17 @@ def plan(
 
 
 def _search(
-    problem: Problem, search: Search, deadline: float, seed: int, per_call: bool, order: Order
+    problem: Problem, search: Search, deadline: Deadline, seed: int, per_call: bool, order: Order
 ) -> tuple[ExecutionPlan, str] | None:
     """The best plan of all that the search finds, and how it was found."""
     if search == "similarity":
-        mapped = similarity_map(problem)
+        mapped = similarity_map(problem, deadline)
         return None if mapped is None else (mapped, "similarity search")
-    of_calls, began = search != "auto_mapping" and (search != "auto" or per_call), time.monotonic()
-    left = deadline - began
-    mapping = AutoMapping(problem, began + (left / 2 if of_calls else left * 3 / 4))
-    found = [(mapping.best, "by stages")]
-    mapping.deadline = began + (left * 3 / 4 if of_calls else left)
-    found.append((overlap_map(problem, order, mapping), "by timeline"))
-    plans = [(mapped.plan, f"one layout for each group, {how}") for mapped, how in found if mapped is not None]
+    of_calls = search != "auto_mapping" and (search != "auto" or per_call)
+    mapping = AutoMapping(problem, deadline.part(7 / 8) if of_calls else deadline)
+    first = mapping.first
+    mapped = [] if first is None else [overlap_map(problem, order, mapping, first), mapping.best]
+    plans = [(one.plan, "one layout for each group") for one in mapped if one is not None]
     if of_calls or not plans:
         plans += _search_calls(problem, search, [plan for plan, _ in plans], deadline, seed, order)
 
@@ -108,22 +109,24 @@ def _search(
 
 
 def _search_calls(
-    problem: Problem, search: Search, starts: Sequence[ExecutionPlan], deadline: float, seed: int, order: Order
+    problem: Problem, search: Search, starts: Sequence[ExecutionPlan], deadline: Deadline, seed: int, order: Order
 ) -> list[tuple[ExecutionPlan, str]]:
     """Plans in which each call may have a layout of its own, and how they were found."""
-    found, left, few = [], deadline - time.monotonic(), problem.cluster.size <= FEW
+    found, few = [], problem.cluster.size <= FEW
     if not starts:  # something must be found
-        left = max(left, LEAST)
-    if left > 0 and (search == "exact" or (search == "auto" and few and space_size(problem) <= SMALL)):
-        share = left if search == "exact" else left / 2
-        best = exact(problem, start=starts[0] if starts else None, budget_s=share, order=order)
-        left = 0.0 if best and best.complete else left - share
-        if best is not None:
-            found.append((best.plan, "all layouts tried" if best.complete else "many layouts tried in order"))
-    if left > 0:
-        best = mcmc(problem, starts=starts, seed=seed, budget_s=left, order=order, patience=12)
-        if best is not None:
-            found.append((best.plan, "random changes to the best layouts (MCMC)"))
+        deadline = deadline.at_least(LEAST)
+    with suppress(TimeUpError):
+        if search == "exact" or (search == "auto" and few and space_size(problem, deadline) <= SMALL):
+            until = deadline if search == "exact" else deadline.part(1 / 2)
+            best = exact(problem, start=starts[0] if starts else None, deadline=until, order=order)
+            if best is not None:
+                found.append((best.plan, "all layouts tried" if best.complete else "many layouts tried in order"))
+            if best is not None and best.complete:
+                return found
+        if search != "exact":
+            best = mcmc(problem, starts=starts, seed=seed, deadline=deadline, patience=PATIENCE, order=order)
+            if best is not None:
+                found.append((best.plan, "random changes of layouts, kept where they help (MCMC)"))
     return found
 
 

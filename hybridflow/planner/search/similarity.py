@@ -18,6 +18,7 @@ from hybridflow.errors import PlacementError
 from hybridflow.planner.describe.constraints import Pin
 from hybridflow.planner.describe.graph import Call
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
+from hybridflow.planner.search.deadline import NEVER, Deadline
 from hybridflow.planner.search.problem import Problem
 from hybridflow.planner.search.stages import (
     STAGES,
@@ -63,29 +64,31 @@ def similarity(train: Parallel, generate: Parallel) -> float:
     return sum((layers * tensors).tolist()) / grid.size
 
 
-def similarity_map(problem: Problem) -> ExecutionPlan | None:
+def similarity_map(problem: Problem, deadline: Deadline = NEVER) -> ExecutionPlan | None:
     """All groups on all devices: the generating group in its best pair of layouts, others in the fastest layouts beside
     it. None when constraints or memory forbid it.
 
     With `Workload.time_sharing` two updates in one layout may be worth slower calls and transitions: every layout that
-    both could have is tried, too, and the fastest iteration taken.
+    both could have is tried, too, and the fastest iteration taken. After the `deadline`, the best of what is known.
 
     Errors: PlacementError unless exactly one group generates, and trains as well.
     """
-    found = [_map(problem)]
+    found = [_map(problem, deadline)]
     mesh = Mesh.of(0, problem.cluster.size)
     for names in problem.updates:
         groups = [problem.graph.call(name).group for name in names]
         first, second = (problem.strategies(group, mesh) for group in groups)
         for sizes in [sizes for sizes in first if sizes.p > 1 and sizes in second]:
+            if found[0] is not None and deadline.over:
+                break
             pins = [Pin(group, parallel=sizes) for group in groups]
             with suppress(PlacementError):  # constraints forbid it
-                found.append(_map(replace(problem, constraints=(*problem.constraints, *pins))))
+                found.append(_map(replace(problem, constraints=(*problem.constraints, *pins)), deadline))
     fitting = [each for each in found if each is not None]
     return min(fitting, key=lambda each: problem.timeline(each).per_iteration, default=None)
 
 
-def _map(problem: Problem) -> ExecutionPlan | None:
+def _map(problem: Problem, deadline: Deadline) -> ExecutionPlan | None:
     graph, mesh = problem.graph, Mesh.of(0, problem.cluster.size)
     both = [group for group in graph.groups if group in graph.generating and group in graph.trained]
     if len(both) != 1 or len(graph.generating) != 1:
@@ -100,7 +103,7 @@ def _map(problem: Problem) -> ExecutionPlan | None:
     for group in others:
         own = Front.of(group_layouts(problem, group, mesh), mesh.size, min(problem.capacity))
         peers = peers.with_peers(own, min(problem.capacity))
-    found = best_pair(problem, actor, mesh, peers=peers)
+    found = best_pair(problem, actor, mesh, peers=peers, deadline=deadline)
     if found is None:
         return None
     layouts = {actor: Layouts(found.train, found.generate), **dict(zip(others, found.peers, strict=True))}
@@ -108,10 +111,16 @@ def _map(problem: Problem) -> ExecutionPlan | None:
 
 
 def best_pair(
-    problem: Problem, group: str, mesh: Mesh, *, peers: Front = ALONE, full: bool = False
+    problem: Problem,
+    group: str,
+    mesh: Mesh,
+    *,
+    peers: Front = ALONE,
+    full: bool = False,
+    deadline: Deadline = NEVER,
 ) -> LayoutPair | None:
     """The pair of layouts with which all calls of `group` and of its `peers` on `mesh` take least time; None where no
-    pair fits into memory. `full` prices the switch of every pair."""
+    pair fits into memory. `full` prices the switch of every pair; after the `deadline` none is priced any more."""
     calls = problem.graph.of_group(group)
     generation = [call for call in calls if call.kind == "generation"]
     bandwidth = min(problem.cluster.nodes[node].bandwidth for node in problem.counts(mesh))
@@ -130,6 +139,8 @@ def best_pair(
     best: LayoutPair | None = None
     priced = 0
     for _, alike, least, pair, own, rows in sorted(pairs, key=lambda one: one[:2]):
+        if best is not None and deadline.over:
+            break
         if best is not None and least >= best.seconds and not full:
             continue
         here = CallPlan(mesh, pair.of(generation[0]))

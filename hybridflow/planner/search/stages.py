@@ -72,6 +72,18 @@ def stage_cost(sets: Iterable[Sequence[float]]) -> float:
     return float(sum(max(stage) for stage in zip(*sets, strict=True)))
 
 
+def partitions(groups: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """All ways to colocate groups in sets."""
+    if not groups:
+        yield ()
+        return
+    first, rest = groups[0], groups[1:]
+    for sets in partitions(rest):
+        for i, names in enumerate(sets):
+            yield (*sets[:i], (first, *names), *sets[i + 1 :])
+        yield ((first,), *sets)
+
+
 def group_layouts(problem: Problem, group: str, mesh: Mesh) -> Iterator[GroupLayout]:
     """Every way to run a group on a mesh (algorithm 2) that its constraints and the simulator allow.
 

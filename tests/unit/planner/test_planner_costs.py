@@ -379,6 +379,16 @@ def test_launches_overlap_with_the_device(parts, launches):
     assert device.launched(launches).total == pytest.approx(max(device.total, launches))
 
 
+@pytest.mark.parametrize("prompt", [64, 2048])
+def test_caches_are_read_while_kernels_of_a_decode_step_are_launched(prompt: int):
+    """A layer whose launches take a second hides all of its memory traffic."""
+    k = replace(DEFAULT, decode_layer_seconds=1.0, latency=0.0, step_seconds=0.0, row_seconds=0.0, call_seconds=0.0)
+    work = Workload(rows=256, prompt=prompt, response=100)
+    found = simulator(work, coefficients=k).cost(GENERATE, at(1, 8, 1)).parts
+    steps = sum(found.values()) - found["prefill"]
+    assert steps == pytest.approx(100 * MODEL.layers, rel=1e-3)
+
+
 @pytest.mark.parametrize("rows", [1024, 4096])
 def test_pipelines_decode_a_small_model_faster_than_tensor_groups_over_a_node(rows):
     work = replace(WORK, rows=rows)

@@ -21,6 +21,7 @@ from hybridflow.planner.describe.workload import Workload
 from hybridflow.planner.explain import grown, infeasibility_report
 from hybridflow.planner.search.auto_mapping import auto_map
 from hybridflow.planner.search.call_search import exact, mcmc
+from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.planning import plan
 from hybridflow.planner.search.problem import Problem
 from tests.example_plans import LARGE, LLAMA_7B, SMALL, PlainCosts, cluster, fits, grpo_of, obeys, ppo_of
@@ -216,7 +217,7 @@ def test_constraints_at_fault_are_named():
 def test_small_spaces_are_left_when_all_of_them_is_known():
     graph, spec = ppo_of(SMALL, LARGE), cluster(1, 1)
     problem = Problem(PlainCosts(graph, spec))
-    found, best = mcmc(problem, budget_s=600), exact(problem)
+    found, best = mcmc(problem, deadline=Deadline.of(600)), exact(problem)
     assert found is not None
     assert best is not None
     assert found.seconds == pytest.approx(best.seconds)

@@ -157,11 +157,11 @@ def test_exact_enumeration_tries_everything():
 )
 def test_mcmc_comes_within_2_percent_of_the_optimum_with_every_seed(graph, spec, tokens: float):
     problem = problem_of(graph, spec, tokens=tokens)
-    best = exact(problem, budget_s=60)
+    best = exact(problem)
     assert best is not None
     assert best.complete
     for seed in range(4):
-        found = mcmc(problem, seed=seed, budget_s=60, evaluations=4000)
+        found = mcmc(problem, seed=seed, evaluations=4000)
         assert found is not None
         assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.02 * best.seconds
         assert fits(problem, found.plan)
@@ -170,7 +170,7 @@ def test_mcmc_comes_within_2_percent_of_the_optimum_with_every_seed(graph, spec,
 
 def test_equal_seeds_give_equal_plans():
     problem = problem_of(ppo_of(LLAMA_7B, LLAMA_13B), cluster(2, 8, 2e11))
-    first, second = (mcmc(problem, seed=3, budget_s=60, evaluations=2000) for _ in range(2))
+    first, second = (mcmc(problem, seed=3, evaluations=2000) for _ in range(2))
     assert first is not None
     assert second is not None
     assert first.plan == second.plan
@@ -182,8 +182,8 @@ def test_searches_keep_constraints():
     problem = problem_of(graph, spec, asked)
     mapped = auto_map(problem)
     assert mapped is not None
-    best = exact(problem, start=mapped.plan, budget_s=30)
-    sampled = mcmc(problem, seed=0, budget_s=30, evaluations=4000)
+    best = exact(problem, start=mapped.plan)
+    sampled = mcmc(problem, seed=0, evaluations=4000)
     assert best is not None
     assert sampled is not None
     for found in (mapped.plan, best.plan, sampled.plan):

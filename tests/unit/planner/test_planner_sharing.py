@@ -172,7 +172,7 @@ def test_a_profile_describes_its_cluster(tmp_path):
     assert LayerProfile.load(tmp_path / "profile.yaml") == found
     node = found.measured(ClusterSpec.this_machine(4)).nodes[0]
     assert (node.slowdown, node.latency, node.bandwidth) == (HALVES, 1e-3, 5e8)
-    assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0, latency=0.0)
+    assert found.coefficients(DEFAULT) == replace(DEFAULT, call_seconds=0.25, link=1.0)
     unmeasured = measured(slowdown=(), latency=None, bandwidth=None, call_seconds=None)
     assert unmeasured.measured(CORES) == CORES
     assert unmeasured.coefficients(DEFAULT) == DEFAULT
@@ -182,6 +182,22 @@ def test_a_profile_describes_its_cluster(tmp_path):
     (tmp_path / "other.yaml").write_text("device: host\ncurves: []\nspeed: 3\n")
     with pytest.raises(ConfigError, match="is not a profile"):
         LayerProfile.load(tmp_path / "other.yaml")
+
+
+def test_a_measured_latency_is_that_of_messages_only():
+    """Kernels of passes that were not measured are launched as before, and messages have no further launch."""
+    node = replace(CORES.nodes[0], slowdown=())
+    slow = Coefficients(latency=0.1)
+    found = []
+    for profile in (None, LayerProfile("host", latency=1e-3)):
+        cluster = replace(CORES, nodes=(replace(node, latency=1e-3),))
+        simulator = Simulator(cluster, GRAPH, WORK, slow, profile)
+        plans = [CallPlan(Mesh.of(0, t), Parallel(t=t)) for t in (1, 2)]
+        found.append([simulator.cost("reference.compute_ref_log_prob", plan).parts for plan in plans])
+    (alone, cut), (alone_measured, cut_measured) = found
+    assert alone == alone_measured
+    assert alone["fixed"] > 1
+    assert cut["tensor_parallel"] - cut_measured["tensor_parallel"] > 0.1
 
 
 def test_steps_are_priced_as_measured():

@@ -13,6 +13,7 @@ from hybridflow.placement import CallPlacement, GroupPlacement, Placement
 from hybridflow.planner.describe.graph import Graph, GraphBuilder
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.planner.search.call_search import exact, mcmc
+from hybridflow.planner.search.deadline import Deadline
 from hybridflow.planner.search.evaluation import Evaluator, options_of
 from hybridflow.planner.search.planning import placement_of
 from hybridflow.planner.search.problem import Problem
@@ -68,7 +69,7 @@ def test_updates_share_a_layout_and_so_do_generations_and_functions():
 @pytest.mark.parametrize("search", [exact, mcmc])
 def test_what_is_found_can_run(search):
     problem = problem_of(twice())
-    found = search(problem, budget_s=2)
+    found = search(problem, deadline=Deadline.of(2))
     assert found is not None
     assert obeys(problem, found.plan)
 
