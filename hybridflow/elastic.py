@@ -82,6 +82,8 @@ class Elastic(ElasticDevices):
         for name, value in (("n", n), ("minibatches", minibatches)):
             require(type(value) is int and value > 0, f"stream({name}={value!r}): give a whole number above 0.")
         require(copy_seconds > 0, f"stream(copy_seconds={copy_seconds}): give seconds above 0.")
+        if self.actor.session.traces:
+            self.actor.session.backend.elastic = True  # type: ignore[attr-defined]
         size = loader.batch_size * n
         require(
             loader.batch_size % minibatches == 0,

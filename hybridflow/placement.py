@@ -120,8 +120,9 @@ class Placement:
     """`placement["actor"]` is the actor's GroupPlacement.
 
     `nodes` are the devices of each node of the `cluster`. `calls` are in program order, `seconds` is the predicted time
-    of an iteration, `bars` its timeline, `found_by` how it was found. `alternatives` computes the runner-up of every
-    call and why it lost, which takes a while. Errors: PlacementError for an unknown group, with the nearest name.
+    of an iteration, `bars` its timeline, `found_by` how it was found, `shape` how the calls of a stream overlap.
+    `alternatives` computes the runner-up of every call and why it lost, which takes a while. Errors: PlacementError for
+    an unknown group, with the nearest name.
     """
 
     nodes: tuple[int, ...]
@@ -131,6 +132,7 @@ class Placement:
     cluster: Text = ""
     found_by: Text = ""
     bars: tuple[Bar, ...] = ()
+    shape: Text = ""
     alternatives: Callable[[], Mapping[str, tuple[str, str]]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -158,7 +160,8 @@ class Placement:
         groups = {name: _plain(group) for name, group in self.groups.items()}
         for group in groups.values():
             del group["nodes"]
-        return {**head, "groups": groups, "calls": _plain(self.calls), "bars": _plain(self.bars)}
+        body = {"groups": groups, "calls": _plain(self.calls), "bars": _plain(self.bars)}
+        return {**head, **body, **({"shape": self.shape} if self.shape else {})}
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -193,7 +196,8 @@ class Placement:
         return "\n".join([self._title(), *lines])
 
     def _title(self) -> str:
-        return f"{self.seconds:.4g} s per iteration on {self.cluster or list(self.nodes)} ({self.found_by or 'given'})"
+        where, how = self.cluster or list(self.nodes), self.found_by or "given"
+        return f"{self.seconds:.4g} s per iteration on {where} ({how})" + (self.shape and f"\n{self.shape}")
 
     def _repr_html_(self) -> str:
         heading, *rows = self.rows()
@@ -369,4 +373,5 @@ def _from_plain(plain: Mapping[str, Any]) -> Placement:
         groups[name] = GroupPlacement(**own)
     calls = {name: CallLayout(**_values(call)) for name, call in plain["calls"].items()}
     bars = tuple(Bar(**_values(bar)) for bar in plain["bars"])
-    return Placement(nodes, groups, calls, plain["seconds"], plain["cluster"], plain["found_by"], bars)
+    head = plain["seconds"], plain["cluster"], plain["found_by"]
+    return Placement(nodes, groups, calls, *head, bars, plain.get("shape", ""))

@@ -211,7 +211,7 @@ class ResponseStream:
     def __iter__(self) -> Iterator[BatchRef]:
         session = Session.current()
         if session.traces:
-            yield from map(self._function, self.loader)
+            yield from session.backend.stream(self.loader, self._function, self.options, bool(self._sessions))
             return
         keeps = self._keeps
         session.attach(self)  # asks for a state

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridflow.errors import PlacementError
-from hybridflow.placement import GIB
+from hybridflow.placement import GIB, ranges
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint, OneLayout, Together
 from hybridflow.planner.describe.graph import Call
@@ -50,6 +50,31 @@ def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tupl
             taken, other = (_with_room(problem, call, option, static) for option in (taken, other))
             found[call.name] = (str(other.plan), _why(problem, call.name, taken, other, seconds - own.seconds))
     return found
+
+
+def stream_shape(problem: Problem, plan: ExecutionPlan, iteration: float) -> str:
+    """How the calls of a stream follow each other in iterations of `iteration` seconds, and which side limits them;
+    empty for a synchronous loop."""
+    streamed = [call for call in problem.calls if call.ahead and call.kind == "generation"]
+    if not streamed or not iteration:
+        return ""
+    seconds = problem.seconds(plan)
+    others = [call for call in problem.calls if not call.ahead and problem.graph.models[call.group] is not None]
+    busy = np.zeros((2, problem.cluster.size))
+    for side, calls in enumerate((streamed, others)):
+        for call in calls:
+            busy[side, list(plan[call.name].mesh.devices)] += seconds[call.name]
+    names = [", ".join(dict.fromkeys(call.group for call in calls)) for calls in (streamed, others)]
+    where = [ranges(np.flatnonzero(own).tolist()) for own in busy]
+    text = (
+        f"stream: {names[0]} generates on {where[0]}, at most {streamed[0].ahead} weight updates ahead (max_staleness)"
+    )
+    if busy.prod(axis=0).any():
+        return f"{text}, sharing devices with {names[1]}: they take turns there"
+    most, idle = busy.max(axis=1), [1 - own[own > 0].mean() / iteration if own.any() else 0.0 for own in busy]
+    limit = f"{names[int(most[1] > most[0])]} limits" if most.max() > 0.9 * iteration else "the longest responses limit"
+    shares = ", ".join(f"{name} {max(0.0, share):.0%}" for name, share in zip(names, idle, strict=True))
+    return f"{text}, while {names[1]} works on {where[1]}: {limit}; idle: {shares}"
 
 
 def _with_room(problem: Problem, call: Call, option: Option, static: Sequence[float]) -> Option:

@@ -69,7 +69,9 @@ def plan_driver(
         how: dict[str, Any] = {"coefficients": coefficients, "profile": profile, "budget_s": deadline, "seed": seed}
         return as_priced(plan(found.graph, spec, work, rules, per_call=per_call, search=search, **how), work)
 
-    return _fitting(found, workload, work, planned)
+    placed = _fitting(found, workload, work, planned)
+    hint = "devices move in iterations of hf.Elastic: plan_elastic(...) of the driver prices that, not this placement"
+    return replace(placed, shape=hint) if found.elastic else placed
 
 
 def _fitting(found: Trace, given: Given, work: Workload, planned: Callable[[Workload], T]) -> T:
@@ -85,9 +87,14 @@ def _fitting(found: Trace, given: Given, work: Workload, planned: Callable[[Work
 
 
 def whole(found: Trace) -> list[str]:
-    """Groups of models that cannot have replicas in other layouts."""
+    """Groups of models that cannot have replicas in other layouts; a stream generates in the group's own processes."""
     placed = {name: found.groups[name] for name in found.graph.groups if found.graph.models[name] is not None}
-    return [name for name, group in placed.items() if not can_replicate(group.worker_class, group.settings)]
+    streams = {call.group for call in found.graph.calls if call.continuous}
+    return [
+        name
+        for name, group in placed.items()
+        if name in streams or not can_replicate(group.worker_class, group.settings)
+    ]
 
 
 def alone(found: Trace) -> list[Apart]:

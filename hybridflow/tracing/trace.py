@@ -72,6 +72,8 @@ class Trace:
     groups: Mapping[str, TraceSpec]
     rows: int
     sampled: SampledRows | None = field(repr=False)
+    elastic: bool = False
+    """The loop's devices move (`hf.Elastic`)."""
 
 
 Groups = Mapping[str, TraceSpec | WorkerGroup]
@@ -150,7 +152,7 @@ def _finished(backend: TraceBackend, instead: Mapping[str, ModelSource]) -> Trac
     trains = {name: group.settings.get("train") for name, group in groups.items()}
     backend.program.strategies |= {name: how for name, how in trains.items() if isinstance(how, TrainStrategy)}
     rows = round(backend.program.rows)
-    return Trace(backend.program.graph(), groups, rows, backend.sampled)
+    return Trace(backend.program.graph(), groups, rows, backend.sampled, backend.elastic)
 
 
 def _models(groups: Mapping[str, TraceSpec], instead: Mapping[str, ModelSource]) -> dict[str, ModelSpec | None]:

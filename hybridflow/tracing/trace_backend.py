@@ -14,18 +14,20 @@ import itertools
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybridflow.admission import StreamOptions
 from hybridflow.algorithms.advantages.prompt_groups import GroupFilter
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import Column, Objects
 from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.backend import Deadlines, HostProcess, RankCall, RankGroup
+from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.future import Future, Known
 from hybridflow.cluster.incidents import Incidents
 from hybridflow.cluster.row_refs import CallOrigin, IssuedCall, RankOutput, RankRows, outputs_of
@@ -98,7 +100,7 @@ class TraceBackend:
         self.sampled: SampledRows | None = None
         self.described: dict[str, tuple[type, Mapping[str, Any]]] = {}
         self._sequence, self.incidents = itertools.count(1), Incidents()
-        self._recording = self._has_loader = self.guessed = False
+        self._recording = self._has_loader = self.guessed = self.elastic = False
         self._reads_of_driver, self._trained_most = True, 0
         self._calls = self._reads = 0  # since the iteration began
         self._endless = ""
@@ -297,6 +299,25 @@ class TraceBackend:
             optimized = {name for name, (_, own) in self.described.items() if own.get("optim") is not None}
             return bool(trained) and trained >= optimized
         return len(trained) == self._trained_most or done >= 2 * _MOST
+
+    def stream(
+        self,
+        loader: Iterable[BatchRef],
+        function: Callable[[BatchRef], BatchRef],
+        options: StreamOptions,
+        continuous: bool,
+    ) -> Iterator[BatchRef]:
+        """The batches of a stream, one call of `function` each. An elastic one is traced as whole iterations."""
+        for prompts in loader:
+            if self.elastic:
+                yield function(prompts)
+                continue
+            if len(prompts) != options.groups:
+                prompts = prompts.take([i % len(prompts) for i in range(options.groups)])
+            self.program.stream = options.max_staleness, continuous
+            batch = function(prompts)
+            self.program.stream = 0, False
+            yield batch
 
     # Weights
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -49,10 +49,12 @@ class CallCost:
     """`seconds` of one call of one iteration; `parts` are their causes and add up to them.
 
     `busy` is the share of them in which a device works; in the rest it waits for messages or for other stages.
+    `latency`: seconds from the admission of a stream's longest response to its end, perhaps of several iterations.
     """
 
     seconds: float
     parts: Mapping[str, float]
+    latency: float = 0.0
 
     @classmethod
     def of(cls, **parts: float) -> CallCost:
@@ -76,7 +78,8 @@ class CallCost:
         """The cost of a call that takes `factor` times as long."""
         if factor == 1.0:
             return self
-        return CallCost(self.seconds * factor, {name: value * factor for name, value in self.parts.items()})
+        parts = {name: value * factor for name, value in self.parts.items()}
+        return CallCost(self.seconds * factor, parts, self.latency * factor)
 
 
 REDUCED = 4  # bytes per parameter of a gradient on its way: float32
@@ -235,17 +238,21 @@ class Waves:
     active: float  # rows in an average step
 
     @classmethod
-    def of(cls, context: CallContext, rows: float, kv_budget: float) -> Waves:
+    def of(cls, context: CallContext, rows: float, kv_budget: float, ahead: int = 0) -> Waves:
         """`rows` rows of one replica with `kv_budget` bytes of KV cache on each of its devices.
 
         Whole waves of rows that start together, or rows that follow each other without a gap: whichever ends sooner
-        (Graham's bound for list scheduling).
+        (Graham's bound for list scheduling). Of a stream, rows of `ahead` further batches are under way, and the
+        longest response may take as many more iterations.
         """
         work, response = context.workload, context.workload.response
         groups = work.micro_batches or 1
         fitting = math.floor(kv_budget / (work.under_way * cache_bytes(context)))
         most = MOST_ROWS * context.parallel.p if work.micro_batches is None else math.inf
-        concurrent = float(max(1, min(math.ceil(rows / groups), most, fitting)))
+        concurrent = float(max(1, min(math.ceil(rows * (1 + ahead) / groups), most, fitting)))
+        if ahead:
+            steps = max(rows * response.mean / concurrent, response.max / (1 + ahead))
+            return cls(concurrent, steps, rows * response.mean / steps)
         waves = math.ceil(rows / concurrent) * response.max
         steady = rows * response.mean / concurrent + (1 - 1 / concurrent) * response.max
         steps = max(response.max, min(waves, steady) if groups == 1 else waves)
@@ -258,24 +265,33 @@ def cache_bytes(context: CallContext) -> float:
     return 2 * layers * context.size.keys_on(context.links.t) * context.itemsize
 
 
-def generation(context: CallContext, rows: float, kv_budget: float) -> CallCost:
-    """`rows` rows over all replicas, each of which has `kv_budget` bytes of KV cache on every device."""
+def generation(context: CallContext, rows: float, kv_budget: float, ahead: int = 0) -> CallCost:
+    """`rows` rows over all replicas, each of which has `kv_budget` bytes of KV cache on every device; `ahead` as for
+    `Waves`."""
     links, k = context.links, context.coefficients
     each = max(1.0, -(-rows // links.d))
-    waves = Waves.of(context, each, kv_budget)
+    waves = Waves.of(context, each, kv_budget, ahead)
     p = links.p
     step, passed = _decode(context, waves.active / p)
     # p micro-batches follow each other through p stages: every stage works on each of them once in a cycle
     cycle, host = step.times(p), _host(context, waves.active / p)
     host = max(host, p * host - cycle.total - p * passed)  # it prepares the others while one decodes
-    prefill, filling = _prefill(context, each / context.workload.responses_per_prompt)
-    return CallCost.of(
+    prompts = each / context.workload.responses_per_prompt
+    if ahead:  # new weights: keys and values of the rows under way are computed again
+        done = context.workload.response.square_mean / context.workload.response.mean / 2
+        prompts += waves.active * (1 + done / context.workload.prompt.mean)
+    prefill, filling = _prefill(context, prompts)
+    found = CallCost.of(
         prefill=prefill.total - prefill.tensor_parallel,
         decode=waves.steps * (cycle.memory + cycle.compute),
         tensor_parallel=prefill.tensor_parallel + waves.steps * cycle.tensor_parallel,
         pipeline=filling + waves.steps * p * passed,
         fixed=waves.steps * (cycle.fixed + host) + k.call_seconds,
     )
+    if not ahead:
+        return found
+    queued = max(0.0, each * (1 + ahead) - waves.concurrent) / waves.concurrent * context.workload.response.mean
+    return replace(found, latency=(queued + context.workload.response.max) * (cycle.total + p * passed + host))
 
 
 def decoding_step(context: CallContext, rows: float) -> float:

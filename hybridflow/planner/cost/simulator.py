@@ -61,7 +61,8 @@ class Simulator:
         elif own.kind == "inference":
             found = inference(context, rows)
         else:
-            found = generation(context, rows, self.room(call, plan) if room is None else room)
+            ahead = own.ahead if own.continuous else 0
+            found = generation(context, rows, self.room(call, plan) if room is None else room, ahead)
         return found.times(self.slowdown(plan.mesh, found.busy))
 
     def cost_together(self, first: str, second: str, plan: CallPlan) -> float:

@@ -5,6 +5,7 @@ trained in another layout are moved before the call, which occupies both meshes.
 down, like logical devices on the cores of one host: a call takes `slow(n)` times as long when n devices of its node
 compute as when one does; a device that waits half of the time counts as half. A call's seconds include its own devices;
 the load of other calls changes, so its remaining work is updated at every start or end of a call (processor sharing).
+A call of a stream waits for weights of `ahead` further iterations ago; the sync of new ones interrupts it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from hybridflow.errors import ConfigError
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
 from hybridflow.planner.describe.graph import Graph, WeightMove, moves
-from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, busiest
 from hybridflow.settings import require
 
 Order = Literal["ready", "program"]
+Latency = Mapping[int, float]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
 _DONE = 1e-9  # share of a call's seconds that counts as finished (rounding)
 
@@ -116,6 +119,8 @@ class GraphSchedule:
     ) -> None:
         for name, count in (("iterations", iterations), ("in_flight", 1 if in_flight is None else in_flight)):
             require(type(count) is int and count >= 1, f"{name}={count!r}: give a whole number of at least 1.")
+        ahead = max((call.ahead for call in graph.calls), default=0)
+        in_flight = in_flight and max(in_flight, 1 + ahead)
         self.graph, self.iterations, self.in_flight, self.order = graph, iterations, in_flight, order
         self.sharing = sharing
         self.moves = moves(graph)
@@ -123,10 +128,11 @@ class GraphSchedule:
         self.roots = [i for i, node in enumerate(self.nodes) if all(distance for _, distance in node.before)]
         self.waiting, self.after = self._unrolled()
         self._within = [[j for j, distance in node.before if not distance] for node in self.nodes]
-        self._closing: dict[int, list[int]] = {}  # from a node to those of the iteration before that it waits for
-        for i, node in enumerate(self.nodes):
-            if lasts := [j for j, distance in node.before if distance == 1]:
-                self._closing[i] = lasts
+        # from a node to those of earlier iterations that it waits for, and of how many before
+        closing = [(i, [(j, back) for j, back in node.before if back]) for i, node in enumerate(self.nodes)]
+        self._closing = {i: lasts for i, lasts in closing if lasts}
+        moved = ((i, graph.calls[node.call]) for i, node in enumerate(self.nodes) if node.moved_from is not None)
+        self._interrupting = [i for i, call in moved if call.continuous]
 
     def _unrolled(self) -> tuple[list[int], list[list[int]]]:
         """For every node of every iteration: how many it waits for, and which wait for it."""
@@ -149,6 +155,8 @@ class GraphSchedule:
 
         A node of mask 0 needs no device. `shares` are those of the seconds in which its devices work (default: 1).
         """
+        if self._interrupting:  # the trainer's side of a sync counts in `least` only: rollouts do not wait for it
+            masks = [mask & masks[i + 1] if i in self._interrupting else mask for i, mask in enumerate(masks)]
         if self.sharing is not None:
             return ContendedRun(self, seconds, masks, shares).run()
         count, total = len(self.nodes), len(self.waiting)
@@ -184,12 +192,18 @@ class GraphSchedule:
         count = len(masks)
         return min(together, key=lambda i: (max(first, _free_from(masks[i % count], taken)), i))
 
-    def per_iteration(self, stops: Sequence[float], seconds: Sequence[float], masks: Sequence[int]) -> float:
+    def per_iteration(
+        self,
+        stops: Sequence[float],
+        seconds: Sequence[float],
+        masks: Sequence[int],
+        latency: Latency = MappingProxyType({}),
+    ) -> float:
         """Seconds from the end of one iteration to that of the next when the last ones follow each other.
 
         No less than `least`: the last iterations may put off work, or profit from a slow first one, but not for ever.
         """
-        return max(self.gap(stops), self.least(seconds, masks))
+        return max(self.gap(stops), self.least(seconds, masks, latency))
 
     def gap(self, stops: Sequence[float]) -> float:
         """Mean seconds between the ends of the later iterations."""
@@ -201,10 +215,12 @@ class GraphSchedule:
         ends = [max(stops[: (i + 1) * count]) for i in (earlier, last)]
         return (ends[1] - ends[0]) / (last - earlier)
 
-    def least(self, seconds: Sequence[float], masks: Sequence[int]) -> float:
+    def least(self, seconds: Sequence[float], masks: Sequence[int], latency: Latency = MappingProxyType({})) -> float:
         """A lower bound for every order of calls: the work of the busiest device, and the longest chain from a node to
-        itself in the next iteration."""
-        return max(busiest(seconds, masks), self._longest_cycle(seconds))
+        itself in a later iteration, by iteration. `latency`: seconds of nodes whose rows take longer than they do."""
+        return max(
+            busiest(seconds, masks), self._longest_cycle([max(s, latency.get(i, s)) for i, s in enumerate(seconds)])
+        )
 
     def _longest_cycle(self, seconds: Sequence[float]) -> float:
         longest = 0.0
@@ -214,7 +230,7 @@ class GraphSchedule:
             for i in range(first + 1, len(self.nodes)):
                 before = max([reached[j] for j in self._within[i]], default=-math.inf)
                 reached[i] = before + seconds[i]
-            longest = max(longest, *(reached[last] for last in lasts))
+            longest = max(longest, *(reached[last] / back for last, back in lasts))
         return longest
 
 
@@ -294,6 +310,7 @@ def simulate(
     *,
     reallocation: Reallocation | None = None,
     busy: Mapping[str, float] | None = None,
+    latency: Mapping[str, float] = MappingProxyType({}),
     **how,
 ) -> Timeline:
     """The timeline of `plan`, with the `seconds` of each call. Keywords as for `GraphSchedule`.
@@ -301,7 +318,7 @@ def simulate(
     `reallocation(group, source, target)` are the seconds that weights take from one call's layout to another's (None:
     they are there at once). Calls that the plan leaves out need no device, and take no time unless `seconds` names
     them. With `sharing`, `busy` are the shares of their seconds in which devices of calls work (default: 1).
-    Errors: ConfigError when a call of a placed group has no plan or no seconds.
+    `latency` as for `GraphSchedule.least`. Errors: ConfigError when a call of a placed group has no plan or no seconds.
     """
     schedule = GraphSchedule(graph, **how)
     for call in graph.calls:
@@ -309,13 +326,14 @@ def simulate(
             raise ConfigError(f"the plan says nothing of {call.name}. It names {', '.join(plan)}.")
         if call.name in plan and call.name not in seconds:
             raise ConfigError(f"seconds has no entry for {call.name!r}. It has {', '.join(seconds)}.")
-    durations, masks, shares = [], [], []
+    durations, masks, shares, longest = [], [], [], dict[int, float]()
     for node in schedule.nodes:
         call = graph.calls[node.call]
         here, took, mask, share = plan.get(call.name), 0.0, 0, 1.0
         if node.moved_from is None:
             took, mask = seconds.get(call.name, 0.0), here.mesh.bits if here else 0
             share = 1.0 if busy is None else busy.get(call.name, 1.0)
+            longest[len(masks)] = latency.get(call.name, 0.0)
         elif here is not None and reallocation is not None:
             source = plan[graph.calls[node.moved_from].name]
             took = reallocation(call.group, source, here) if source != here else 0.0
@@ -333,27 +351,7 @@ def simulate(
             mesh = plan[call.name].mesh if call.name in plan else None
             found.append(Span(call.name, iteration, mesh, start, stop, call.group if moves_weights else None))
     spans = tuple(sorted(found, key=lambda span: (span.start, span.stop)))
-    return Timeline(spans, max(stops), schedule.per_iteration(stops, durations, masks))
-
-
-def busiest(seconds: Sequence[float], masks: Sequence[int]) -> float:
-    """Seconds that the busiest device works, from those of each node and the devices that it takes."""
-    loads: dict[int, float] = {}  # disjoint sets of devices
-    for mask, took in zip(masks, seconds, strict=True):
-        if not mask or not took:
-            continue
-        for other in list(loads):
-            if common := other & mask:
-                load = loads.pop(other)
-                loads[common] = load + took
-                if rest := other & ~mask:
-                    loads[rest] = load
-                mask &= ~common
-                if not mask:
-                    break
-        if mask:
-            loads[mask] = took
-    return max(loads.values(), default=0.0)
+    return Timeline(spans, max(stops), schedule.per_iteration(stops, durations, masks, longest))
 
 
 def _free_from(mask: int, taken: list[tuple[int, float]]) -> float:

@@ -26,6 +26,9 @@ class Call:
 
     `name` is "group.method"; a second call of the same in an iteration is "group.method#2". `rows` are relative to the
     workload's: 1.0 is all responses of an iteration. `minibatches` and `epochs` are those of a training call.
+
+    A call of `hf.stream` may have weights that are `ahead` updates (its `max_staleness`) older than in a synchronous
+    loop. `continuous`: it generates without a pause between batches, not one whole batch after the other.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Call:
     rows: float = 1.0
     minibatches: int = 1
     epochs: int = 1
+    ahead: int = 0
+    continuous: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Edge:
     """`target` waits for `source`: for columns that it wrote ("data"), for the weights that it stepped ("parameters"),
     or because the driver reads what it wrote before it issues `target` ("driver"); then so do moves of its weights.
 
-    `distance` is 0 within an iteration and 1 from the iteration before.
+    `distance` is 0 within an iteration, 1 from the iteration before, and more for weights of a stream.
     """
 
     source: str
@@ -147,6 +152,7 @@ class GraphBuilder:
     models: dict[str, ModelSpec | None] = field(default_factory=dict)
     strategies: dict[str, TrainStrategy] = field(default_factory=dict)
     iteration: int = 0
+    stream: tuple[int, bool] = (0, False)  # `ahead` and `continuous` of the calls to come
     _calls: dict[str, Call] = field(default_factory=dict)
     _edges: dict[tuple[Source, str, EdgeKind], dict[str, None]] = field(default_factory=dict)
     _versions: dict[str, Source] = field(default_factory=dict)
@@ -186,7 +192,7 @@ class GraphBuilder:
         """
         reads, count = reads or {}, sum(c.group == group and c.method == method for c in self._calls.values())
         name = f"{group}.{method}" + (f"#{count + 1}" if count else "")
-        given = Call(name, group, method, kind, tuple(reads), tuple(writes), rows, minibatches, epochs)
+        given = Call(name, group, method, kind, tuple(reads), tuple(writes), rows, minibatches, epochs, *self.stream)
         self._calls[name] = given
         for column, sources in reads.items():
             for source in sources:
@@ -228,7 +234,12 @@ class GraphBuilder:
         models = {call.group: self.models.get(call.group) for call in calls}
         strategies = {group: how for group, how in self.strategies.items() if models.get(group) is not None}
         graph = Graph(calls, tuple(edges), models, self.trained, strategies)
-        return replace(graph, edges=self._without_implied(graph))
+        ahead = {call.name: call.ahead for call in calls}
+        edges = [
+            replace(edge, distance=edge.distance + ahead[edge.target]) if edge.distance else edge
+            for edge in self._without_implied(graph)
+        ]
+        return replace(graph, edges=tuple(edges))
 
     def _without_implied(self, graph: Graph) -> tuple[Edge, ...]:
         """The edges, without those of the driver that follow from what the call waits for; where its weights may move

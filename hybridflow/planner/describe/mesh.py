@@ -245,3 +245,23 @@ def generation_sizes(train: Parallel) -> list[Parallel]:
 
 def powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
+
+
+def busiest(seconds: Sequence[float], masks: Sequence[int]) -> float:
+    """Seconds that the busiest device works, from those of each node and the devices that it takes."""
+    loads: dict[int, float] = {}  # disjoint sets of devices
+    for mask, took in zip(masks, seconds, strict=True):
+        if not mask or not took:
+            continue
+        for other in list(loads):
+            if common := other & mask:
+                load = loads.pop(other)
+                loads[common] = load + took
+                if rest := other & ~mask:
+                    loads[rest] = load
+                mask &= ~common
+                if not mask:
+                    break
+        if mask:
+            loads[mask] = took
+    return max(loads.values(), default=0.0)

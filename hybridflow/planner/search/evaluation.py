@@ -160,9 +160,13 @@ class Evaluator:
         factor = (1 + self.problem.margin) ** self._further(chosen) if self.problem.margin else 1.0
         factor *= 1.0 if good else _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken)
         seconds, masks = self.loads(state)
+        latency: dict[int, float] = {}
         for node, call in self._generating:
-            seconds[node] = self._generation(call, chosen[call], static)
-        least = self.schedule.least(seconds, masks)
+            plan, beside = chosen[call].plan, self._beside(chosen[call], static)
+            seconds[node] = self.problem.generation(self.calls[call], plan, beside)
+            if self.calls[call].continuous:
+                latency[node] = self.problem.latency(self.calls[call], plan, beside)
+        least = self.schedule.least(seconds, masks, latency)
         if least * factor >= limit:
             return None
         _, stops = self.schedule.run(seconds, masks, self._shares(chosen))
@@ -225,10 +229,8 @@ class Evaluator:
             np.maximum(active, more, out=active)
         return (self._static(chosen) if static is None else static) + active
 
-    def _generation(self, call: int, option: Option, static: Floats) -> float:
-        mesh = option.plan.mesh
-        beside = float((static * self.vector(mesh)).max())
-        return self.problem.generation(self.calls[call], option.plan, beside)
+    def _beside(self, option: Option, static: Floats) -> float:
+        return float((static * self.vector(option.plan.mesh)).max())
 
     def vector(self, mesh: Mesh) -> Floats:
         """[devices]: 1 on the mesh, 0 elsewhere."""

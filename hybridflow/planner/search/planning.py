@@ -25,7 +25,7 @@ from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
 from hybridflow.planner.describe.mesh import ExecutionPlan
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.explain import alternatives, infeasibility_report
+from hybridflow.planner.explain import alternatives, infeasibility_report, stream_shape
 from hybridflow.planner.search.auto_mapping import AutoMapping, overlap_map
 from hybridflow.planner.search.call_search import PATIENCE, exact, mcmc, space_size
 from hybridflow.planner.search.deadline import Deadline, TimeUpError
@@ -152,7 +152,8 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
     calls, cluster = _calls(problem, found), str(problem.cluster)
     others = partial(alternatives, problem, found, order=order)
-    return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars), others)
+    shape = stream_shape(problem, found, timeline.per_iteration)
+    return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars), shape, others)
 
 
 def _memory_fraction(problem: Problem, found: ExecutionPlan, call: Call) -> float:

@@ -193,10 +193,17 @@ class Problem:
     def generation(self, call: Call, plan: CallPlan, beside: float) -> float:
         """Seconds of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
         64th of the smallest memory."""
+        return self._generation(call, plan, beside).seconds
+
+    def latency(self, call: Call, plan: CallPlan, beside: float) -> float:
+        """Seconds of the longest response of a stream; arguments as for `generation`."""
+        return self._generation(call, plan, beside).latency
+
+    def _generation(self, call: Call, plan: CallPlan, beside: float) -> CallCost:
         steps = math.ceil(beside / self.step - 1e-9)
         key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
         if key not in self._known:
-            self._known[key] = self._cost(call, plan, steps * self.step).seconds
+            self._known[key] = self._cost(call, plan, steps * self.step)
         return self._known[key]
 
     def limit(self, call: Call, plan: CallPlan, beside: float) -> str:
@@ -261,7 +268,12 @@ class Problem:
     def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
         """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""
         busy = {call.name: self._cost(call, plan[call.name], 0.0).busy for call in self.calls} if self.sharing else None
-        how = {"reallocation": self.reallocation, "sharing": self.sharing, "busy": busy, **how}
+        static, latency = self.static(plan), {}
+        for call in self.calls:
+            if call.continuous:
+                beside = max(static[device] for device in plan[call.name].mesh.devices)
+                latency[call.name] = self.latency(call, plan[call.name], beside)
+        how = {"reallocation": self.reallocation, "sharing": self.sharing, "busy": busy, "latency": latency, **how}
         return simulate(self.graph, plan, self.seconds(plan), **how)
 
 
