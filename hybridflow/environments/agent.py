@@ -12,7 +12,7 @@ import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -174,18 +174,19 @@ def _row_id(key: int) -> int:
 class AgentTurns:
     """The agents of one call on the first rank of a replica: a RowSource of the model's turns.
 
+    `sessions()` makes or finds the processes that run them, in the first poll, whose errors all ranks are given.
     `ended` has every trajectory by key, once the source has no more.
     """
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: Callable[[], Sessions],
         sampling: Sampling,
         rows: Sequence[Mapping[str, Any]],
         seeds: Sequence[int],
         on_failure: str,
     ) -> None:
-        self._sessions, self._sampling = sessions, replace(sampling, n=1)
+        self._begin, self._sampling = sessions, replace(sampling, n=1)
         self._rows, self._seeds = rows, seeds
         self._left = dict.fromkeys(range(len(rows)), (_ATTEMPTS if on_failure == "retry" else 1) - 1)
         self._asked: dict[str, Asked] = {}  # by the names of the rows under way
@@ -193,8 +194,13 @@ class AgentTurns:
         self._done: list[str] = []
         self.ended: dict[int, EndedTrajectory] = {}
         self.prefilled: dict[int, int] = dict.fromkeys(range(len(rows)), 0)
-        for key, row in enumerate(rows):
-            sessions.start(key, row, seeds[key])
+
+    @cached_property
+    def _sessions(self) -> Sessions:
+        found = self._begin()
+        for key, row in enumerate(self._rows):
+            found.start(key, row, self._seeds[key])
+        return found
 
     def poll(self, seconds: float) -> list[Row] | None:
         """The turns to sample next, waiting up to `seconds` for the first; None once all trajectories have ended."""
