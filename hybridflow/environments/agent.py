@@ -12,7 +12,8 @@ import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """With on_failure="retry"."""
+_CONVERSATIONS = 4
+"""Of one trajectory that have their KV cache."""
 
 
 @dataclass(frozen=True)
@@ -163,34 +166,47 @@ def _check_template(checkpoint: str, schemas: str, options: str) -> None:
     )
 
 
+def _row_id(key: int) -> int:
+    """Of the turns of a trajectory."""
+    return -1 - key
+
+
 class AgentTurns:
     """The agents of one call on the first rank of a replica: a RowSource of the model's turns.
 
+    `sessions()` makes or finds the processes that run them, in the first poll, whose errors all ranks are given.
     `ended` has every trajectory by key, once the source has no more.
     """
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: Callable[[], Sessions],
         sampling: Sampling,
         rows: Sequence[Mapping[str, Any]],
         seeds: Sequence[int],
         on_failure: str,
     ) -> None:
-        self._sessions, self._sampling = sessions, replace(sampling, n=1)
+        self._begin, self._sampling = sessions, replace(sampling, n=1)
         self._rows, self._seeds = rows, seeds
         self._left = dict.fromkeys(range(len(rows)), (_ATTEMPTS if on_failure == "retry" else 1) - 1)
-        self._asked: dict[int, Asked] = {}
-        self._numbers = 0
+        self._asked: dict[str, Asked] = {}  # by the names of the rows under way
+        self._past: dict[int, dict[int, list[int]]] = {}  # of each trajectory: tokens of the last row with an index
+        self._done: list[str] = []
         self.ended: dict[int, EndedTrajectory] = {}
         self.prefilled: dict[int, int] = dict.fromkeys(range(len(rows)), 0)
-        for key, row in enumerate(rows):
-            sessions.start(key, row, seeds[key])
+
+    @cached_property
+    def _sessions(self) -> Sessions:
+        found = self._begin()
+        for key, row in enumerate(self._rows):
+            found.start(key, row, self._seeds[key])
+        return found
 
     def poll(self, seconds: float) -> list[Row] | None:
         """The turns to sample next, waiting up to `seconds` for the first; None once all trajectories have ended."""
         asked = self._sessions.poll(seconds)
         for key, one in self._sessions.take().items():
+            self._done += [f"{_row_id(key)}.{index}" for index in self._past.pop(key, ())]
             if one.failure is not None and self._left[key]:
                 self._left[key] -= 1
                 again = derived_seed(self._seeds[key], (1 << 40) + self._left[key])
@@ -199,25 +215,45 @@ class AgentTurns:
                 self.ended[key] = one
         out = []
         for one in asked:
-            self._numbers += 1
             try:
                 sampling = replace(self._sampling, **one.sampling)
             except (HybridFlowError, TypeError) as error:
                 self._sessions.refuse(one, str(error), full=False)
                 continue
-            self._asked[-self._numbers] = one
-            out.append(Row(-self._numbers, 0, one.ids, sampling, one.seed))
+            row = Row(_row_id(one.key), self._index(one), one.ids, sampling, one.seed, kept=True)
+            self._asked[row.name] = one
+            out.append(row)
         return None if not out and len(self.ended) == len(self._rows) else out
 
     def finished(self, row: Row) -> None:
         """The engine has sampled this turn."""
-        asked = self._asked.pop(row.row_id)
+        asked = self._asked.pop(row.name)
+        if asked.key in self.ended:
+            self._done.append(row.name)
+        else:
+            self._past.setdefault(asked.key, {})[row.index] = row.prompt_ids + row.token_ids
         self.prefilled[asked.key] += row.prefilled
         self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end)
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""
-        self._sessions.refuse(self._asked.pop(row.row_id), why, full)
+        self._sessions.refuse(self._asked.pop(row.name), why, full)
+
+    def done(self) -> list[str]:
+        """The names, since the last call, of rows that no further turn continues: their trajectories have ended."""
+        found, self._done = self._done, []
+        return [name for name in found if name not in self._asked]
+
+    def _index(self, asked: Asked) -> int:
+        """The index of a row whose KV cache holds most of what was asked, or of none."""
+        past, row_id = self._past.get(asked.key, {}), _row_id(asked.key)
+        free = {index: ids for index, ids in past.items() if f"{row_id}.{index}" not in self._asked}
+        fitting = [index for index, ids in free.items() if asked.ids[: len(ids)] == ids]
+        if fitting:
+            return max(fitting, key=lambda index: len(free[index]))
+        if len(free) >= _CONVERSATIONS:
+            return next(iter(free))
+        return next(index for index in count() if index not in past and f"{row_id}.{index}" not in self._asked)
 
     def report_failures(self, row_ids: Sequence[int], raises: bool) -> None:
         """Logs a warning with the first trajectories whose environment failed; `row_ids` by key.

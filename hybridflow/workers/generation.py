@@ -41,6 +41,8 @@ _WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "respon
 _WRITTEN += ("temperature",)
 _ROWS = ("row_id", "response_index", "oldest_version", "newest_version", "spans", "recomputed_tokens")
 _ROWS += ("response_tokens",)
+_AGENTS = 2
+"""Whose processes stay between calls, so that training and evaluation may take turns."""
 _SESSION = ("batch", "until", "rows", "replica", "version")
 """Settings of `advance_rows` that are not those of the sampling."""
 
@@ -115,7 +117,7 @@ class Generation:
         self.outdated = False  # the version of the weights, which `advance` names
         self._named = False
         self._checkpoint = str(checkpoint)
-        self._sessions: tuple[bytes, Sessions] | None = None
+        self._sessions: dict[bytes, Sessions] = {}  # by what they run, the last one used last
         try:
             self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
         except BaseException:
@@ -141,9 +143,9 @@ class Generation:
             self.engine.serve(None)
             return None
         rows = [row for row in batch.to_dicts() for _ in range(chosen.n)]
-        sessions, seeds = self._sessions_of(agent), [row.seed for row in begun]
+        seeds = [row.seed for row in begun]
+        turns = AgentTurns(partial(self._sessions_of, agent), chosen, rows, seeds, agent.on_failure)
         try:
-            turns = AgentTurns(sessions, chosen, rows, seeds, agent.on_failure)
             self.engine.serve(turns)
         except BaseException:
             self.end_sessions()  # its trajectories would go on in the next call
@@ -157,19 +159,18 @@ class Generation:
         return columns | found.without("response_mask")
 
     def _sessions_of(self, agent: Agent) -> Sessions:
-        """The processes of the last call, where they run the same."""
-        process = agent.process(self._checkpoint)
-        made = pickled(partial(Sessions, process, agent.workers, agent.concurrency))
-        if self._sessions is None or self._sessions[0] != made:
-            self.end_sessions()
-            self._sessions = made, Sessions(process, agent.workers, agent.concurrency)
-        return self._sessions[1]
+        """The processes of a recent call, where they run the same."""
+        make = partial(Sessions, agent.process(self._checkpoint), agent.workers, agent.concurrency)
+        name = pickled(make)
+        self._sessions[name] = found = self._sessions.pop(name, None) or make()
+        while len(self._sessions) > _AGENTS:
+            self._sessions.pop(next(iter(self._sessions))).close()
+        return found
 
     def end_sessions(self) -> None:
         """End the processes in which agents run."""
-        if self._sessions is not None:
-            self._sessions[1].close()
-            self._sessions = None
+        while self._sessions:
+            self._sessions.popitem()[1].close()
 
     def close(self) -> None:
         """Free the engine and end the processes of agents. May be called twice."""

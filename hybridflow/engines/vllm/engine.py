@@ -204,11 +204,12 @@ class VLLMEngine:
         own: set[str] = set()
         try:
             while True:
-                given, error = self._groups.object_of_first(self._polled(source, 0.0 if own else _PATIENCE))
+                given, done, error = self._groups.object_of_first(self._polled(source, 0.0 if own else _PATIENCE))
                 if error is not None:
                     raise error
                 if given is None:
                     return
+                self._loop.drop(done)
                 self._loop.submit(given)
                 own.update(row.name for row in given)
                 if own:
@@ -220,15 +221,16 @@ class VLLMEngine:
         finally:
             self._loop.withdraw(own)
             _ = self._loop.take(own)
+            self._loop.drop()
 
-    def _polled(self, source: RowSource | None, seconds: float) -> tuple[list[Row] | None, Exception | None]:
-        """What the source gives that can be sampled, or what it raises."""
+    def _polled(self, source: RowSource | None, seconds: float) -> tuple[list[Row] | None, list[str], Exception | None]:
+        """What the source gives that can be sampled, the names that it is done with, or what it raises."""
         out: list[Row] = []
         if source is None:
-            return out, None
+            return out, [], None
         try:
             if (found := source.poll(seconds)) is None:
-                return None, None
+                return None, [], None
             for row in found:
                 try:
                     self._check_rows([row])
@@ -236,11 +238,11 @@ class VLLMEngine:
                     source.refused(row, str(error), len(row.prompt_ids) + 1 > self.max_length)
                 else:
                     out.append(row)
+            return out, source.done(), None
         except HybridFlowError as error:
-            return None, error
+            return None, [], error
         except Exception as error:  # of the source, which runs the user's programs; it may not be pickled
-            return None, RuntimeError(f"{type(error).__name__}: {error}")
-        return out, None
+            return None, [], RuntimeError(f"{type(error).__name__}: {error}")
 
     def take(self) -> list[Row]:
         """The finished rows that were not taken yet, in the order in which they finished."""
