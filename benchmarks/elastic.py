@@ -38,8 +38,9 @@ import torch
 import hybridflow as hf
 from benchmarks.stream_runs import PROMPT, SEED, TEXT, Job, LongTailedRollout, make_policy
 from benchmarks.timelines import Bar, picture
-from hybridflow.planner import DecodingSpeed, ResponseLengths, best_static
+from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic import gain
+from hybridflow.planner.elastic.bounds import best_static
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic

@@ -24,8 +24,9 @@ import time
 from statistics import fmean
 from typing import Any
 
-from benchmarks.clairvoyant import Search, lower_bound
-from hybridflow.planner import DecodingSpeed, ResponseLengths, best_static
+from benchmarks.clairvoyant import Search
+from hybridflow.planner import DecodingSpeed, ResponseLengths
+from hybridflow.planner.elastic.bounds import best_static, lower_bound
 from hybridflow.planner.elastic.gain import POLICIES
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, drawn_lengths, simulate_elastic, start_of
 from hybridflow.planner.elastic.state import Speeds
