@@ -22,11 +22,9 @@ from hybridflow.planner.checkpointing import (
     PUBLISHED,
     CheckpointCosts,
     FailureModel,
-    SimulatedRun,
     checkpoint_every,
     checkpoint_interval,
     effective_share,
-    simulate_run,
 )
 from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.hardware import Coefficients
@@ -64,8 +62,8 @@ __all__ = [
     "PUBLISHED", "Allocate", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "Component",
     "DecodingSpeed", "DeviceSpec", "ElasticPlan", "ElasticRun", "FailureModel", "Finalize", "LayerProfile",
     "Migrate", "NodeSpec", "Observation", "OneLayout", "Parallel", "Pin", "Release", "ResponseLengths",
-    "RunningGroup", "SimulatedIterations", "SimulatedRun", "SimulatedStream", "Speeds", "State", "StreamRun",
+    "RunningGroup", "SimulatedIterations", "SimulatedStream", "Speeds", "State", "StreamRun",
     "Together", "Wait", "Workload", "best_static", "calibrate", "checkpoint_every", "checkpoint_interval",
-    "effective_share", "gain", "lend", "plan", "plan_elastic", "rlinf", "simulate_elastic", "simulate_run",
+    "effective_share", "gain", "lend", "plan", "plan_elastic", "rlinf", "simulate_elastic",
     "simulate_stream", "static", "valid_sizes",
 ]  # fmt: skip
