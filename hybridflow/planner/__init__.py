@@ -33,11 +33,10 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, No
 from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.elastic.bounds import best_static
 from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import lend, rlinf, static, valid_sizes
 from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, SimulatedIterations, simulate_elastic
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, SimulatedIterations, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import (
     Allocate,
     Component,

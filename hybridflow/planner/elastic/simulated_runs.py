@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from hybridflow.planner.elastic.policies import static
@@ -78,6 +78,14 @@ def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
         refused = refused or found.refused
         seen = sorted((*seen, *lengths))
     return SimulatedIterations(tuple(seconds), tuple(switches), refused)
+
+
+def best_static(run: ElasticRun, splits: Iterable[tuple[int, int]]) -> tuple[ElasticRun, float]:
+    """The run with the (rollout, actor) instances under which the static placement is fastest, and its mean seconds."""
+    runs = [replace(run, rollout=rollout, actor=actor) for rollout, actor in splits]
+    found = [(simulate_elastic(candidate, static).mean, number) for number, candidate in enumerate(runs)]
+    seconds, number = min(found)
+    return runs[number], seconds
 
 
 def drawn_lengths(run: ElasticRun) -> tuple[list[int], list[list[int]]]:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import clairvoyant
-from benchmarks.clairvoyant import Search, thinned
+from benchmarks.clairvoyant import Search, lower_bound, thinned
 from hybridflow.planner import DecodingSpeed
-from hybridflow.planner.elastic.bounds import lower_bound
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulation import simulate_iteration
 from hybridflow.planner.elastic.state import Action, Finalize, Speeds, State

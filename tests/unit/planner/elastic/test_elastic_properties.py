@@ -12,9 +12,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.clairvoyant import Search
+from benchmarks.clairvoyant import Search, lower_bound
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic.bounds import lower_bound
 from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import gain, moves
 from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
