@@ -145,7 +145,7 @@ def _advance(branch: _Branch, shares: Sequence[float] | None) -> None:
         if simulation.state.done == simulation.state.minibatches:
             _act(branch, [Finalize()])
         elif simulation.trained_at is None:
-            running = rows - simulation.finished
+            running = rows - simulation.finished_rows
             passed = sum(running <= share * rows for share in (*(shares or ()), 0.0))
             if event == "minibatch" or passed > branch.passed or shares is None:
                 branch.passed = passed
@@ -171,7 +171,7 @@ def _ended(branch: _Branch) -> float:
         state, actor = simulation.state, simulation.state.actor
         if state.done == state.minibatches:
             _act(last, [Finalize()])
-        elif simulation.finished == state.rows and simulation.trained_at is None:
+        elif simulation.finished_rows == state.rows and simulation.trained_at is None:
             tokens = sum(minibatch.tokens for minibatch in simulation.queue)
             (to,) = splits_of(state, [0])
             saved = tokens * state.speeds.train_per_token * (1 / max(1e-9, actor.instances) - 1 / to.actor)
