@@ -40,10 +40,9 @@ from benchmarks.stream_runs import PROMPT, SEED, TEXT, Job, LongTailedRollout, m
 from benchmarks.timelines import Bar, picture
 from hybridflow.planner import DecodingSpeed, ResponseLengths
 from hybridflow.planner.elastic import gain
-from hybridflow.planner.elastic.bounds import best_static
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds
 from hybridflow.planner.elastic.transitions import Switch
 

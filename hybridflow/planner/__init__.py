@@ -22,11 +22,9 @@ from hybridflow.planner.checkpointing import (
     PUBLISHED,
     CheckpointCosts,
     FailureModel,
-    SimulatedRun,
     checkpoint_every,
     checkpoint_interval,
     effective_share,
-    simulate_run,
 )
 from hybridflow.planner.cost.calibration import Observation, calibrate
 from hybridflow.planner.cost.hardware import Coefficients
@@ -35,11 +33,10 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, No
 from hybridflow.planner.describe.constraints import Apart, Cap, OneLayout, Pin, Together
 from hybridflow.planner.describe.mesh import Parallel
 from hybridflow.planner.describe.workload import Workload
-from hybridflow.planner.elastic.bounds import best_static
 from hybridflow.planner.elastic.gain import gain
 from hybridflow.planner.elastic.policies import lend, rlinf, static, valid_sizes
 from hybridflow.planner.elastic.pricing import ElasticPlan, plan_elastic
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, SimulatedIterations, simulate_elastic
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, SimulatedIterations, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import (
     Allocate,
     Component,
@@ -64,8 +61,8 @@ __all__ = [
     "PUBLISHED", "Allocate", "Apart", "Cap", "CheckpointCosts", "ClusterSpec", "Coefficients", "Component",
     "DecodingSpeed", "DeviceSpec", "ElasticPlan", "ElasticRun", "FailureModel", "Finalize", "LayerProfile",
     "Migrate", "NodeSpec", "Observation", "OneLayout", "Parallel", "Pin", "Release", "ResponseLengths",
-    "RunningGroup", "SimulatedIterations", "SimulatedRun", "SimulatedStream", "Speeds", "State", "StreamRun",
+    "RunningGroup", "SimulatedIterations", "SimulatedStream", "Speeds", "State", "StreamRun",
     "Together", "Wait", "Workload", "best_static", "calibrate", "checkpoint_every", "checkpoint_interval",
-    "effective_share", "gain", "lend", "plan", "plan_elastic", "rlinf", "simulate_elastic", "simulate_run",
+    "effective_share", "gain", "lend", "plan", "plan_elastic", "rlinf", "simulate_elastic",
     "simulate_stream", "static", "valid_sizes",
 ]  # fmt: skip

@@ -8,8 +8,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, cycle, islice
 from random import Random
 from statistics import NormalDist
 from typing import Annotated, Any
@@ -64,6 +65,18 @@ class ResponseLengths:
         return max(1, round(self.median * min(factor, self.ratio)))
 
 
+def drawn(lengths: ResponseLengths | Sequence[int], random: Random) -> Iterator[int]:
+    """Tokens of one response after the other, without end: of a distribution, or the given ones, again from the first
+    when they end. Errors: ConfigError for others."""
+    if isinstance(lengths, ResponseLengths):
+        return (lengths.draw(random) for _ in count())
+    require(
+        len(lengths) > 0 and all(type(tokens) is int and tokens > 0 for tokens in lengths),
+        f"lengths={str(lengths)[:80]}: give numbers of tokens above 0, or ResponseLengths.",
+    )
+    return cycle(lengths)
+
+
 @settings
 class StreamRun:
     """A loop that trains `batches` batches of a stream; seconds and tokens.
@@ -104,11 +117,7 @@ class StreamRun:
             self.warm_up < self.batches,
             f"StreamRun(batches={self.batches}, warm_up={self.warm_up}): more batches than those that do not count.",
         )
-        given = self.lengths if not isinstance(self.lengths, ResponseLengths) else [1]
-        require(
-            len(given) > 0 and all(type(tokens) is int and tokens > 0 for tokens in given),
-            f"StreamRun(lengths={str(self.lengths)[:80]}): give numbers of tokens above 0, or ResponseLengths.",
-        )
+        drawn(self.lengths, Random(self.seed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +142,14 @@ def simulate_stream(run: StreamRun) -> SimulatedStream:
 
 @dataclass
 class DecodedRow:
-    """`length` tokens are decoded, after the keys and values of `context` tokens were computed."""
+    """`length` tokens are decoded, after the keys and values of `context` tokens were computed; other replicas have
+    decoded `before` tokens of the response."""
 
     group: int
     length: int
     context: int = 0
-    version: int = 0  # of its first token
+    before: int = 0
+    version: int = 0  # of its first token here
 
 
 @dataclass
@@ -169,6 +180,13 @@ class DecodingReplica:
         """Tokens of the running rows."""
         return max(0.0, len(self.running) * self.steps - self.starts)
 
+    def tokens(self) -> Iterator[tuple[DecodedRow, int]]:
+        """Of each row the tokens that it has, with those from other replicas."""
+        for end, _, row in self.running:
+            left = min(row.length, max(1, math.ceil(end - self.steps - 1e-6)))
+            yield row, row.before + row.length - left
+        yield from ((row, row.before) for row in self.waiting)
+
     def fill(self, version: int, number: int) -> int:
         """Waiting rows take free slots; returns the `number` of rows that have begun anywhere."""
         while self.waiting and len(self.running) < self.speed.slots:
@@ -184,27 +202,95 @@ class DecodingReplica:
         self.starts -= end - row.length
         return row
 
+    def withdraw(self, groups: Container[int]) -> list[DecodedRow]:
+        """The rows of these groups leave, each with the tokens that it has as its context."""
+        rows = [
+            DecodedRow(row.group, row.before + row.length - tokens, tokens, tokens)
+            for row, tokens in self.tokens()
+            if row.group in groups
+        ]
+        if rows:
+            self.running = [entry for entry in self.running if entry[2].group not in groups]
+            heapq.heapify(self.running)
+            self.starts = sum(end - row.length for end, _, row in self.running)
+            self.waiting = deque(row for row in self.waiting if row.group not in groups)
+        return rows
 
-class _StreamSimulation:
-    """A clock, replicas, and a trainer that is idle, or busy until `trained_at` and then syncs.
 
-    Everything happens at times of a machine with a core for each process; `clock` is the time on the given one.
-    """
+class Decoding:
+    """Replicas, and the ends of their rows.
+
+    Everything happens at times (`now`) of a machine with a core for each process; `clock` is the time on one with
+    `cores`, where all that are busy are slower alike if they are more."""
+
+    def __init__(self, speed: DecodingSpeed, replicas: Iterable[int], cores: float | None) -> None:
+        self.replicas = {number: DecodingReplica(speed) for number in replicas}
+        self.busy: set[int] = set()  # replicas that have rows
+        self.cores = cores or math.inf
+        self.now = self.clock = 0.0
+        self._ends: list[tuple[float, int]] = []  # a replica's next end; out of date where it is no longer that
+        self._begun = 0  # rows
+
+    def pass_until(self, time: float, others: int = 0) -> float:
+        """No process becomes busy or idle meanwhile; returns how much slower the given machine is, on which `others`
+        are busy, too."""
+        slower = max(1.0, (len(self.busy) + others) / self.cores)
+        self.clock += (time - self.now) * slower
+        self.now = time
+        return slower
+
+    def next_end(self) -> float:
+        """When the next row ends."""
+        while self._ends:
+            time, number = self._ends[0]
+            if number in self.replicas and self.replicas[number].next_end() <= time + 1e-9 * (1.0 + time):
+                return time
+            heapq.heappop(self._ends)  # an earlier forecast
+        return math.inf
+
+    def finished(self, version: int = 0) -> DecodedRow:
+        """The row that ends at `next_end`, now."""
+        _, number = heapq.heappop(self._ends)
+        replica = self.replicas[number]
+        replica.pass_until(self.now)
+        row = replica.finished()
+        self.refill(number, version)
+        return row
+
+    def refill(self, number: int, version: int = 0) -> None:
+        """Waiting rows begin, with weights of this version."""
+        replica = self.replicas[number]
+        replica.pass_until(self.now)
+        self._begun = replica.fill(version, self._begun)
+        if replica.running:
+            self.busy.add(number)
+            heapq.heappush(self._ends, (replica.next_end(), number))
+        else:
+            self.busy.discard(number)
+
+    def withdraw(self, groups: Container[int]) -> dict[int, list[DecodedRow]]:
+        """The rows of these groups leave, of each replica that has some; it is not refilled."""
+        found: dict[int, list[DecodedRow]] = {}
+        for number, replica in self.replicas.items():
+            replica.pass_until(self.now)
+            if rows := replica.withdraw(groups):
+                found[number] = rows
+        return found
+
+
+class _StreamSimulation(Decoding):
+    """With a trainer that is idle, or busy until `trained_at` and then syncs."""
 
     def __init__(self, run: StreamRun) -> None:
-        self.given, self.random = run, Random(run.seed)
+        super().__init__(run.speed, range(run.replicas), run.cores)
+        self.given, self.lengths = run, drawn(run.lengths, Random(run.seed))
         self.policy = Admission(run.options, range(run.replicas))
-        self.replicas = [DecodingReplica(run.speed) for _ in range(run.replicas)]
-        self.events: list[tuple[float, int]] = []  # a replica's next end; out of date where it is no longer that
         self.tokens: dict[int, int] = {}  # of each group that no batch has taken, prompts included
-        self.now = self.trains_from = self.trained_at = self.synced_at = 0.0
-        self.clock = self.trainer_busy = self.rollout_busy = 0.0
-        self.generating: set[int] = set()  # replicas that have rows
+        self.trains_from = self.trained_at = self.synced_at = 0.0
+        self.trainer_busy = self.rollout_busy = 0.0
         self.ended: deque[tuple[float, int, range]] = deque()  # rows whose end is not known: when, group, versions
         self.training = self.unsynced = False
-        self.rows = 0  # begun
-        self.drawn = self.decoded = 0
-        self.recomputed = 0.0
+        self.tokens_decoded, self.recomputed = 0, 0.0
         self.ends: list[float] = []
         self.staleness: list[tuple[float, float]] = []
 
@@ -212,7 +298,7 @@ class _StreamSimulation:
         run = self.given
         self.admit()
         while len(self.ends) < run.batches:
-            row, known = self.events[0][0] if self.events else math.inf, self.ended[0][0] if self.ended else math.inf
+            row, known = self.next_end(), self.ended[0][0] if self.ended else math.inf
             if self.training and self.trained_at <= min(row, known):
                 self.pass_until(self.trained_at)
                 self.end_training()
@@ -222,29 +308,26 @@ class _StreamSimulation:
                 if self.report_row():
                     self.proceed()
             else:
-                time, replica = heapq.heappop(self.events)
-                self.pass_until(time)
-                self.end_row(replica)
+                self.pass_until(row)
+                self.end_row()
         seconds = self.ends[-1] - (self.ends[run.warm_up - 1] if run.warm_up else 0.0)
         means, maxima = zip(*self.staleness, strict=True)
         return SimulatedStream(
             rows_per_second=(run.batches - run.warm_up) * run.options.rows / seconds if seconds else math.inf,
             trainer_busy=self.trainer_busy / self.clock,
             rollout_busy=self.rollout_busy / run.replicas / self.clock,
-            recomputed=self.recomputed / max(1, self.decoded),
+            recomputed=self.recomputed / max(1, self.tokens_decoded),
             staleness_mean=sum(means) / len(means),
             staleness_max=max(maxima),
             given_up=self.policy.given_up,
         )
 
-    def pass_until(self, time: float) -> None:
-        """In the meantime no process becomes busy or idle."""
+    def pass_until(self, time: float, others: int = 0) -> float:
         elapsed, training = time - self.now, max(0.0, time - max(self.now, self.trains_from)) if self.training else 0.0
-        processes = len(self.generating) + (self.given.train_processes if training else 0)
-        slower = max(1.0, processes / (self.given.cores or math.inf))
-        self.now, self.clock = time, self.clock + elapsed * slower
+        slower = super().pass_until(time, others + (self.given.train_processes if training else 0))
         self.trainer_busy += training * slower
-        self.rollout_busy += len(self.generating) * elapsed * slower
+        self.rollout_busy += len(self.busy) * elapsed * slower
+        return slower
 
     def proceed(self) -> None:
         """Whatever follows at once: a sync, further prompts, the next batch."""
@@ -267,41 +350,19 @@ class _StreamSimulation:
             return
         count = min(count, self.given.options.groups) if whole else count
         for group, replica in self.policy.admit(count).items():
-            lengths = [self.draw() for _ in range(self.given.options.n)]
+            lengths = list(islice(self.lengths, self.given.options.n))
             self.tokens[group] = sum(lengths) + len(lengths) * self.given.prompt_tokens
             self.replicas[int(replica)].waiting.extend(
                 DecodedRow(group, length, self.given.prompt_tokens) for length in lengths
             )
-        for number in range(len(self.replicas)):
-            self.refill(number)
+        for number in self.replicas:
+            self.refill(number, self.policy.version)
 
-    def draw(self) -> int:
-        lengths, self.drawn = self.given.lengths, self.drawn + 1
-        if isinstance(lengths, ResponseLengths):
-            return lengths.draw(self.random)
-        return lengths[(self.drawn - 1) % len(lengths)]
-
-    def refill(self, number: int) -> None:
-        replica = self.replicas[number]
-        replica.pass_until(self.now)
-        self.rows = replica.fill(self.policy.version, self.rows)
-        if replica.running:
-            self.generating.add(number)
-            heapq.heappush(self.events, (replica.next_end(), number))
-        else:
-            self.generating.discard(number)
-
-    def end_row(self, number: int) -> None:
-        """The first row of the replica ends, unless the event is an earlier forecast."""
-        replica = self.replicas[number]
-        if replica.next_end() > self.now + 1e-9 * (1.0 + self.now):
-            return
-        replica.pass_until(self.now)
-        row = replica.finished()
-        self.decoded += row.length
+    def end_row(self) -> None:
+        row = self.finished(self.policy.version)
+        self.tokens_decoded += row.length
         versions = range(row.version, self.policy.version + 1)
         self.ended.append((self.now + self.given.report_seconds, row.group, versions))
-        self.refill(number)
 
     def report_row(self) -> bool:
         """The end of a row becomes known. Returns whether its group is complete."""
@@ -317,24 +378,19 @@ class _StreamSimulation:
         """The trainer waits for it like the replicas."""
         self.unsynced, self.synced_at = False, self.now + self.given.sync_seconds
         self.policy.synced()
-        for number, replica in enumerate(self.replicas):
+        for number, replica in self.replicas.items():
             replica.pass_until(self.now)
             again = replica.decoded() + len(replica.running) * self.given.prompt_tokens
             if self.given.keep_kv:
                 again = 0.0
             self.recomputed += again
             replica.stalled += self.given.sync_seconds + again * self.given.speed.prefill
-            self.refill(number)
+            self.refill(number, self.policy.version)
 
     def give_up(self, groups: Sequence[int]) -> None:
         """Their rows leave the replicas at once."""
         gone = set(groups)
-        for number, replica in enumerate(self.replicas) if gone else ():
-            replica.pass_until(self.now)
-            left = [entry for entry in replica.running if entry[2].group not in gone]
-            heapq.heapify(left)
-            replica.running, replica.starts = left, sum(end - row.length for end, _, row in left)
-            replica.waiting = deque(row for row in replica.waiting if row.group not in gone)
-            self.refill(number)
+        for number in self.withdraw(gone) if gone else ():
+            self.refill(number, self.policy.version)
         for group in gone:
             del self.tokens[group]

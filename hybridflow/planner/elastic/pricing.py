@@ -19,9 +19,8 @@ from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel, powers
 from hybridflow.planner.describe.workload import Lengths, Workload
-from hybridflow.planner.elastic.bounds import best_static
 from hybridflow.planner.elastic.gain import POLICIES
-from hybridflow.planner.elastic.simulated_runs import ElasticRun, simulate_elastic
+from hybridflow.planner.elastic.simulated_runs import ElasticRun, best_static, simulate_elastic
 from hybridflow.planner.elastic.state import Policy, Speeds
 from hybridflow.planner.stream_simulation import TAIL, DecodingSpeed, ResponseLengths
 from hybridflow.settings import require

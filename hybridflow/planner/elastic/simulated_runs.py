@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from random import Random
 
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import simulate_iteration
+from hybridflow.planner.elastic.simulation import ElasticSimulation
 from hybridflow.planner.elastic.state import Policy, Speeds, State
 from hybridflow.planner.elastic.transitions import Switch, static_state
-from hybridflow.planner.stream_simulation import ResponseLengths
-from hybridflow.settings import Count, NonNegative, Positive, Size, require, settings
+from hybridflow.planner.stream_simulation import ResponseLengths, drawn
+from hybridflow.settings import Count, NonNegative, Positive, Size, settings
 
 
 @settings
@@ -44,11 +45,7 @@ class ElasticRun:
     seed: Count = 0
 
     def __post_init__(self) -> None:
-        given = self.lengths if not isinstance(self.lengths, ResponseLengths) else [1]
-        require(
-            len(given) > 0 and all(type(tokens) is int and tokens > 0 for tokens in given),
-            f"ElasticRun(lengths={str(self.lengths)[:80]}): give numbers of tokens above 0, or ResponseLengths.",
-        )
+        drawn(self.lengths, Random(self.seed))
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
     refused: str | None = None
     for lengths in iterations:
         chosen = static if refused else policy
-        found = simulate_iteration(start_of(run, seen, costs), lengths, chosen, cores=run.cores)
+        found = ElasticSimulation(start_of(run, seen, costs), lengths, chosen, run.cores).run()
         seconds.append(found.seconds + run.sync_seconds)
         switches.append(tuple(found.switches))
         costs += [switch.seconds for switch in found.switches]
@@ -80,16 +77,19 @@ def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
     return SimulatedIterations(tuple(seconds), tuple(switches), refused)
 
 
+def best_static(run: ElasticRun, splits: Iterable[tuple[int, int]]) -> tuple[ElasticRun, float]:
+    """The run with the (rollout, actor) instances under which the static placement is fastest, and its mean seconds."""
+    runs = [replace(run, rollout=rollout, actor=actor) for rollout, actor in splits]
+    found = [(simulate_elastic(candidate, static).mean, number) for number, candidate in enumerate(runs)]
+    seconds, number = min(found)
+    return runs[number], seconds
+
+
 def drawn_lengths(run: ElasticRun) -> tuple[list[int], list[list[int]]]:
     """Those of the warm-up, ascending, and those of the rows of each iteration."""
-    given, rows, random = run.lengths, run.prompts * run.n, Random(run.seed)
-    count = (run.warm_up + run.iterations) * rows
-    if isinstance(given, ResponseLengths):
-        drawn = [given.draw(random) for _ in range(count)]
-    else:
-        drawn = [given[row % len(given)] for row in range(count)]
-    parts = [drawn[first : first + rows] for first in range(run.warm_up * rows, count, rows)]
-    return sorted(drawn[: run.warm_up * rows]), parts
+    rows, tokens = run.prompts * run.n, drawn(run.lengths, Random(run.seed))
+    seen = sorted(islice(tokens, run.warm_up * rows))
+    return seen, [list(islice(tokens, rows)) for _ in range(run.iterations)]
 
 
 def start_of(run: ElasticRun, seen: Sequence[int] = (), costs: Sequence[float] = ()) -> State:

@@ -8,13 +8,12 @@ its size, and `hand_over` where rows move; meanwhile all other instances continu
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
@@ -30,7 +29,7 @@ from hybridflow.planner.elastic.state import (
     Wait,
 )
 from hybridflow.planner.elastic.transitions import Switch, applied, placement, why
-from hybridflow.planner.stream_simulation import DecodedRow, DecodingReplica
+from hybridflow.planner.stream_simulation import DecodedRow, Decoding, DecodingReplica
 
 LOOKS = 64  # at rows that finish, per iteration
 
@@ -44,62 +43,29 @@ class Iteration:
     refused: str | None
 
 
-def simulate_iteration(
-    start: State,
-    lengths: Sequence[int],
-    policy: Policy,
-    watch: Callable[[State, State], Any] | None = None,
-    cores: float | None = None,
-) -> Iteration:
-    """From the state at its start, with the `lengths` of the rows of group 0, 1, ...; `watch` gets each state that the
-    policy sees, and that after its actions."""
-    return ElasticSimulation(start, lengths, policy, watch, cores or math.inf).run()
-
-
 class _Minibatch(NamedTuple):
     tokens: int
     available: float  # its inference is done
 
 
-@dataclass
-class _Row(DecodedRow):
-    before: int = 0  # tokens from other instances
+class ElasticSimulation(Decoding):
+    """An iteration that stands at a look of the policy, first at its `start`, with the `lengths` of the rows of group
+    0, 1, ..."""
 
-
-@dataclass
-class ElasticSimulation:
-    """An iteration that stands at a look of the policy, first at its start."""
-
-    state: State  # its placement and `done` are those of now
-    lengths: Sequence[int]
-    policy: Policy
-    watch: Callable[[State, State], Any] | None = None
-    cores: float = math.inf
-    now: float = 0.0  # of a machine with a core for each process
-    clock: float = 0.0  # of the given machine
-    replicas: dict[int, DecodingReplica] = field(default_factory=dict)
-    events: list[tuple[float, int]] = field(default_factory=list)  # a replica's next end, or out of date
-    groups: dict[int, RunningGroup] = field(default_factory=dict)
-    unfinished: dict[int, int] = field(default_factory=dict)  # rows of each group
-    whole: list[int] = field(default_factory=list)  # groups of no mini-batch yet
-    queue: deque[_Minibatch] = field(default_factory=deque)
-    finished: int = 0
-    number: int = 0
-    looked: int = 0  # finished rows at the latest look
-    formed: bool = False  # a mini-batch since the latest look
-    trained_at: float | None = None
-    actor_at: float = 0.0  # the actor's devices are its own again
-    actor_shape: int = 0
-    inference_at: float = 0.0
-    refused: str | None = None
-    switches: list[Switch] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        state = self.state
-        self.groups = {group.group: group for present in state.running.values() for group in present}
-        self.unfinished = dict.fromkeys(self.groups, state.n)
-        self.actor_shape = state.actor.instances
-        self.replicas = {instance: DecodingReplica(state.speeds.decoding) for instance in state.rollout.ids}
+    def __init__(self, start: State, lengths: Sequence[int], policy: Policy, cores: float | None = None) -> None:
+        super().__init__(start.speeds.decoding, start.rollout.ids, cores)
+        self.state, self.lengths, self.policy = start, lengths, policy  # placement and `done` of the state are of now
+        self.groups = {group.group: group for present in start.running.values() for group in present}
+        self.unfinished = dict.fromkeys(self.groups, start.n)  # rows of each group
+        self.whole: list[int] = []  # groups of no mini-batch yet
+        self.queue: deque[_Minibatch] = deque()
+        self.finished_rows = self.looked = 0  # now, at the latest look
+        self.formed = False  # a mini-batch since the latest look
+        self.trained_at: float | None = None
+        self.actor_at = self.inference_at = 0.0  # the actor's devices are its own again; inference has ended
+        self.actor_shape = start.actor.instances
+        self.refused: str | None = None
+        self.switches: list[Switch] = []
 
     def run(self) -> Iteration:
         event: Event | None = "start"
@@ -114,7 +80,7 @@ class ElasticSimulation:
             self.begin_training()
             boundary = self.advance()
             if boundary or self.due:
-                self.looked, self.formed = self.finished, False
+                self.looked, self.formed = self.finished_rows, False
                 return "minibatch" if boundary else "rows"
         return None
 
@@ -128,39 +94,26 @@ class ElasticSimulation:
         other.replicas = {instance: copy(replica) for instance, replica in self.replicas.items()}
         for replica in other.replicas.values():
             replica.running, replica.waiting = replica.running.copy(), replica.waiting.copy()
-        for name in ("events", "unfinished", "whole", "queue", "switches"):
+        for name in ("_ends", "busy", "unfinished", "whole", "queue", "switches"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
-    def pass_until(self, time: float) -> None:
-        """No process becomes busy or idle meanwhile."""
-        slower = 1.0
-        if self.cores < math.inf:
-            busy = sum(bool(replica.running) for replica in self.replicas.values())
-            busy += self.state.actor_end if self.trained_at is not None else 0
-            slower = max(1.0, busy / self.cores)
-        self.clock += (time - self.now) * slower
-        self.now = time
+    def pass_until(self, time: float, others: int = 0) -> float:
+        return super().pass_until(time, others + (self.state.actor_end if self.trained_at is not None else 0))
 
     @property
     def due(self) -> bool:
         """Whether rows that finished are worth a look."""
         rows, idle = self.state.rows, self.trained_at is None
-        return self.finished > self.looked and (
-            self.finished - self.looked >= rows / LOOKS or self.finished == rows or (self.formed and idle)
-        )
+        new = self.finished_rows - self.looked
+        return new > 0 and (new >= rows / LOOKS or self.finished_rows == rows or (self.formed and idle))
 
     def advance(self) -> bool:
         """The next event. Returns whether a mini-batch was trained."""
-        trained = math.inf if self.trained_at is None else self.trained_at
-        if self.events and self.events[0][0] < trained:
-            time, number = heapq.heappop(self.events)
-            replica = self.replicas.get(number)
-            if replica is not None and replica.running and replica.next_end() <= time + 1e-9 * (1.0 + time):
-                self.pass_until(max(self.now, time))
-                replica.pass_until(self.now)
-                self.end_row(replica.finished())
-                self.refill(number)
+        trained, row_end = math.inf if self.trained_at is None else self.trained_at, self.next_end()
+        if row_end < trained:
+            self.pass_until(max(self.now, row_end))
+            self.end_row(self.finished())
             return False
         assert trained < math.inf, "nothing runs, and the actor does not train"
         self.pass_until(max(self.now, trained))
@@ -169,7 +122,7 @@ class ElasticSimulation:
         return True
 
     def end_row(self, row: DecodedRow) -> None:
-        self.finished += 1
+        self.finished_rows += 1
         self.unfinished[row.group] -= 1
         if self.unfinished[row.group]:
             return
@@ -194,13 +147,6 @@ class ElasticSimulation:
             seconds += speeds.inference + minibatch.tokens * speeds.inference_per_token / actor
         self.trained_at = max(self.now, self.actor_at, minibatch.available) + seconds
 
-    def refill(self, number: int) -> None:
-        replica = self.replicas[number]
-        replica.pass_until(self.now)
-        self.number = replica.fill(0, self.number)
-        if replica.running:
-            heapq.heappush(self.events, (replica.next_end(), number))
-
     def look(self, event: Event) -> None:
         """The policy decides, and its actions are executed."""
         view = self.view(event)
@@ -209,8 +155,6 @@ class ElasticSimulation:
         if refused is not None:
             self.policy, self.refused = static, refused
         after = applied(view, actions)
-        if self.watch is not None:
-            self.watch(view, after)
         seconds, rows = self.execute(view, after, actions, delay)
         if event == "start":
             for instance, groups in after.running.items():
@@ -232,6 +176,7 @@ class ElasticSimulation:
                 case Release("rollout", count):
                     for instance in sorted(self.replicas)[:count]:
                         del self.replicas[instance]
+                        self.busy.discard(instance)
                 case Allocate("rollout", count):
                     lowest = min(self.replicas, default=view.rollout.most)
                     for instance in range(lowest - count, lowest):
@@ -257,13 +202,13 @@ class ElasticSimulation:
     def wait(self, name: ComponentName) -> None:
         """Other events pass, and nothing begins."""
         if name == "rollout":
-            while any(replica.running for replica in self.replicas.values()):
+            while self.busy:
                 self.advance()
         elif name == "actor":
             while self.trained_at is not None:
                 self.advance()
         else:
-            while min(self.events[0][0] if self.events else math.inf, self.trained_at or math.inf) < self.inference_at:
+            while min(self.next_end(), self.trained_at or math.inf) < self.inference_at:
                 self.advance()
             self.pass_until(max(self.now, self.inference_at))
 
@@ -273,29 +218,16 @@ class ElasticSimulation:
             for row, before in enumerate(group.tokens):
                 context = before + (0 if row else group.prompt)
                 length = self.lengths[group.group * self.state.n + row]
-                self.replicas[instance].waiting.append(_Row(group.group, length, context))
+                self.replicas[instance].waiting.append(DecodedRow(group.group, length, context, before))
         self.refill(instance)
 
     def migrate(self, groups: Mapping[int, int]) -> int:
         """Returns the rows that moved."""
-        moving: dict[int, list[_Row]] = {group: [] for group in groups}
-        changed = set(groups.values())
-        for instance, replica in self.replicas.items():
-            replica.pass_until(self.now)
-            for end, _, row in replica.running:
-                if row.group in groups:
-                    left = max(1, math.ceil(end - replica.steps - 1e-6))
-                    before = self.before(row) + row.length - left
-                    moving[row.group].append(_Row(row.group, left, before, before=before))
-            moving_from = [row for row in replica.waiting if row.group in groups]
-            for row in moving_from:
-                moving[row.group].append(_Row(row.group, row.length, self.before(row), before=self.before(row)))
-            stay = [entry for entry in replica.running if entry[2].group not in groups]
-            if len(stay) < len(replica.running) or moving_from:
-                replica.waiting = deque(row for row in replica.waiting if row.group not in groups)
-                replica.running, replica.starts = stay, sum(end - row.length for end, _, row in stay)
-                heapq.heapify(replica.running)
-                changed.add(instance)
+        moving: dict[int, list[DecodedRow]] = {group: [] for group in groups}
+        left = self.withdraw(groups)
+        for row in (row for rows in left.values() for row in rows):
+            moving[row.group].append(row)
+        changed = {*groups.values(), *left}
         for instance in changed:
             self.replicas[instance].stalled += self.state.speeds.hand_over
         for group, instance in groups.items():
@@ -313,11 +245,8 @@ class ElasticSimulation:
         for instance, replica in self.replicas.items():
             replica.pass_until(self.now)
             present: dict[int, list[int]] = {}
-            for end, _, row in replica.running:
-                left = min(row.length, max(1, math.ceil(end - replica.steps - 1e-6)))
-                present.setdefault(row.group, []).append(self.before(row) + row.length - left)
-            for row in replica.waiting:
-                present.setdefault(row.group, []).append(self.before(row))
+            for row, tokens in replica.tokens():
+                present.setdefault(row.group, []).append(tokens)
             running[instance] = tuple(
                 RunningGroup(group, self.groups[group].prompt, tuple(tokens)) for group, tokens in present.items()
             )
@@ -327,12 +256,8 @@ class ElasticSimulation:
             self.state,
             event=event,
             running=running,
-            finished=self.finished,
+            finished=self.finished_rows,
             ready=groups - trained,
             seconds=self.now,
             training=self.trained_at is not None,
         )
-
-    @staticmethod
-    def before(row: DecodedRow) -> int:
-        return row.before if isinstance(row, _Row) else 0

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hybridflow as hf
+from benchmarks.fault_simulation import simulate_run
 from hybridflow.errors import ConfigError
 from hybridflow.planner import (
     PUBLISHED,
@@ -19,7 +20,6 @@ from hybridflow.planner import (
     checkpoint_every,
     checkpoint_interval,
     effective_share,
-    simulate_run,
 )
 
 WEEK = 7 * 24 * 3600.0
@@ -126,20 +126,19 @@ def test_the_simulation_agrees_with_the_expectation(model, cost, factor):
 
 @given(
     st.integers(0, 1000),
-    st.builds(
-        FailureModel, devices=st.just(1024), device_hours=st.floats(200, 1e5), spares=st.none() | st.integers(0, 4)
-    ),
+    st.builds(FailureModel, devices=st.just(1024), device_hours=st.floats(200, 1e5)),
+    st.none() | st.integers(0, 4),
     costs,
     st.floats(30, 1e5),
 )
-def test_every_second_of_a_simulated_run_is_accounted_for(seed, model, cost, interval):
-    found = simulate_run(interval, model, cost, seed=seed)
+def test_every_second_of_a_simulated_run_is_accounted_for(seed, model, spares, cost, interval):
+    found = simulate_run(interval, model, cost, spares=spares, seed=seed)
     parts = (found.lost, found.saving, found.restarting, found.waiting)
     assert all(part >= -1e-6 for part in parts)
     assert -1e-12 <= found.share < 1
     assert found.share * WEEK + sum(parts) == pytest.approx(WEEK)
-    assert found == simulate_run(interval, model, cost, seed=seed)
-    if model.spares is None:
+    assert found == simulate_run(interval, model, cost, spares=spares, seed=seed)
+    if spares is None:
         assert found.waiting == 0
 
 
@@ -166,10 +165,9 @@ def test_a_checkpoint_under_way_does_not_count():
 
 def test_a_run_without_spare_nodes_waits_for_repairs():
     def waited(spares: int | None) -> float:
-        model = FailureModel(devices=1024, device_hours=PUBLISHED["rsc"], spares=spares, repair_hours=12)
-        return statistics.mean(
-            simulate_run(600.0, model, CheckpointCosts(blocking=2), seed=seed).waiting for seed in range(20)
-        )
+        model, cost = FailureModel(devices=1024, device_hours=PUBLISHED["rsc"]), CheckpointCosts(blocking=2)
+        given = {"spares": spares, "repair_hours": 12}
+        return statistics.mean(simulate_run(600.0, model, cost, **given, seed=seed).waiting for seed in range(20))
 
     times = [waited(spares) for spares in (0, 1, 4, 16)]
     assert all(fewer > more for fewer, more in pairwise(times))
@@ -199,7 +197,7 @@ def test_bad_figures_are_refused(bad):
         lambda: simulate_run(bad, model, cost),
         lambda: simulate_run(60.0, model, cost, days=bad),
         lambda: FailureModel(devices=bad),
-        lambda: FailureModel(devices=8, repair_hours=bad),
+        lambda: simulate_run(60.0, model, cost, repair_hours=bad),
     ]
     if bad != 0:
         calls += [lambda: CheckpointCosts(blocking=1, detection=bad), lambda: CheckpointCosts(blocking=1, restart=bad)]

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import clairvoyant
-from benchmarks.clairvoyant import Search, thinned
+from benchmarks.clairvoyant import Search, lower_bound, thinned
 from hybridflow.planner import DecodingSpeed
-from hybridflow.planner.elastic.bounds import lower_bound
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import simulate_iteration
+from hybridflow.planner.elastic.simulation import ElasticSimulation
 from hybridflow.planner.elastic.state import Action, Finalize, Speeds, State
 from hybridflow.planner.elastic.transitions import static_state
 
@@ -55,7 +54,7 @@ def of_all_schedules(begun: State, lengths: Sequence[int]) -> float:
 
     while chosen:
         there.clear()
-        found = simulate_iteration(begun, lengths, policy)
+        found = ElasticSimulation(begun, lengths, policy).run()
         assert found.refused is None
         best = min(best, found.seconds)
         while chosen and chosen[-1] == there[len(chosen) - 1] - 1:
@@ -91,7 +90,7 @@ def test_schedules_found_are_between_the_lower_bound_and_the_static_one(seed: in
     )
     lengths = drawn(random, begun.rows)
     found = Search(width=3, shares=(0.5, 0.1), splits=4).seconds(begun, lengths)
-    fixed = simulate_iteration(begun, lengths, static).seconds
+    fixed = ElasticSimulation(begun, lengths, static).run().seconds
     assert lower_bound(begun, lengths) * (1 - 1e-9) <= found <= fixed * (1 + 1e-9)
 
 
@@ -101,7 +100,7 @@ def test_the_search_knows_the_longest_group():
         Random(0), devices=4, rollout=2, actor=2, prompts=[0] * 8, n=4, speeds=Speeds(DECODING, train_per_token=1e-4)
     )
     lengths = [20] * 28 + [400] * 4
-    found, fixed = Search().seconds(begun, lengths), simulate_iteration(begun, lengths, static).seconds
+    found, fixed = Search().seconds(begun, lengths), ElasticSimulation(begun, lengths, static).run().seconds
     alone = 400 * DECODING.step(4)
     assert alone < lower_bound(begun, lengths) <= found < fixed
     assert found - alone < 0.5 * (fixed - alone)

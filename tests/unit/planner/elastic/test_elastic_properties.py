@@ -12,14 +12,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.clairvoyant import Search
+from benchmarks.clairvoyant import Search, lower_bound
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic.bounds import lower_bound
 from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import gain, moves
 from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, drawn_lengths, simulate_elastic, start_of
-from hybridflow.planner.elastic.simulation import simulate_iteration
+from hybridflow.planner.elastic.simulation import ElasticSimulation
 from hybridflow.planner.elastic.state import (
     Action,
     Allocate,
@@ -186,15 +185,17 @@ def test_simulated_iterations_lose_nothing_and_end(seed: int):
     lengths = [random.randint(1, 60) for _ in range(start.rows)]
     seen: list[State] = []
 
-    def watch(before: State, after: State) -> None:
-        check(before)
-        check(after)
-        seen.append(after)
-        for group in (group for present in before.running.values() for group in present):
-            own = lengths[group.group * start.n : (group.group + 1) * start.n]
-            assert all(0 <= tokens < max(own) for tokens in group.tokens)
+    class Watched(ElasticSimulation):
+        def execute(self, view: State, after: State, actions: Sequence[Action], delay: float) -> tuple[float, int]:
+            check(view)
+            check(after)
+            seen.append(after)
+            for group in (group for present in view.running.values() for group in present):
+                own = lengths[group.group * start.n : (group.group + 1) * start.n]
+                assert all(0 <= tokens < max(own) for tokens in group.tokens)
+            return super().execute(view, after, actions, delay)
 
-    found = simulate_iteration(start, lengths, random_policy(random), watch)
+    found = Watched(start, lengths, random_policy(random)).run()
     assert seen[-1].done == start.minibatches
     assert placement(seen[-1]) == placement(start)
     assert found.seconds >= lower_bound(start, lengths) * (1 - 1e-9)
@@ -228,7 +229,7 @@ def test_a_migration_pays_for_the_hand_over_and_its_keys_and_values():
     speeds = replace(SPEEDS, decoding=DecodingSpeed(base=1.0, per_row=0.0, prefill=0.1))
     given = run(devices=3, rollout=2, actor=1, prompts=2, n=2, minibatches=1, prompt_tokens=5, speeds=speeds)
     start = start_of(given)
-    found = simulate_iteration(start, [40, 20, 10, 40], policy)
+    found = ElasticSimulation(start, [40, 20, 10, 40], policy).run()
     # Instance 1 begins with 0.5 s of prefill like 2; at 10.5 s the group of rows 0 and 1 moves: 5 + 2 x 10 tokens
     trained = 0.1 + (110 + 4 * 5) * 1e-4
     assert found.seconds == pytest.approx(0.5 + 40 + 0.1 + 2.5 + trained + 0.2, abs=1e-6)
