@@ -70,7 +70,9 @@ def stream_shape(problem: Problem, plan: ExecutionPlan, iteration: float) -> str
         f"stream: {names[0]} generates on {where[0]}, at most {streamed[0].ahead} weight updates ahead (max_staleness)"
     )
     if busy.prod(axis=0).any():
-        return f"{text}, sharing devices with {names[1]}: they take turns there"
+        shares = ", ".join(f"{name} {own.max() / iteration:.0%}" for name, own in zip(names, busy, strict=True))
+        idle = max(0.0, 1 - busy.sum(axis=0)[busy.any(axis=0)].mean() / iteration)
+        return f"{text}, and takes turns with {names[1]} on common devices: {shares} of the time; idle: {idle:.0%}"
     most, idle = busy.max(axis=1), [1 - own[own > 0].mean() / iteration if own.any() else 0.0 for own in busy]
     limit = f"{names[int(most[1] > most[0])]} limits" if most.max() > 0.9 * iteration else "the longest responses limit"
     shares = ", ".join(f"{name} {max(0.0, share):.0%}" for name, share in zip(names, idle, strict=True))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 
 import pytest
 
 import hybridflow as hf
-from hybridflow.admission import StreamOptions
+from hybridflow.admission import Admission, StreamOptions
 from hybridflow.planner import ResponseLengths, StreamRun, Workload, simulate_stream
 from hybridflow.planner.cost.call_cost import decoding_step, prefill_seconds
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Graph
-from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
+from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, Parallel
 from hybridflow.planner.describe.workload import Lengths
+from hybridflow.planner.explain import stream_shape
 from hybridflow.planner.search.call_search import exact
 from hybridflow.planner.search.evaluation import options_of
 from hybridflow.planner.search.problem import Problem
@@ -76,37 +78,109 @@ def problem_of(max_staleness: int, rows: int, response, cluster: str = "a100:1x8
     return Problem(Simulator(ClusterSpec.of(cluster), graph_of(max_staleness), work))
 
 
+def drawn(rows: int, ratio: float) -> list[int]:
+    """Lengths of a batch: each batch has the longest."""
+    draw, lengths = random.Random(0), ResponseLengths(median=500, ratio=ratio)
+    return [lengths.draw(draw) for _ in range(rows)]
+
+
+def run_of(problem: Problem, plan: ExecutionPlan, lengths: list[int], max_staleness: int) -> StreamRun:
+    """The stream with the costs of the plan, in which each device of the rollout is a replica."""
+    context, update = problem.costs.context("rollout", plan[GENERATE], "generation"), plan[UPDATE]
+    assert context is not None
+    speed = DecodingSpeed.fitted(
+        *((n, decoding_step(context, n)) for n in (1, 256)), prefill=prefill_seconds(context, 64) / (64 * 128)
+    )
+    return StreamRun(
+        options=StreamOptions(rows=len(lengths), n=4, max_staleness=max_staleness),
+        replicas=plan[GENERATE].mesh.size,
+        speed=speed,
+        lengths=lengths,
+        prompt_tokens=128,
+        train_seconds=problem.costs.cost(UPDATE, update).seconds,
+        sync_seconds=problem.reallocation("rollout", update, plan[GENERATE]),
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "ratio", "train", "max_staleness"),
     list(itertools.product((64, 512), (2.0, 12.0), (2, 4), (1, 2, 4))),
 )
 def test_the_price_is_that_of_the_simulated_stream(rows: int, ratio: float, train: int, max_staleness: int):
     """`train` of 8 devices train; within 20 %."""
-    draw, lengths = random.Random(0), ResponseLengths(median=500, ratio=ratio)
-    sample = [lengths.draw(draw) for _ in range(rows)]  # each batch has the longest
-    problem = problem_of(max_staleness, rows, Lengths.of(sample))
+    lengths = drawn(rows, ratio)
+    problem = problem_of(max_staleness, rows, Lengths.of(lengths))
     plan = {
         GENERATE: CallPlan(Mesh.of(train, 8 - train), Parallel(d=8 - train)),
         UPDATE: CallPlan(Mesh.of(0, train), Parallel(t=train)),
     }
-    costs = problem.costs
-    context = costs.context("rollout", plan[GENERATE], "generation")
-    assert context is not None
-    speed = DecodingSpeed.fitted(
-        *((n, decoding_step(context, n)) for n in (1, 256)), prefill=prefill_seconds(context, 64) / (64 * 128)
-    )
-    run = StreamRun(
-        options=StreamOptions(rows=rows, n=4, max_staleness=max_staleness),
-        replicas=8 - train,
-        speed=speed,
-        lengths=sample,
-        prompt_tokens=128,
-        train_seconds=costs.cost(UPDATE, plan[UPDATE]).seconds,
-        sync_seconds=problem.reallocation("rollout", plan[UPDATE], plan[GENERATE]),
-        batches=16,
-    )
-    simulated = rows / simulate_stream(run).rows_per_second
+    simulated = rows / simulate_stream(run_of(problem, plan, lengths, max_staleness)).rows_per_second
     assert problem.timeline(plan, order="program").per_iteration == pytest.approx(simulated, rel=TOLERANCE)
+
+
+def taking_turns(run: StreamRun) -> float:
+    """Seconds of an iteration on common devices: all decode until a batch is complete, and then all train it. Tokens
+    of unfinished rows are kept, and their keys and values computed again."""
+    policy, lengths = Admission(run.options, range(run.replicas)), itertools.cycle(run.lengths)
+    queues: list[list[list]] = [[] for _ in range(run.replicas)]  # rows: group, tokens decoded, tokens in all
+    speed, stalled = run.speed, [0.0] * run.replicas
+    now, ends = 0.0, [0.0]
+    while len(ends) <= run.batches:
+        for group, replica in policy.admit(policy.capacity).items():
+            queues[int(replica)] += [[group, 0.0, next(lengths)] for _ in range(run.options.n)]
+            stalled[int(replica)] += run.prompt_tokens * speed.prefill
+        if policy.next_batch() is not None:
+            now += run.train_seconds + run.sync_seconds
+            ends.append(now)
+            policy.trained()
+            policy.synced()
+            for replica, rows in enumerate(queues):
+                stalled[replica] += sum(run.prompt_tokens + done for _, done, _ in rows if done) * speed.prefill
+            continue
+        decoded = [rows[: speed.slots] for rows in queues]
+        steps = [speed.step(len(rows)) for rows in decoded]
+        passed = min(
+            wait + min(tokens - done for _, done, tokens in rows) * step
+            for wait, rows, step in zip(stalled, decoded, steps, strict=True)
+            if rows
+        )
+        now += passed
+        for replica, rows in enumerate(decoded):
+            wait = min(stalled[replica], passed)
+            stalled[replica] -= wait
+            for row in rows:
+                row[1] += (passed - wait) / steps[replica]
+                if row[1] > row[2] - 1e-6:
+                    queues[replica].remove(row)
+                    policy.finished(row[0], [[policy.version]])
+    return (ends[-1] - ends[run.warm_up]) / (run.batches - run.warm_up)
+
+
+@pytest.mark.parametrize(("rows", "ratio", "max_staleness"), list(itertools.product((64, 256), (2.0, 12.0), (1, 2, 4))))
+def test_the_price_on_common_devices_is_that_of_taking_turns(rows: int, ratio: float, max_staleness: int):
+    """All 8 devices generate and train; within 15 %."""
+    lengths = drawn(rows, ratio)
+    problem = problem_of(max_staleness, rows, Lengths.of(lengths))
+    plan = {GENERATE: CallPlan(Mesh.of(0, 8), Parallel(d=8)), UPDATE: CallPlan(Mesh.of(0, 8), Parallel(t=8))}
+    expected = taking_turns(run_of(problem, plan, lengths, max_staleness))
+    assert problem.timeline(plan, order="program").per_iteration == pytest.approx(expected, rel=0.15)
+
+
+def test_the_plan_says_how_the_stream_runs():
+    problem = problem_of(2, 64, (300, 2048))
+    split = {GENERATE: CallPlan(Mesh.of(4, 4), Parallel(d=4)), UPDATE: CallPlan(Mesh.of(0, 4), Parallel(t=4))}
+    common = {GENERATE: CallPlan(Mesh.of(0, 8), Parallel(d=8)), UPDATE: CallPlan(Mesh.of(0, 8), Parallel(t=8))}
+    update, generate = (problem.seconds(split)[name] for name in (UPDATE, GENERATE))
+    idle = f"idle: rollout {1 - generate / 40:.0%}, actor {1 - update / 40:.0%}"
+    ahead = "at most 2 weight updates ahead (max_staleness)"
+    start = f"stream: rollout generates on 4-7, {ahead}, while actor works on 0-3"
+    assert stream_shape(problem, split, 40.0) == f"{start}: the longest responses limit; {idle}"
+    assert f"{start}: rollout limits; idle: rollout 0%" in stream_shape(problem, split, generate)
+    turns = stream_shape(problem, common, problem.timeline(common, order="program").per_iteration)
+    assert turns.startswith(f"stream: rollout generates on 0-7, {ahead}, and takes turns with actor on common devices")
+    shares = [int(share) for share in re.findall(r"(\d+)%", turns)]
+    assert sum(shares) == pytest.approx(100, abs=2), turns
+    assert stream_shape(problem_of(0, 64, (300, 2048)), split, 40.0) == ""
 
 
 @pytest.mark.parametrize(("rows", "max_staleness"), [(64, 0), (64, 1), (256, 1), (256, 3)])

@@ -370,6 +370,28 @@ def test_two_updates_together():
     assert waits(graph, REWARD) == {(f"{UPDATE}#2", 0)}
 
 
+def test_reads_in_a_loop_over_a_stream():
+    """They hold back what the loop does with the batch, not the generation of later ones."""
+
+    def driver():
+        pool, given = hf.ResourcePool(2), groups()
+        rollout = hf.RolloutWorker.on(hf.ResourcePool(2), **given.pop("rollout").settings)
+        own = {name: group.worker_class.on(pool, **group.settings) for name, group in given.items()}
+        loader = hf.PromptLoader([{"prompt": "a"}] * 64, batch_size=4)
+        for batch in hf.stream(loader, rollout, rows=16, n=4, max_staleness=2):
+            batch |= own["reward"].compute_reward(batch)
+            scores = batch.get("rewards")["rewards"].reshape(-1, 4)
+            best = batch.take((scores.argmax(dim=1) + 4 * torch.arange(len(scores))).tolist())
+            best |= own["reference"].compute_ref_log_prob(best)
+            own["actor"].update_actor(best, loss="sft").get()
+            hf.sync_weights(own["actor"], rollout).get()
+
+    graph = trace_driver(driver).graph
+    assert waits(graph, REF) == {(REWARD, 0)} == waits(graph, UPDATE)
+    assert {(edge.source, edge.distance) for edge in graph.into(DRAW)} == {(UPDATE, 3)}
+    assert graph.call(UPDATE).rows == 0.25
+
+
 # Loops that do not end with made-up results
 
 
