@@ -71,7 +71,7 @@ class PlainCosts(Simulator):
         super().__init__(cluster, graph, Workload(rows=512, prompt=1, response=1), coefficients)
         self.tokens, self.rows, self.asked = tokens, 512, 0
 
-    def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
+    def cost(self, call: str, plan: CallPlan, kv_budget: float | None = None) -> CallCost:
         self.asked += 1
         found, (p, t, d) = self.graph.call(call), self._sizes(plan)
         if d > self.rows:
@@ -83,7 +83,7 @@ class PlainCosts(Simulator):
         if found.kind == "generation":
             steps = 200 * (2.0 * _parameters(model) / (p * t) / 1e12 + 1e-5 * model.layers) * p
             need = 20.0 * model.layers * model.hidden * self.tokens / (plan.mesh.size / t / p) / (t * p) / 16
-            waves = 1 if room is None else min(16, math.ceil(need / max(room, 1.0)))
+            waves = 1 if kv_budget is None else min(16, math.ceil(need / max(kv_budget, 1.0)))
             return CallCost.of(decode=compute + (steps + 200 * model.layers * 2e-5 * (t > 1)) * waves)
         wire = self.tokens / d / p * model.layers * model.hidden * 4 * (t - 1) / t / 1e11
         bubble = compute * (p - 1) / max(1.0, self.rows / d / 8)
@@ -95,7 +95,7 @@ class PlainCosts(Simulator):
         each = 6.0 + 12.0 / d if group in self.graph.trained else 2.0
         return each * _parameters(model) / (p * t) if model else 0.0
 
-    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, room: float | None = None) -> float:
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, kv_budget: float | None = None) -> float:
         found, (p, t, d) = self.graph.call(call), self._sizes(plan)
         model = self.graph.models[found.group]
         if model is None:
@@ -104,7 +104,7 @@ class PlainCosts(Simulator):
         copy = 2.0 * _parameters(model) / (p * t) if home is not None and home != plan else 0.0
         return each * model.hidden * 2048 * max(1.0, self.rows / d / 64) * model.layers / t / 4 + copy
 
-    def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
+    def kv_budget(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         p, t, _ = self._sizes(plan)
         model = self.graph.models[self.graph.call(call).group]
         taken = (beside or 0.0) + (2.0 * _parameters(model) / (p * t) if model else 0.0)

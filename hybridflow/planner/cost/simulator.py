@@ -49,9 +49,9 @@ class Simulator:
         """The simulator of another cluster."""
         return Simulator(cluster, self.graph, self.workload, self.coefficients, self.profile)
 
-    def cost(self, call: str, plan: CallPlan, room: float | None = None) -> CallCost:
-        """Seconds of the call on `plan`. `room` are the bytes of KV cache that each device has for generation; without
-        it, what its memory leaves beside this group alone."""
+    def cost(self, call: str, plan: CallPlan, kv_budget: float | None = None) -> CallCost:
+        """Seconds of the call on `plan`. `kv_budget` are the bytes of KV cache that each device has for generation;
+        without it, what its memory leaves beside this group alone."""
         own = self.graph.call(call)
         context, rows = self.context(own.group, plan, own.kind), self.workload.rows * own.rows
         if context is None or own.kind == "function":
@@ -62,7 +62,7 @@ class Simulator:
             found = inference(context, rows)
         else:
             ahead = own.ahead if own.continuous else 0
-            found = generation(context, rows, self.room(call, plan) if room is None else room, ahead)
+            found = generation(context, rows, self.kv_budget(call, plan) if kv_budget is None else kv_budget, ahead)
         return found.times(self.slowdown(plan.mesh, found.busy))
 
     def cost_together(self, first: str, second: str, plan: CallPlan) -> float:
@@ -140,7 +140,7 @@ class Simulator:
             self._links[mesh, dtype] = found
         return self._links[mesh, dtype]
 
-    def room(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
+    def kv_budget(self, call: str, plan: CallPlan, beside: float | None = None) -> float:
         """Bytes of KV cache that generation finds on each device, `beside` the static bytes of all groups there.
 
         Without `beside`, those of its own group, cut over the devices as well as can be.
@@ -160,16 +160,16 @@ class Simulator:
         return max(0.0, capacity - beside - (memory.weights(context) if copied else 0.0))
 
     def memory(
-        self, call: str, plan: CallPlan, room: float | None = None, home: CallPlan | None = None
+        self, call: str, plan: CallPlan, kv_budget: float | None = None, home: CallPlan | None = None
     ) -> DeviceMemory:
         """Bytes on the fullest device while the call runs, for this group alone. `home` is where its static bytes are
-        laid out (default: as `plan`); generation uses all of `room` that its rows need."""
+        laid out (default: as `plan`); generation uses all of `kv_budget` that its rows need."""
         own = self.graph.call(call)
         least, still = self._least(call, plan, home), self._still(own.group, home or plan)
         context, cache = self.context(own.group, plan, own.kind), least.kv_cache
         if context is not None and cache:
-            room = self.room(call, plan) if room is None else room
-            cache = max(cache, memory.cache(context, self.workload.rows * own.rows, room))
+            kv_budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
+            cache = max(cache, memory.cache(context, self.workload.rows * own.rows, kv_budget))
         return replace(
             least, parameters=still.parameters, gradients=still.gradients, optimizer=still.optimizer, kv_cache=cache
         )
@@ -178,14 +178,14 @@ class Simulator:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
         return self._still(group, plan).static
 
-    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, room: float | None = None) -> float:
+    def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, kv_budget: float | None = None) -> float:
         """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows; with
-        `room` for a KV cache, what generation uses of it.
+        `kv_budget` for a KV cache, what generation uses of it.
 
         Where `home`, the layout in which the group's static bytes lie, is given and differs from `plan`, the call has
         weights of its own.
         """
-        return (self._least(call, plan, home) if room is None else self.memory(call, plan, room, home)).active
+        return (self._least(call, plan, home) if kv_budget is None else self.memory(call, plan, kv_budget, home)).active
 
     def _still(self, group: str, plan: CallPlan) -> DeviceMemory:
         context = self.context(group, plan)

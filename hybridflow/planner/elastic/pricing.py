@@ -165,7 +165,7 @@ def _speeds(
     assert context is not None, "a function that generates"
     seconds, first = _minibatch(simulator, others, actor)
     beside = 0.0 if generation.group in simulator.graph.trained else weights(context)
-    room = simulator.room(generation.name, replica, beside) / (context.workload.under_way * cache_bytes(context))
+    room = simulator.kv_budget(generation.name, replica, beside) / (context.workload.under_way * cache_bytes(context))
     slots = max(1, min(_ROWS, math.floor(room)))
     return Speeds(
         DecodingSpeed.fitted(

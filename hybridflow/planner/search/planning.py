@@ -190,8 +190,8 @@ def _calls(problem: Problem, found: ExecutionPlan) -> dict[str, CallLayout]:
         on_cpu = problem.graph.models[call.group] is None
         devices = here.mesh.devices
         beside = max(static[d] for d in devices)
-        room = problem.costs.room(call.name, here, beside) if call.kind == "generation" else None
-        active = problem.costs.active(call.name, here, home, room)
+        kv_budget = problem.costs.kv_budget(call.name, here, beside) if call.kind == "generation" else None
+        active = problem.costs.active(call.name, here, home, kv_budget)
         fullest = max(devices, key=lambda d: (static[d] + active) / problem.capacity[d])
         calls[call.name] = CallLayout(
             group=call.group,

@@ -127,7 +127,7 @@ class Problem:
 
     @cached_property
     def step(self) -> float:
-        """Bytes in which static memory counts for the room that generation finds."""
+        """Bytes in which static memory counts for the KV-cache budget of generation."""
         return min(self.capacity) / STEPS
 
     @cached_property
@@ -187,8 +187,8 @@ class Problem:
             return None
 
     def _cost(self, call: Call, plan: CallPlan, beside: float) -> CallCost:
-        room = self.costs.room(call.name, plan, beside) if call.kind == "generation" else None
-        return self.costs.cost(call.name, plan, room)
+        kv_budget = self.costs.kv_budget(call.name, plan, beside) if call.kind == "generation" else None
+        return self.costs.cost(call.name, plan, kv_budget)
 
     def generation(self, call: Call, plan: CallPlan, beside: float) -> float:
         """Seconds of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
@@ -231,7 +231,7 @@ class Problem:
         return found
 
     def seconds(self, plan: ExecutionPlan) -> dict[str, float]:
-        """Seconds of each call, of generation with the KV cache that it finds room for."""
+        """Seconds of each call, of generation with its KV-cache budget."""
         static, found = self.static(plan), {}
         for call in self.calls:
             here = plan[call.name]

@@ -145,8 +145,8 @@ def test_two_way_generation_is_best_for_7b_trained_1_8_2(kv_heads, colocated):
     seconds = {}
     for t in (1, 2, 4, 8):
         plan = CallPlan(mesh, Parallel(1, t, 16 // t))
-        room = simulator.room(CALLS[0], plan, beside)
-        seconds[t] = simulator.cost(CALLS[0], plan, room).seconds + simulator.reallocation("actor", home, plan)
+        kv_budget = simulator.kv_budget(CALLS[0], plan, beside)
+        seconds[t] = simulator.cost(CALLS[0], plan, kv_budget).seconds + simulator.reallocation("actor", home, plan)
     assert min(seconds, key=seconds.__getitem__) == 2, seconds
 
 
