@@ -18,7 +18,7 @@ import numpy as np
 from hybridflow.planner.elastic.forecast import DeviceSplit
 from hybridflow.planner.elastic.gain import moves
 from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import ElasticSimulation
+from hybridflow.planner.elastic.simulation import ElasticSimulation, simulate_iteration
 from hybridflow.planner.elastic.state import Action, Component, Event, Finalize, State
 from hybridflow.settings import Fraction, Size, settings
 
@@ -71,7 +71,7 @@ class Search:
         if by > 1:
             counts = {start.rollout.initial, *(split.rollout * by for _, split in found.path)}
             found = replace(self, width=2).best(start, lengths, [share for share, _ in found.path], counts)
-        return found.seconds
+        return min(found.seconds, simulate_iteration(start, lengths, static).seconds)  # `_ended` may move devices
 
     def best(
         self, start: State, lengths: Sequence[int], shares: Sequence[float] | None, counts: Iterable[int]

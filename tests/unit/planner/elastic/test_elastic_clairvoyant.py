@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import clairvoyant
@@ -75,6 +75,7 @@ def test_the_search_of_all_schedules_finds_the_best(seed: int):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
+@example(210)  # a lent device costs more than it gains
 def test_schedules_found_are_between_the_lower_bound_and_the_static_one(seed: int):
     random = Random(seed)
     devices = random.choice([2, 3, 8, 32])
