@@ -121,6 +121,7 @@ def test_the_price_is_that_of_the_simulated_stream(rows: int, ratio: float, trai
 def taking_turns(run: StreamRun) -> float:
     """Seconds of an iteration on common devices: all decode until a batch is complete, and then all train it. Tokens
     of unfinished rows are kept, and their keys and values computed again."""
+    assert not isinstance(run.lengths, ResponseLengths)
     policy, lengths = Admission(run.options, range(run.replicas)), itertools.cycle(run.lengths)
     queues: list[list[list]] = [[] for _ in range(run.replicas)]  # rows: group, tokens decoded, tokens in all
     speed, stalled = run.speed, [0.0] * run.replicas
