@@ -223,23 +223,26 @@ class Checkpoints:
         return None
 
     def _set_aside(self, found: Sequence[Path], unless: Path | None) -> None:
-        """Rename the checkpoints that are not the past of this run; files are kept."""
+        """Rename the checkpoints and recorded batches that are not the past of this run; files are kept."""
         ours = unless is not None and unless.parent == self.directory
         gone = [path for path in found if not ours or (step_of(path) or 0) > self._step]
         (self.directory / _ENDED).unlink(missing_ok=True)
-        if not gone:
+        batches = [] if ours or not self._records.steps else [self._records.directory]
+        if not gone and not batches:
             return
-        aside = set_aside(self.directory, gone)
-        logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside)
+        aside, what = set_aside(self.directory, [*gone, *batches]), " and recorded batches" if batches else ""
+        logger.warning("%d checkpoints%s that this run does not continue are in %s", len(gone), what, aside)
 
     def _batches(self, session: Session, loader: Any) -> Generator[Any]:
         try:
             while True:
                 try:
                     with session.recovering(self._may_restart), session.backend.termination.deferred():
+                        self._begin(session, again=True)
                         for batch in loader:
                             yield batch
                             session.raise_deferred()
+                            self._begin(session)
                         session.raise_deferred()
                     if self._step and self._saved != self._step:
                         self._save(session)
@@ -260,6 +263,10 @@ class Checkpoints:
                         raise
         finally:
             session.iterations.done_before = 0
+
+    def _begin(self, session: Session, again: bool = False) -> None:
+        if session.recorded is not None:
+            session.recorded.order.begin(self._step + 1, again)
 
     def _may_restart(self, error: BaseException) -> bool:
         """Whether a host was lost or does not answer, and may be replaced once more."""
