@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hybridflow.command_line import asks_for_help
+
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo", "async_grpo", "distill")
 RISE, LIMIT, FIRST, LAST = 0.3, 0.25, 3, 5
@@ -76,6 +79,9 @@ def run(recipe: str, seed: int) -> Outcome:
 
 
 def main(arguments: list[str]) -> int:
+    if asks_for_help(arguments):
+        print(__doc__.strip(), f"Recipes: {', '.join(RECIPES)}.", sep="\n\n")
+        return 0
     seeds = [int(argument) for argument in arguments if argument.isdigit()] or [1]
     chosen = [argument for argument in arguments if not argument.isdigit()] or list(RECIPES)
     if unknown := sorted(set(chosen) - set(RECIPES)):

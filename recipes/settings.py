@@ -90,6 +90,7 @@ def finish(tracker: hf.Tracker, checkpoints: hf.Checkpoints) -> None:
     if (best := checkpoints.best_checkpoint) is not None:
         tracker.note(best_checkpoint=f"{best[0].name}, {checkpoints.best} {best[1]:.3f}")
     tracker.finish()
+    print("closing groups", flush=True)  # takes seconds
     hf.shutdown()
 
 

@@ -62,6 +62,16 @@ def test_settings_are_named_and_wrong_ones_refused(recipe):
             settings.read(defaults, [wrong])
 
 
+def test_unknown_settings_are_looked_for_in_comments():
+    with pytest.raises(ConfigError, match=r"no setting 'batch_size'. Did you mean 'rows' \(of a batch: "):
+        settings.read(importlib.import_module("recipes.async_grpo").DEFAULTS, ["batch_size=4"])
+
+
+def test_all_recipes_have_help(capsys):
+    assert run_all.main(["--help"]) == 0
+    assert "Recipes: ppo, " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("recipe", [grpo, tools, game])
 def test_help_takes_no_library(recipe):
     code = (
