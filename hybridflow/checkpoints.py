@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.batch_records import BATCHES, BatchRecords
-from hybridflow.cluster.recorded_calls import Recorder
+from hybridflow.cluster.recorded_calls import Recorder, numbered
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
@@ -228,21 +228,18 @@ class Checkpoints:
         gone = [path for path in found if not ours or (step_of(path) or 0) > self._step]
         (self.directory / _ENDED).unlink(missing_ok=True)
         batches = [] if ours or not self._records.steps else [self._records.directory]
-        if not gone and not batches:
-            return
-        aside, what = set_aside(self.directory, [*gone, *batches]), " and recorded batches" if batches else ""
-        logger.warning("%d checkpoints%s that this run does not continue are in %s", len(gone), what, aside)
+        if gone or batches:
+            aside, what = set_aside(self.directory, [*gone, *batches]), " and recorded batches" if batches else ""
+            logger.warning("%d checkpoints%s that this run does not continue are in %s", len(gone), what, aside)
 
     def _batches(self, session: Session, loader: Any) -> Generator[Any]:
         try:
             while True:
                 try:
                     with session.recovering(self._may_restart), session.backend.termination.deferred():
-                        self._begin(session, again=True)
-                        for batch in loader:
+                        for batch in numbered(session.recorded, loader, lambda: self._step):
                             yield batch
                             session.raise_deferred()
-                            self._begin(session)
                         session.raise_deferred()
                     if self._step and self._saved != self._step:
                         self._save(session)
@@ -263,10 +260,6 @@ class Checkpoints:
                         raise
         finally:
             session.iterations.done_before = 0
-
-    def _begin(self, session: Session, again: bool = False) -> None:
-        if session.recorded is not None:
-            session.recorded.order.begin(self._step + 1, again)
 
     def _may_restart(self, error: BaseException) -> bool:
         """Whether a host was lost or does not answer, and may be replaced once more."""

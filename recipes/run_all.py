@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from hybridflow.command_line import asks_for_help
-
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo", "async_grpo", "distill")
 RISE, LIMIT, FIRST, LAST = 0.3, 0.25, 3, 5
@@ -44,9 +41,8 @@ class Outcome:
 
     def row(self) -> str:
         cost = "" if self.cost is None else f"{self.cost[0]:.2f} to {self.cost[1]:.2f}"
-        figures = (
-            f"{self.start:.3f} | {self.end:.3f} | {cost} | {self.seconds:.0f} | {'yes' if self.improved else 'NO'}"
-        )
+        improved = "yes" if self.improved else "NO"
+        figures = f"{self.start:.3f} | {self.end:.3f} | {cost} | {self.seconds:.0f} | {improved}"
         return f"| {self.recipe} | {self.seed} | {figures} |"
 
 
@@ -79,7 +75,7 @@ def run(recipe: str, seed: int) -> Outcome:
 
 
 def main(arguments: list[str]) -> int:
-    if asks_for_help(arguments):
+    if {"-h", "--help"} & set(arguments):
         print(__doc__.strip(), f"Recipes: {', '.join(RECIPES)}.", sep="\n\n")
         return 0
     seeds = [int(argument) for argument in arguments if argument.isdigit()] or [1]

@@ -49,8 +49,7 @@ def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
     every, saved = cfg.get("evaluate_every") or 0, cfg.get("checkpoint_every") or 0
     if every < 0 or saved < 0 or (every and saved % every):
         raise ConfigError(
-            f"evaluate_every={every}, checkpoint_every={saved}: give counts of iterations, checkpoint_every as a "
-            f"multiple of evaluate_every. The best checkpoint is one of those with an evaluation."
+            f"evaluate_every={every}, checkpoint_every={saved}: give checkpoint_every as a multiple of evaluate_every."
         )
     return cfg
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,20 @@ class CallOrder:
         """Step (0: before the loop) and number of the call that is made now."""
         self._index += 1
         return self._step, self._index - 1
+
+
+def numbered(recorded: Recorder | Replay | None, loader: Iterable[Any], done: Callable[[], int]) -> Iterator[Any]:
+    """The batches of a loop, of which `done()` iterations are done; `recorded` numbers its calls accordingly."""
+    batches, again = iter(loader), True
+    while True:
+        if recorded is not None:
+            recorded.order.begin(done() + 1, again)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        again = False
+        yield batch
 
 
 class Recorder:
