@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.cluster.batch_records import BATCHES, BatchRecords
-from hybridflow.cluster.recorded_calls import Recorder
+from hybridflow.cluster.recorded_calls import Recorder, numbered
 from hybridflow.cluster.session import Session
 from hybridflow.engines.checkpoint.manifest import (
     MANIFEST,
@@ -223,21 +223,21 @@ class Checkpoints:
         return None
 
     def _set_aside(self, found: Sequence[Path], unless: Path | None) -> None:
-        """Rename the checkpoints that are not the past of this run; files are kept."""
+        """Rename the checkpoints and recorded batches that are not the past of this run; files are kept."""
         ours = unless is not None and unless.parent == self.directory
         gone = [path for path in found if not ours or (step_of(path) or 0) > self._step]
         (self.directory / _ENDED).unlink(missing_ok=True)
-        if not gone:
-            return
-        aside = set_aside(self.directory, gone)
-        logger.warning("%d checkpoints that this run does not continue are in %s", len(gone), aside)
+        batches = [] if ours or not self._records.steps else [self._records.directory]
+        if gone or batches:
+            aside, what = set_aside(self.directory, [*gone, *batches]), " and recorded batches" if batches else ""
+            logger.warning("%d checkpoints%s that this run does not continue are in %s", len(gone), what, aside)
 
     def _batches(self, session: Session, loader: Any) -> Generator[Any]:
         try:
             while True:
                 try:
                     with session.recovering(self._may_restart), session.backend.termination.deferred():
-                        for batch in loader:
+                        for batch in numbered(session.recorded, loader, lambda: self._step):
                             yield batch
                             session.raise_deferred()
                         session.raise_deferred()

@@ -25,6 +25,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 """Sections of these names, wherever they are, hold arguments of these classes."""
 _CLOSE = 0.6
 _MOST_NAMED = 3
+_LEAST_LETTERS = 4  # of a word that is looked for in comments
 _HELP = ("-h", "--help")
 
 
@@ -43,7 +44,8 @@ def read_settings(*defaults: str, arguments: Sequence[str] = (), sections: Mappi
     """
     settings: Any = OmegaConf.merge(*map(OmegaConf.create, defaults))
     known = _tree(_plain(settings), "", sections)
-    keys = [key for key, _ in _leaves(known)]
+    comments = {name: about for text in defaults for name, about in _comments(text).items()}
+    keys = {key: comments.get(key, "") for key, _ in _leaves(known)}
     for key, value in _pairs(arguments):
         change = _read_file(value) if key == "config" else _read_value(key, value)
         try:
@@ -112,7 +114,7 @@ def _refuse_tags(text: str, where: str) -> None:
         raise ConfigError(f"{where}: a YAML tag ('!') names a type. Leave it out, or quote the value.")
 
 
-def _check(change: Any, known: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> None:
+def _check(change: Any, known: Mapping[str, Any], prefix: str, keys: Mapping[str, str]) -> None:
     """Errors: ConfigError for a key of `change` that `known`, the settings below `prefix`, does not have."""
     for name, value in change.items():
         key = f"{prefix}{name}"
@@ -151,9 +153,9 @@ def _plain(settings: Any) -> Any:
     return OmegaConf.to_container(settings, resolve=False)
 
 
-def _nearest(key: str, keys: Sequence[str], beside: Mapping[str, Any]) -> str:
+def _nearest(key: str, keys: Mapping[str, str], beside: Mapping[str, Any]) -> str:
     """` Did you mean 'actor.optim.lr'?`: the keys whose last part is most like that of `key`, those of its section
-    first; without any, the names `beside` it."""
+    first; without any, those whose comments in `keys` have most of its words, or the names `beside` it."""
 
     def likeness(one: str) -> tuple[float, float]:
         parts = key.rpartition(".")[2], one.rpartition(".")[2]
@@ -165,6 +167,11 @@ def _nearest(key: str, keys: Sequence[str], beside: Mapping[str, Any]) -> str:
     found = sorted(own or keys, key=likeness, reverse=True)
     best = likeness(found[0])[0] if found else 0.0
     if best < _CLOSE:
+        words = {word for word in key.split("_") if len(word) >= _LEAST_LETTERS}
+        shared = {one: len(words & set(re.findall(r"[a-z]+", about))) for one, about in keys.items()}
+        if most := max(shared.values(), default=0):
+            same = [f"{one!r} ({keys[one]})" for one in shared if shared[one] == most][:_MOST_NAMED]
+            return f" Did you mean {' or '.join(same)}?"
         return f" Known: {', '.join(beside)}. --help describes them."
     same = [one for one in found if likeness(one)[0] == best][: 1 if "." in key else _MOST_NAMED]
     return f" Did you mean {' or '.join(map(repr, same))}?"

@@ -62,7 +62,7 @@ def run(main: Callable[[list[str]], Any]) -> None:
 def run_file(name: str, arguments: Sequence[str], check: bool = True) -> None:
     """Run `FILE.py:FUNCTION`, or the `main` of `FILE.py`, with the arguments as one list if it takes any; a file
     without `main`, or one that calls it while it is imported, runs as a program. See `start`."""
-    with _as_program(name.partition(":")[0], arguments):
+    with _as_program(name, arguments):
         try:
             driver = _driver(name, arguments)
         except CONFIGURATION as error:
@@ -140,7 +140,7 @@ def load_driver(name: str, arguments: Sequence[str]) -> Callable[[], Any]:
     path, function = split_name(name)
 
     def run() -> None:
-        with _as_program(path, arguments), _as_errors(path):
+        with _as_program(name, arguments), _as_errors(path):
             if not function and "__name__" in Path(path).read_text():
                 runpy.run_path(path, run_name="__main__")
             else:
@@ -172,10 +172,10 @@ def _bound(function: Any, name: str, arguments: Sequence[str]) -> Callable[[], A
 
 
 @contextmanager
-def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Sets arguments and module path as `python FILE.py ...` does."""
+def _as_program(name: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Sets arguments and module path as `python FILE.py ...` does; the first argument names the function, too."""
     before = sys.argv, list(sys.path)
-    sys.argv, sys.path[0:0] = [path, *arguments], [str(Path(path).resolve().parent)]
+    sys.argv, sys.path[0:0] = [name, *arguments], [str(Path(name).resolve().parent)]
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from hybridflow.cluster.batch_records import BATCHES, PROGRAM, BatchRecords, Rec
 from hybridflow.cluster.recorded_calls import Replay
 from hybridflow.cluster.session import Session
 from hybridflow.driver import shutdown
-from hybridflow.engines.checkpoint.manifest import complete_steps, step_of
+from hybridflow.engines.checkpoint.manifest import complete_steps, is_set_aside, step_of
 from hybridflow.errors import ConfigError
 from hybridflow.report.run_files import RunFiles
 
@@ -78,7 +78,7 @@ def replay(
     program = RecordedProgram.read(records)
     if not (path := driver or program.driver):
         raise ConfigError(f"{home} was recorded in a notebook or shell: give its program, --driver FILE.py.")
-    if driver is None and not Path(path).is_file():
+    if driver is None and not Path(path.partition(":")[0]).is_file():
         raise ConfigError(f"the program of this run, {path}, is gone: give it with --driver FILE.py.")
     directory = program.directory if os.path.isdir(program.directory) else os.getcwd()
     state = Replay(records, step, _checkpoint(records, step), home)
@@ -106,7 +106,7 @@ def _records(run: Path) -> BatchRecords:
     """Errors: ConfigError for a run without any."""
     if not run.is_dir():
         raise ConfigError(f"{run}: not a directory. Give the directory of a run, such as runs/first.")
-    found = sorted(run.glob(f"*/{BATCHES}/{PROGRAM}"))
+    found = [path for path in sorted(run.glob(f"*/{BATCHES}/{PROGRAM}")) if not is_set_aside(path.parents[1])]
     if not found:
         raise ConfigError(
             f"{run}/*/{BATCHES} has no recorded batches. Record with hf.Checkpoints(..., batches=True), "

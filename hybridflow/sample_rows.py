@@ -12,8 +12,8 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 
-_PER_ROW = ("prompt", "response", "answer", "rewards", "costs", "finished")
-_PER_TOKEN = ("log_probs", "advantages", "policy_version")
+_PER_ROW = ("prompt", "response", "answer", "rewards", "costs", "finished", "turns", "stop")
+_PER_TOKEN = ("log_probs", "advantages", "policy_version", "turn_ids")
 _SOURCES = ("group_id", "response_ids")
 
 

@@ -150,15 +150,15 @@ class Tracker:
     ) -> None:
         """Append samples to `samples.jsonl`: rows of your own, which are shown as a table, too, or those of a batch.
 
-        Of a batch, after `log` of its iteration, the first `rows` in each `every`-th iteration: prompt, response,
-        answer, rewards, costs, additional `columns`, and, one entry per token, `log_probs`, `advantages`,
-        `policy_version` and, with a `tokenizer` (the model's directory), `tokens`. They are fetched like metrics, in
-        the *next* `log`. Errors: MissingColumnError; as `as_tokenizer`.
+        Of a batch, after `log` of its iteration, the first `rows` in the first and each `every`-th iteration: prompt,
+        response, answer, rewards, costs, additional `columns`, and, one entry per token, `log_probs`, `advantages`,
+        `policy_version`, `turn_ids` (-1: not the model's) and, with a `tokenizer` (the model's directory), `tokens`.
+        They are fetched like metrics, in the *next* `log`. Errors: MissingColumnError; as `as_tokenizer`.
         """
         if isinstance(samples, Batch | BatchRef):
             with self._lock:
                 reader = self._sampled.load(tokenizer)
-                if self._step % max(every, 1) == 0:
+                if self._step == 1 or self._step % max(every, 1) == 0:
                     self._sampled.add(self._step, title, sampled(samples, rows, columns), reader)
             return
         self._append_samples(self._step, title, samples)

@@ -74,9 +74,10 @@ def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
     home = settings.directory(cfg)
     loader = hf.PromptLoader(GAMES, batch_size=cfg.batch_size, steps=cfg.steps, seed=cfg.seed)
+    model = cfg.model or small_model(home / "start")
     actor = hf.ActorWorker.on(
         hf.ResourcePool(cfg.devices),
-        model=cfg.model or small_model(home / "start"),
+        model=model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
@@ -87,6 +88,7 @@ def main(arguments: list[str]) -> None:
         batch |= actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
         tracker.log(batch.metrics(), actor.update_actor(batch, minibatches=cfg.minibatches))
+        tracker.samples(batch, every=10, tokenizer=model)
     actor.save(home / "model")
     tracker.finish()
     hf.shutdown()

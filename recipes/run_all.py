@@ -42,9 +42,8 @@ class Outcome:
 
     def row(self) -> str:
         cost = "" if self.cost is None else f"{self.cost[0]:.2f} to {self.cost[1]:.2f}"
-        figures = (
-            f"{self.start:.3f} | {self.end:.3f} | {cost} | {self.seconds:.0f} | {'yes' if self.improved else 'NO'}"
-        )
+        improved = "yes" if self.improved else "NO"
+        figures = f"{self.start:.3f} | {self.end:.3f} | {cost} | {self.seconds:.0f} | {improved}"
         return f"| {self.recipe} | {self.seed} | {figures} |"
 
 
@@ -77,6 +76,9 @@ def run(recipe: str, seed: int) -> Outcome:
 
 
 def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__.strip(), f"Recipes: {', '.join(RECIPES)}.", sep="\n\n")
+        return 0
     seeds = [int(argument) for argument in arguments if argument.isdigit()] or [1]
     chosen = [argument for argument in arguments if not argument.isdigit()] or [*RECIPES, *WITH_OWN_TASK]
     if unknown := sorted({*chosen} - {*RECIPES, *WITH_OWN_TASK}):

@@ -49,8 +49,7 @@ def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
     every, saved = cfg.get("evaluate_every") or 0, cfg.get("checkpoint_every") or 0
     if every < 0 or saved < 0 or (every and saved % every):
         raise ConfigError(
-            f"evaluate_every={every}, checkpoint_every={saved}: give counts of iterations, checkpoint_every as a "
-            f"multiple of evaluate_every. The best checkpoint is one of those with an evaluation."
+            f"evaluate_every={every}, checkpoint_every={saved}: give checkpoint_every as a multiple of evaluate_every."
         )
     return cfg
 
@@ -90,6 +89,7 @@ def finish(tracker: hf.Tracker, checkpoints: hf.Checkpoints) -> None:
     if (best := checkpoints.best_checkpoint) is not None:
         tracker.note(best_checkpoint=f"{best[0].name}, {checkpoints.best} {best[1]:.3f}")
     tracker.finish()
+    print("closing groups", flush=True)  # takes seconds
     hf.shutdown()
 
 

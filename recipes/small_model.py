@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hybridflow.startup import progress, stage
 
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
@@ -52,6 +50,8 @@ class SmallModel:
     @stage("making the small model")
     def write(self, directory: Path, worksheet: Worksheet) -> None:
         """Train on worksheets and save model and tokenizer as a Hugging Face directory."""
+        import torch
+
         rng, threads = random.Random(self.seed + 1), torch.get_num_threads()
         torch.set_num_threads(1)  # weights must not depend on the number of cores; more threads are not faster
         with torch.random.fork_rng(devices=[]):  # do not change the caller's generators
@@ -88,12 +88,13 @@ class SmallModel:
         )
         return LlamaForCausalLM(config)
 
-    def _examples(self, pairs: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, torch.Tensor]:
+    def _examples(self, pairs: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, Any]:
         """`input_ids` and `labels`, int64 [batch, longest]; only answer tokens have labels."""
-        code, ids, labels = self.vocabulary, [], []
+        import torch
+
+        code, pad, ids, labels = self.vocabulary, torch.nn.utils.rnn.pad_sequence, [], []
         for prompt, answer in pairs:
             asked, told = [code[c] for c in prompt], [*(code[c] for c in answer), code[EOS]]
             ids.append(torch.tensor(asked + told))
             labels.append(torch.tensor([_NO_LABEL] * len(asked) + told))
-        pad = torch.nn.utils.rnn.pad_sequence
         return {"input_ids": pad(ids, True, code[PAD]), "labels": pad(labels, True, _NO_LABEL)}

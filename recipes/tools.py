@@ -76,10 +76,10 @@ def main(arguments: list[str]) -> None:
     cfg = settings.read(DEFAULTS, arguments)
     home, rng = settings.directory(cfg), random.Random(cfg.seed)
     pool, tracker, add = hf.ResourcePool(cfg.devices), settings.tracker(cfg), calculator(cfg.shuffled)
-    reward = hf.RewardWorker.on(pool, function=correct)
+    reward, model = hf.RewardWorker.on(pool, function=correct), cfg.model or small_model(home / "start")
     actor = hf.ActorWorker.on(
         pool,
-        model=cfg.model or small_model(home / "start"),
+        model=model,
         train=hf.Megatron(**cfg.actor.train),
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
@@ -91,6 +91,7 @@ def main(arguments: list[str]) -> None:
         batch |= reward.compute_reward(batch) | actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")
         tracker.log(batch.metrics(), actor.update_actor(batch, minibatches=cfg.minibatches))
+        tracker.samples(batch, every=10, tokenizer=model)
     actor.save(home / "model")
     tracker.finish()
     hf.shutdown()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,21 +29,34 @@ _END_SECONDS, _READ_SECONDS, _SHOWN = 60.0, 5.0, 8
 
 
 class CallOrder:
-    """Numbers the calls of each iteration, from 0; an iteration that is done again begins again."""
+    """Numbers the calls of each iteration of the loop with checkpoints, from 0; those of loops inside it count on."""
 
     def __init__(self) -> None:
-        self._iteration, self._index, self._looped = -1, 0, False
+        self._step, self._index = 0, 0
 
-    def next(self) -> tuple[int, int] | None:
-        """Step (0: before the loop) and number of the call that is made now; None after the loop."""
-        iterations = Session.current().iterations
-        if iterations.step is None and self._looped:
-            return None
-        self._looped = iterations.step is not None
-        if self._iteration != iterations.current:
-            self._iteration, self._index = iterations.current, 0
+    def begin(self, step: int, again: bool = False) -> None:
+        """The loop asks for the batch of this iteration; `again`: after an error, or first."""
+        if again or step != self._step:
+            self._step, self._index = step, 0
+
+    def next(self) -> tuple[int, int]:
+        """Step (0: before the loop) and number of the call that is made now."""
         self._index += 1
-        return iterations.step or 0, self._index - 1
+        return self._step, self._index - 1
+
+
+def numbered(recorded: Recorder | Replay | None, loader: Iterable[Any], done: Callable[[], int]) -> Iterator[Any]:
+    """The batches of a loop, of which `done()` iterations are done; `recorded` numbers its calls accordingly."""
+    batches, again = iter(loader), True
+    while True:
+        if recorded is not None:
+            recorded.order.begin(done() + 1, again)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        again = False
+        yield batch
 
 
 class Recorder:
@@ -51,7 +64,7 @@ class Recorder:
     driver neither waits nor reads them, and no call that the controller worker computes for the iteration waits."""
 
     def __init__(self, records: BatchRecords) -> None:
-        self.records, self._order = records, CallOrder()
+        self.records, self.order = records, CallOrder()
         self._due: list[Callable[[], Future]] = []
         self._writing: list[Future] = []
         self._told = set[str]()
@@ -65,7 +78,8 @@ class Recorder:
         records.drop(done or -1)
         if not record:
             return None
-        driver = "" if current_cell() is not None or not os.path.isfile(sys.argv[0]) else os.path.abspath(sys.argv[0])
+        file = sys.argv[0].partition(":")[0]  # of FILE.py:FUNCTION
+        driver = "" if current_cell() is not None or not os.path.isfile(file) else os.path.abspath(sys.argv[0])
         try:
             RecordedProgram(driver, sys.argv[1:], os.getcwd()).write(records)
         except OSError as error:
@@ -80,8 +94,8 @@ class Recorder:
         if call.operation.later:
             raise ConfigError(f"{role}.{name} is not recorded: its rows are generated across calls. Use batches=False.")
         result = run()
-        if isinstance(result, BatchRef) and call.rows and call.writes and (at := self._order.next()) is not None:
-            if at[1] == 0:  # of an iteration whose end was not seen
+        if isinstance(result, BatchRef) and call.rows and call.writes:
+            if (at := self.order.next())[1] == 0:  # of an iteration whose end was not seen
                 self.ended(at[0])
             prompts, rows = call.prompts(), result.select(*call.writes)
             write = Session.current().controller.write_record
@@ -124,7 +138,7 @@ class Replay:
     def __init__(self, records: BatchRecords, step: int, checkpoint: Path | None, run: Path) -> None:
         self.records, self.step, self.checkpoint, self.run = records, step, checkpoint, run
         self.directory, self.ended_at = run / f"replay-{step}", 0
-        self._order = CallOrder()
+        self.order = CallOrder()
 
     def directory_of(self, tracker: Any) -> Path:
         """The directory of a tracker that the run has at `tracker`."""
@@ -137,8 +151,9 @@ class Replay:
 
     def call(self, role: str, call: GroupCall, run: Callable[[], Any]) -> Any:
         """Errors: ConfigError for another call than that of the run, or other prompts."""
-        if not (call.rows and call.writes) or call.operation.later or (at := self._order.next()) is None:
+        if not (call.rows and call.writes) or call.operation.later:
             return run()
+        at = self.order.next()
         record, what = self.records.read(*at), f"step {at[0]}, call {at[1] + 1} that generates"
         for kind, then, now in (
             ("", f"{record.role}.{record.method}", f"{role}.{call.operation.name}"),

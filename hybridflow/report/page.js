@@ -6,6 +6,7 @@ function showHead() {
   for (const [at, run] of DATA.runs.entries()) {
     const curve = (run.metrics["reward/mean"] || [[], []])[1].filter(isNumber);
     const time = (run.metrics["time/total"] || [[], []])[1].filter(isNumber).at(-1);
+    const mfu = (run.metrics["perf/mfu"] || [[], []])[1].filter(isNumber).at(-1);
     const of = (kind) => run.marks.filter((mark) => mark.kind === kind).length;
     const tile = (name, value) => (value ? el("div", { className: "tile" }, el("b", {}, value), el("span", { className: "dim" }, name)) : null);
     head.append(el("div", { className: "dim" }, DATA.runs.length > 1 ? key(at ? "var(--b)" : "var(--a)", run.name) : "", run.directory), el("div", { className: "tiles" },
@@ -14,6 +15,7 @@ function showHead() {
       tile("planned per iteration", seconds(run.plan)),
       tile("mean reward, first → last", curve.length ? `${number(curve[0])} → ${number(curve.at(-1))}` : ""),
       tile("devices", run.devices.length ? number(run.devices.length) : ""),
+      tile("MFU", run.devices.length ? (isNumber(mfu) ? percent(mfu, 1) : "unknown") : ""),
       tile("restarts", run.views.length || of("restart") ? number(of("restart")) : ""), tile("skipped steps", of("skipped") ? number(of("skipped")) : ""),
       Object.entries(run.notes).slice(0, 12).map(([name, value]) => tile(name, isNumber(Number(value)) ? number(Number(value)) : text(value).slice(0, 60)))));
     const lost = Object.entries(run.damaged).map(([name, count]) => `${name}: ${count} damaged`);
@@ -31,7 +33,12 @@ function showLimits() {
     { name: "share", number: true, value: (limit) => limit.share, show: (limit) => percent(limit.share, 1) },
     { name: " ", value: (limit) => limit.share, show: (limit) => el("div", { className: "bar", style: { width: 120 * Math.min(Math.max(limit.share || 0, 0), 1) + "px" } }) },
     { name: "what would help", cut: true, value: (limit) => limit.advice },
-  ], run.limits))));
+  ], run.limits), between(run.limits))));
+}
+
+function between(limits) {
+  const rest = 1 - limits.reduce((sum, limit) => sum + (limit.share || 0), 0);
+  return rest < 0.005 ? null : el("p", { className: "dim" }, `${percent(rest, 1)} of the time lie between calls: the driver's own work, and messages.`);
 }
 
 function showMarks() {

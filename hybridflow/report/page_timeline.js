@@ -220,7 +220,7 @@ function showMemory() {
       columns.push({ name: "most / planned", number: true, value: (row) => (row.plan ? most(row) / row.plan : null), show: (row) => (row.plan && most(row) ? (most(row) / row.plan).toFixed(2) : "") });
     } else columns.push(size("most", most));
     phases.forEach((phase) => columns.push({
-      ...size(phase, (row) => (run.memory[row.key] || {})[phase]),
+      ...size(phase.replace(/[._/]/g, "$&\u200b"), (row) => (run.memory[row.key] || {})[phase]),
       style: (row) => {
         const found = (run.memory[row.key] || {})[phase] || 0;
         return { background: `color-mix(in srgb, var(--accent) ${Math.round(60 * found / (row.memory || top))}%, transparent)` };

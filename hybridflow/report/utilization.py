@@ -7,23 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from hybridflow.engines.call_events import Event
-
-# TFLOP/s with dense bfloat16 operands (data sheets often give those with sparsity), by words of a device's name; the
-# first that fits
-PEAKS = {
-    "B200": 2250.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 4090$": 165.0,  # the 4090 D and those of laptops are slower
-}
+from hybridflow.planner.describe.cluster_spec import PEAKS
 
 
 def peak_flops(name: str, dtype: str = "bfloat16") -> float | None:

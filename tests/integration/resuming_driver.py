@@ -169,6 +169,10 @@ def main(run: Path, model: str, prompts: str, steps: int, options: dict[str, str
     tracker.finish()
 
 
-if __name__ == "__main__":
-    where, model, prompts, steps, *rest = sys.argv[1:]
+def as_function(arguments: list[str]) -> None:
+    where, model, prompts, steps, *rest = arguments
     main(Path(where), model, prompts, int(steps), dict(one.split("=", 1) for one in rest))
+
+
+if __name__ == "__main__":
+    as_function(sys.argv[1:])

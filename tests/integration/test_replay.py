@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from hybridflow.cluster.batch_records import BatchRecord, BatchRecords
+from hybridflow.cluster.batch_records import BatchRecord, BatchRecords, RecordedProgram
 from tests import tiny_models
 
 DRIVER = Path(__file__).with_name("resuming_driver.py")
@@ -43,13 +43,18 @@ def test_a_replayed_step_has_the_metrics_of_the_run(tmp_path, warm):
     prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
     prompts.write_text("".join(json.dumps({"prompt": f"{'abc xyz'[i % 5 :]} k{i}"}) + "\n" for i in range(20)))
     model = tiny_models.make_policy(tmp_path / "model")
-    run_program(warm, DRIVER, run, model, prompts, STEPS, "every=2", "asynchronous=0", "batches=1")
+    settings = ("every=2", "asynchronous=0", "batches=1")
+    driver = f"{DRIVER}:as_function"
+    run_program(
+        warm, ROOT / "hybridflow" / "cli.py", "run", "--no-check", driver, run, model, prompts, STEPS, *settings
+    )
     records = BatchRecords(run / "checkpoints" / "batches")
     assert records.steps == [*range(1, STEPS + 1)]
     assert BatchRecord.read(records.path(STEP, 0)).rows.rows == 16
     before = contents(run)
     told = run_program(warm, ROOT / "hybridflow" / "cli.py", "replay", run, "--step", STEP)
     assert contents(run) == before
+    assert RecordedProgram.read(records).driver == driver
     replayed = run / f"replay-{STEP}"
     assert metrics(replayed) == {step: metrics(run)[step] for step in (STEP - 1, STEP)}
     assert "\n0 of " in told, told

@@ -23,7 +23,7 @@ from hybridflow.command_line import help_text
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.tracing.trace import check_driver
-from recipes import arithmetic, grpo, ppo, run_all, safe_rlhf, scorers, settings, task
+from recipes import arithmetic, game, grpo, ppo, run_all, safe_rlhf, scorers, settings, task, tools
 from recipes.small_model import SmallModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,15 +62,26 @@ def test_settings_are_named_and_wrong_ones_refused(recipe):
             settings.read(defaults, [wrong])
 
 
-def test_help_takes_no_library():
+def test_unknown_settings_are_looked_for_in_comments():
+    with pytest.raises(ConfigError, match=r"no setting 'batch_size'. Did you mean 'rows' \(of a batch: "):
+        settings.read(importlib.import_module("recipes.async_grpo").DEFAULTS, ["batch_size=4"])
+
+
+def test_all_recipes_have_help(capsys):
+    assert run_all.main(["--help"]) == 0
+    assert "Recipes: ppo, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [grpo, tools, game])
+def test_help_takes_no_library(recipe):
     code = (
         "import runpy, sys; sys.argv[1:] = ['--help']\n"
-        f"runpy.run_path({str(ROOT / 'recipes' / 'grpo.py')!r}, run_name='__main__')\n"
+        f"runpy.run_path({recipe.__file__!r}, run_name='__main__')\n"
         "print(sorted({'torch', 'ray', 'rich', 'transformers', 'vllm'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert done.stdout == help_text(str(grpo.__doc__), *grpo.DEFAULTS)
+    assert done.stdout == help_text(str(recipe.__doc__), *recipe.DEFAULTS)
 
 
 @pytest.mark.parametrize("recipe", run_all.RECIPES)

@@ -46,10 +46,10 @@ def test_flops_are_six_per_weight_and_token_and_those_of_attention():
 
 
 def test_peaks_are_those_of_known_devices():
-    assert train_step.peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert train_step.peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
     assert train_step.peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert train_step.peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
-    for name, tflops in (("L40S", 362), ("L40", 181), ("L4", 121), ("H200", 989), ("H200 NVL", 835), ("H20", 148)):
+    for name, tflops in (("L40S", 362), ("L40", 181), ("L4", 121), ("H200", 989.4), ("H200 NVL", 835), ("H20", 148)):
         assert train_step.peak_flops(f"NVIDIA {name}", "bfloat16") == tflops * 1e12
     assert train_step.peak_flops("NVIDIA B200", "bfloat16") == 2250e12
     assert train_step.peak_flops("NVIDIA GeForce RTX 4090", "bfloat16") == 165e12

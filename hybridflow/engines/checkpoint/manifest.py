@@ -356,6 +356,10 @@ def set_aside(root: Path, checkpoints: Iterable[Path]) -> Path:
     return aside
 
 
+def is_set_aside(root: Path) -> bool:
+    return root.suffix.removeprefix(".").isdecimal()
+
+
 def discard(path: Path) -> None:
     """Remove a directory tree, a file or a link, if it is there. Errors: OSError."""
     with suppress(FileNotFoundError):

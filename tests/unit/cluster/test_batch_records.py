@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import hybridflow as hf
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.batch_records import BatchRecord, BatchRecords, RecordedProgram
-from hybridflow.cluster.recorded_calls import Replay, differing_rows
+from hybridflow.cluster.recorded_calls import Recorder, Replay, differing_rows
+from hybridflow.cluster.session import Session
 from hybridflow.errors import ConfigError
 from hybridflow.replay import ReplayedStep, replay
 
@@ -130,6 +131,64 @@ def test_a_driver_that_never_reaches_the_step_is_named(tmp_path):
     with pytest.raises(ConfigError, match="ended after step 0: does its loop call checkpoints"):
         replay(tmp_path, 2, load, driver=__file__, settings=["lr=0"])
     assert asked == [(__file__, ["steps=3", "lr=0"])]
+
+
+class Turns:
+    """A loop in which each iteration also goes through a loader of its own."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.checkpoints = hf.Checkpoints(directory / "checkpoints", batches=True, **settings)
+        self.loader, self.seen = loader_of(3), list[tuple[int, int]]()
+
+    def call(self) -> None:
+        self.seen.append(Session.current().recorded.order.next())
+
+    def run(self) -> None:
+        for step, _ in enumerate(self.checkpoints.resume(self.loader), 1):
+            self.call()
+            for _ in loader_of(2):
+                self.call()
+            self.call()
+            self.checkpoints._step = step
+
+
+def loader_of(steps: int) -> hf.PromptLoader:
+    return hf.PromptLoader([{"prompt": "a"}] * 2, batch_size=1, steps=steps, tokenizer=None)
+
+
+@pytest.fixture
+def session():
+    yield
+    hf.shutdown()
+
+
+def test_calls_keep_their_numbers_in_loops_inside_an_iteration(tmp_path, session):
+    turns = Turns(tmp_path)
+    turns.run()
+    assert turns.seen == [(step, index) for step in (1, 2, 3) for index in range(4)]
+
+
+def test_batches_of_another_run_are_set_aside(tmp_path, session):
+    """Whole, with their program; a replay takes only those of the present run."""
+    (tmp_path / "mine.py").touch()
+    make_run(tmp_path, range(1, 4), driver=str(tmp_path / "mine.py"))
+    checkpoints = hf.Checkpoints(tmp_path / "checkpoints", resume="never")
+    next(checkpoints.resume(loader_of(2)))
+    aside = BatchRecords(tmp_path / "checkpoints.1" / "batches")
+    assert aside.steps == [1, 2, 3]
+    assert RecordedProgram.read(aside).arguments == ["steps=3"]
+    with pytest.raises(ConfigError, match="has no recorded batches"):
+        replay(tmp_path, 1, no_program)
+
+
+def test_a_driver_that_is_a_function_is_recorded_as_one(tmp_path, session, monkeypatch):
+    driver = tmp_path / "mine.py"
+    driver.touch()
+    records = BatchRecords(tmp_path / "batches")
+    for name, known in ((f"{driver}:go", f"{driver}:go"), (str(driver), str(driver)), (f"{driver}x:go", "")):
+        monkeypatch.setattr("sys.argv", [name, "a=1"])
+        Recorder.start(records, 0)
+        assert RecordedProgram.read(records).driver == known
 
 
 def test_recording_needs_checkpoints(tmp_path):

@@ -102,6 +102,6 @@ def test_utilization_is_the_share_of_the_peak():
 
 
 def test_peaks_are_of_whole_devices():
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert peak_flops("x86_64") is None
