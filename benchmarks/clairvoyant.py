@@ -15,11 +15,9 @@ from operator import itemgetter
 
 import numpy as np
 
-from hybridflow.planner.elastic.forecast import DeviceSplit
-from hybridflow.planner.elastic.gain import moves
-from hybridflow.planner.elastic.policies import static
-from hybridflow.planner.elastic.simulation import ElasticSimulation, simulate_iteration
-from hybridflow.planner.elastic.state import Action, Component, Event, Finalize, State
+from hybridflow.planner.elastic.policies import moves, static
+from hybridflow.planner.elastic.simulation import ElasticSimulation
+from hybridflow.planner.elastic.state import Action, Component, DeviceSplit, Event, Finalize, State
 from hybridflow.settings import Fraction, Size, settings
 
 SHARES = (0.97, 0.75, 0.5, 0.35, 0.25, 0.18, 0.14, 0.11, 0.09, 0.07, 0.055, 0.04, 0.02, 0.01)
@@ -62,7 +60,8 @@ class Search:
     instances: Size = 8
 
     def seconds(self, start: State, lengths: Sequence[int]) -> float:
-        """Of the best schedule found: of few instances with as many rows each, if there are many; then of all."""
+        """Of the best schedule found, the static one among them: of few instances with as many rows each, if there are
+        many; then of all."""
         start = replace(start, speeds=replace(start.speeds, look=0.0))
         few, fewer, by = thinned(start, lengths, self.instances)
         sizes, step = few.rollout.sizes, (len(few.rollout.sizes) - 1) / max(1, self.splits - 1)
@@ -71,7 +70,7 @@ class Search:
         if by > 1:
             counts = {start.rollout.initial, *(split.rollout * by for _, split in found.path)}
             found = replace(self, width=2).best(start, lengths, [share for share, _ in found.path], counts)
-        return min(found.seconds, simulate_iteration(start, lengths, static).seconds)  # `_ended` may move devices
+        return min(found.seconds, ElasticSimulation(start, lengths, static).run().seconds)  # `_ended` may move devices
 
     def best(
         self, start: State, lengths: Sequence[int], shares: Sequence[float] | None, counts: Iterable[int]

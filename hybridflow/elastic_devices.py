@@ -77,8 +77,7 @@ class ElasticDevices:
             ),
             inference=Component(1, own, own, (own,) if own else ()),
             actor=Component(per_actor, initial, initial, tuple(sorted(wanted))),
-            rows=0, n=1, minibatches=1, done=0, finished=0, ready=0, running={}, speeds=self.measured.speeds(),
-            max_running=self.measured.slots,
+            rows=0, n=1, minibatches=1, running={}, speeds=self.measured.speeds(),
         )  # fmt: skip
         self._build((actor, *followers), wanted)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.planner.elastic.state import State
+from hybridflow.planner.elastic.state import DeviceSplit, State
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
@@ -25,13 +25,6 @@ _POINTS = 768  # of the curve of rows alive
 _BOUNDARIES = 4  # the next ones, at which the further move may be
 _SCENARIOS = 8
 _DRAWN = 8192  # rows of all scenarios
-
-
-class DeviceSplit(NamedTuple):
-    """Instances of rollouts and of the actor."""
-
-    rollout: int
-    actor: int
 
 
 class First(NamedTuple):

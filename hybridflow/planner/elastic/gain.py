@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from hybridflow.planner.elastic.forecast import DeviceSplit, First, Forecast, SeenLengths
-from hybridflow.planner.elastic.policies import lend, rlinf, static
-from hybridflow.planner.elastic.state import Action, Allocate, Finalize, Migrate, Policy, Release, State
+from hybridflow.planner.elastic.forecast import First, Forecast, SeenLengths
+from hybridflow.planner.elastic.policies import lend, moves, rlinf, static
+from hybridflow.planner.elastic.state import Action, DeviceSplit, Finalize, Policy, State
 from hybridflow.settings import NonNegative, settings
 
 SHARES = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16, 1 / 32)
@@ -74,7 +74,7 @@ class Gain:
         if stay <= seconds[best] + margin:
             return []
         first = tried[best]
-        return moves(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))
+        return balanced(state, first.split if first.alive is None else min(forecast.splits, key=lambda s: s.actor))
 
 
 gain = Gain  # as `rlinf()`
@@ -110,29 +110,12 @@ def considered(state: State) -> list[DeviceSplit]:
     return sorted(found)
 
 
-def moves(state: State, to: DeviceSplit, groups: Mapping[int, int] | None = None) -> list[Action]:
-    """The actions that lead to the split; `groups` move as given, or so that all instances have as many rows."""
-    rollout, actor = state.rollout.instances, state.actor.instances
-    actions: list[Action] = []
-    if to.actor < actor:
-        actions.append(Release("actor", actor - to.actor))
-    if to.rollout > rollout:
-        actions.append(Allocate("rollout", to.rollout - rollout))
+def balanced(state: State, to: DeviceSplit) -> list[Action]:
+    """The actions that lead to the split. Groups leave instances, or fill new ones, so that all have as many rows: each
+    to the instance with the fewest, cheap ones first."""
     ids = range(state.rollout.most - to.rollout, state.rollout.most)
-    if groups is None:
-        groups = balanced(state, ids) if state.event != "start" and to.rollout != rollout else {}
-    if groups:
-        actions.append(Migrate(groups))
-    if to.rollout < rollout:
-        actions.append(Release("rollout", rollout - to.rollout))
-    if to.actor > actor:
-        actions.append(Allocate("actor", to.actor - actor))
-    return actions
-
-
-def balanced(state: State, ids: Iterable[int]) -> dict[int, int]:
-    """Groups that leave instances, or fill new ones, each to the instance with the fewest rows; cheap ones first."""
-    ids = list(ids)
+    if state.event == "start" or to.rollout == state.rollout.instances:
+        return moves(state, to, {})
     rows = {i: sum(len(group.tokens) for group in state.running.get(i, ())) for i in ids}
     leaving = [group for i, groups in state.running.items() if i not in rows for group in groups]
     mean = state.running_rows / max(1, len(ids))
@@ -150,4 +133,4 @@ def balanced(state: State, ids: Iterable[int]) -> dict[int, int]:
         target[group.group] = i
         heapq.heappush(heap, (count + len(group.tokens), i))
     cheap = sorted(leaving, key=lambda group: group.migration_tokens)
-    return {group.group: target[group.group] for group in cheap}
+    return moves(state, to, {group.group: target[group.group] for group in cheap})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from hybridflow.planner.elastic.state import (
     Action,
     Allocate,
     Component,
+    DeviceSplit,
     Finalize,
     Migrate,
     Policy,
@@ -48,24 +48,19 @@ def static(state: State) -> list[Action]:
     """The static placement: nothing moves, and what another policy has moved returns."""
     if state.done == state.minibatches:
         return [Finalize()]
-    actions: list[Action] = []
-    actor, rollout = state.actor, state.rollout
-    surplus = rollout.instances - rollout.initial
-    if actor.instances > actor.initial and not state.training:
-        actions.append(Release("actor", actor.instances - actor.initial))
-    if surplus > 0:
-        actions += released_rollouts(state, surplus)
-    elif surplus < 0 and (state.actor_end <= actor.initial * actor.devices or actions) and state.running_rows:
-        actions.append(Allocate("rollout", -surplus))
-    if actor.instances < actor.initial and not state.training:
-        actions.append(Allocate("actor", actor.initial - actor.instances))
-    return actions
+    actor, rollout = state.actor.instances if state.training else state.actor.initial, state.rollout.initial
+    if state.rollout.instances < rollout and (actor > state.actor.initial or not state.running_rows):
+        rollout = state.rollout.instances
+    return moves(state, DeviceSplit(rollout, actor))
 
 
 @settings
-class _RLinf:
-    threshold: Fraction
-    wait_before_last: bool
+class RLinf:
+    """RLinf's dynamic scheduler, as published: the actor's devices generate until at most `threshold` of the rows run;
+    at boundaries of mini-batches rollouts release the instances that raise the actor to its next sizes."""
+
+    threshold: Fraction = 0.5
+    wait_before_last: bool = True
 
     @property
     def __name__(self) -> str:
@@ -113,33 +108,41 @@ class _RLinf:
         return released_rollouts(state, count) if count else []
 
 
-def rlinf(*, threshold: float = 0.5, wait_before_last: bool = True) -> Policy:
-    """RLinf's dynamic scheduler, as published: the actor's devices generate until at most `threshold` of the rows run;
-    at boundaries of mini-batches rollouts release the instances that raise the actor to its next sizes."""
-    return _RLinf(threshold=threshold, wait_before_last=wait_before_last)
+rlinf = RLinf
+
+
+def moves(state: State, to: DeviceSplit, groups: Mapping[int, int] | None = None) -> list[Action]:
+    """The actions that lead to the split; `groups` move as given, or those of instances that leave, as RLinf does."""
+    rollout, actor = state.rollout.instances, state.actor.instances
+    if groups is None:
+        leave = state.event != "start" and to.rollout < rollout
+        groups = sequential_migration(state, rollout - to.rollout) if leave else {}
+    changes = (
+        Release("actor", actor - to.actor) if to.actor < actor else None,
+        Allocate("rollout", to.rollout - rollout) if to.rollout > rollout else None,
+        Migrate(groups) if groups else None,
+        Release("rollout", rollout - to.rollout) if to.rollout < rollout else None,
+        Allocate("actor", to.actor - actor) if to.actor > actor else None,
+    )
+    return [action for action in changes if action is not None]
 
 
 def lend_actor(state: State) -> list[Action]:
     """Rollouts get the actor's devices, as far as whole instances fit."""
-    if not state.actor.instances:
-        return []
-    room = state.rollout.ids.start
-    size = max((size for size in state.rollout.sizes if size <= state.rollout.instances + room), default=0)
-    count = size - state.rollout.instances
-    return [Release("actor", state.actor.instances), Allocate("rollout", count)] if count > 0 else []
+    now, room = state.rollout.instances, state.rollout.ids.start
+    size = max((size for size in state.rollout.sizes if size <= now + room), default=0)
+    return moves(state, DeviceSplit(size, 0)) if state.actor.instances and size > now else []
 
 
 def return_actor(state: State) -> list[Action]:
     """Lent devices return to the actor, and their rows continue on the rollouts' own instances."""
-    surplus = state.rollout.instances - state.rollout.initial
-    moved = released_rollouts(state, surplus) if surplus > 0 else []
-    return [*moved, Allocate("actor", state.actor.initial)]
+    rollout = min(state.rollout.instances, state.rollout.initial)
+    return moves(state, DeviceSplit(rollout, state.actor.initial))
 
 
 def released_rollouts(state: State, count: int) -> list[Action]:
     """The `count` lowest instances release; their groups continue on the others."""
-    groups = sequential_migration(state, count)
-    return [*([Migrate(groups)] if groups else []), Release("rollout", count)]
+    return moves(state, DeviceSplit(state.rollout.instances - count, state.actor.instances))
 
 
 def sequential_migration(state: State, count: int) -> dict[int, int]:
@@ -180,23 +183,18 @@ def _legal_release(rollout: Component, count: int) -> int:
     return rollout.instances - size if size else 0
 
 
-@dataclass(frozen=True)
-class _Lend:
-    @property
-    def __name__(self) -> str:
-        return "lend"
-
-    def __call__(self, state: State) -> Sequence[Action]:
-        if state.done == state.minibatches:
-            return [Finalize()]
-        if state.event == "start":
-            actions = lend_actor(state)
-            latest = state.switches[-3:]
-            cost = sum(latest) / len(latest) if latest else 0.0
-            return actions if actions and lending_saves(state) > cost else []
-        if state.actor.instances or not (state.ready >= state.minibatch_groups or not state.running_rows):
-            return []
-        return return_actor(state)
+def lend(state: State) -> list[Action]:
+    """verl's: the actor's devices generate until the first mini-batch is ready, if the predicted saving exceeds the
+    mean of the last three switches."""
+    if state.done == state.minibatches:
+        return [Finalize()]
+    if state.event == "start":
+        actions, latest = lend_actor(state), state.switches[-3:]
+        cost = sum(latest) / len(latest) if latest else 0.0
+        return actions if actions and lending_saves(state) > cost else []
+    if state.actor.instances or not (state.ready >= state.minibatch_groups or not state.running_rows):
+        return []
+    return return_actor(state)
 
 
 def lending_saves(state: State) -> float:
@@ -213,6 +211,3 @@ def lending_saves(state: State) -> float:
 
     more = sum(action.instances for action in lend_actor(state) if isinstance(action, Allocate))
     return (seconds(state.rollout.instances) - seconds(state.rollout.instances + more)) / state.minibatches
-
-
-lend: Policy = _Lend()

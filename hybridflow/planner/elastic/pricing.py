@@ -10,10 +10,11 @@ from statistics import NormalDist
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.placement import GIB
 from hybridflow.planner.cost.call_cost import cache_bytes, decoding_step, prefill_seconds
-from hybridflow.planner.cost.device_memory import weights
+from hybridflow.planner.cost.device_memory import MAIN, weights
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
 from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.cost.pipeline_cost import CallContext
+from hybridflow.planner.cost.reallocation_cost import reallocation
 from hybridflow.planner.cost.simulator import Simulator
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.graph import Call, Graph
@@ -26,6 +27,7 @@ from hybridflow.planner.stream_simulation import TAIL, DecodingSpeed, ResponseLe
 from hybridflow.settings import require
 
 _SPLITS, _ROWS = 6, 256  # static splits that are compared; rows that a replica decodes at once
+_KINDS = 3  # of state that an optimizer moves, in float32
 
 
 @dataclass(frozen=True)
@@ -194,14 +196,16 @@ def _minibatch(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> t
 
 
 def _resize(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> float:
-    """An instance more gets the state of all groups that are trained: weights, main parameters and moments."""
-    seconds = 0.0
+    """An instance more gets the state of all groups that are trained. Main parameters and both moments travel one after
+    another, each with messages and tensors of its own; weights of 16 bits are made of them."""
+    if 2 * plan.mesh.size > simulator.cluster.size:
+        return 0.0  # there is one instance at most
     there = CallPlan(Mesh.of(plan.mesh.size, plan.mesh.size), plan.parallel)
+    both, seconds = Mesh.of(0, 2 * plan.mesh.size), 0.0
     for group in {call.group for call in calls if call.kind == "training"}:
-        context = simulator.context(group, plan)
-        if context is not None:
-            moved = simulator.reallocation(group, plan, there)
-            seconds += moved * simulator.static(group, plan) / weights(context)
+        if (context := simulator.context(group, plan)) is not None:
+            found = reallocation(context.size, simulator.cluster, plan, there, MAIN, simulator.coefficients)
+            seconds += _KINDS * found[0] * simulator.slowdown(both, found[1])
     return seconds
 
 

@@ -9,10 +9,10 @@ from random import Random
 
 from hybridflow.planner.elastic.policies import static
 from hybridflow.planner.elastic.simulation import ElasticSimulation
-from hybridflow.planner.elastic.state import Policy, Speeds, State
-from hybridflow.planner.elastic.transitions import Switch, static_state
+from hybridflow.planner.elastic.state import Component, Policy, RunningGroup, Speeds, State
+from hybridflow.planner.elastic.transitions import Switch, listed, spread
 from hybridflow.planner.stream_simulation import ResponseLengths, drawn
-from hybridflow.settings import Count, NonNegative, Positive, Size, settings
+from hybridflow.settings import Count, NonNegative, Positive, Size, require, settings
 
 
 @settings
@@ -92,23 +92,52 @@ def drawn_lengths(run: ElasticRun) -> tuple[list[int], list[list[int]]]:
     return seen, [list(islice(tokens, rows)) for _ in range(run.iterations)]
 
 
-def start_of(run: ElasticRun, seen: Sequence[int] = (), costs: Sequence[float] = ()) -> State:
-    """The state at the start of an iteration."""
-    return static_state(
+def start_of(
+    run: ElasticRun, seen: Sequence[int] = (), costs: Sequence[float] = (), prompts: Sequence[int] | None = None
+) -> State:
+    """The state at the start of an iteration, when response lengths `seen` (ascending) and `costs`, the seconds of
+    switches, are known; `prompts`: the tokens of each one, if they differ.
+
+    Errors: ConfigError for sizes that the devices do not allow."""
+    own = run.inference * run.inference_devices
+    require(
+        run.prompts % run.minibatches == 0,
+        f"{run.prompts} prompts do not make {run.minibatches} mini-batches of equal size: give a multiple of "
+        f"{run.minibatches}.",
+    )
+    most = (run.devices - own) // run.tp
+    require(
+        run.actor * run.mp <= (most - run.rollout) * run.tp,
+        f"{run.actor} actor instances of {run.mp}, {run.rollout} rollout instances of {run.tp} and {own} devices for "
+        f"inference do not fit {run.devices} devices: the rollouts end at device {most * run.tp}, and the actor before "
+        f"them.",
+    )
+    rollout_sizes = _sizes("rollout", run.rollout_sizes, most, run.rollout, most)
+    actor_sizes = _sizes("actor", run.actor_sizes, run.devices // run.mp, run.actor)
+    rollout = Component(run.tp, run.rollout, run.rollout, rollout_sizes)
+    tokens = [run.prompt_tokens] * run.prompts if prompts is None else prompts
+    return State(
+        event="start",
         devices=run.devices,
-        rollout=run.rollout,
-        actor=run.actor,
-        prompts=[run.prompt_tokens] * run.prompts,
+        rollout=rollout,
+        inference=Component(run.inference_devices, run.inference, run.inference, tuple({run.inference} - {0})),
+        actor=Component(run.mp, run.actor, run.actor, actor_sizes),
+        rows=run.prompts * run.n,
         n=run.n,
         minibatches=run.minibatches,
+        running=spread([RunningGroup(group, each, (0,) * run.n) for group, each in enumerate(tokens)], rollout.ids),
         speeds=run.speeds,
-        tp=run.tp,
-        mp=run.mp,
-        inference=run.inference,
-        inference_devices=run.inference_devices,
-        actor_sizes=run.actor_sizes,
-        rollout_sizes=run.rollout_sizes,
         lengths=seen,
         switches=tuple(costs[-3:]),
-        max_running=run.speeds.decoding.slots,
     )
+
+
+def _sizes(name: str, given: Iterable[int] | None, most: int, *needed: int) -> tuple[int, ...]:
+    sizes = tuple(range(1, most + 1)) if given is None else tuple(given)
+    require(
+        list(sizes) == sorted(set(sizes)) and len(sizes) > 0 and sizes[0] > 0 and sizes[-1] <= most,
+        f"{name} sizes {listed(sizes)}: give ascending numbers of instances from 1 to {most}.",
+    )
+    for size in needed:
+        require(size in sizes, f"{name} sizes {listed(sizes)} are without {size}, which it may have: add it.")
+    return sizes

@@ -54,6 +54,13 @@ class Component:
         return range(self.most - self.instances, self.most)
 
 
+class DeviceSplit(NamedTuple):
+    """Instances of rollouts and of the actor."""
+
+    rollout: int
+    actor: int
+
+
 @dataclass(frozen=True)
 class Speeds:
     """Measured seconds. A mini-batch of T tokens trains for `train` + T `train_per_token` / instances of the actor;
@@ -87,17 +94,21 @@ class State:
     rows: int
     n: int
     minibatches: int
-    done: int
-    finished: int
-    ready: int
     running: Mapping[int, tuple[RunningGroup, ...]]
     speeds: Speeds
+    done: int = 0
+    finished: int = 0
+    ready: int = 0
     lengths: Sequence[int] = ()
     switches: tuple[float, ...] = ()
     iterations: tuple[tuple[bool, float], ...] = ()
     seconds: float = 0.0
-    max_running: int = 256  # rows that an instance decodes at once
     training: bool = False
+
+    @property
+    def max_running(self) -> int:
+        """Rows that an instance decodes at once."""
+        return self.speeds.decoding.slots
 
     @property
     def running_rows(self) -> int:

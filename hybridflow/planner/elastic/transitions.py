@@ -19,7 +19,6 @@ from hybridflow.planner.elastic.state import (
     Migrate,
     Release,
     RunningGroup,
-    Speeds,
     State,
     Wait,
 )
@@ -54,66 +53,6 @@ def why(state: State) -> str:
     )
 
 
-def static_state(
-    *,
-    devices: int,
-    rollout: int,
-    actor: int,
-    prompts: Sequence[int],
-    n: int,
-    minibatches: int,
-    speeds: Speeds,
-    tp: int = 1,
-    mp: int = 1,
-    inference: int = 0,
-    inference_devices: int = 1,
-    actor_sizes: Iterable[int] | None = None,
-    rollout_sizes: Iterable[int] | None = None,
-    lengths: Sequence[int] = (),
-    switches: Sequence[float] = (),
-    max_running: int = 256,
-) -> State:
-    """The state at the start of an iteration of a group of `n` rows for each of `prompts` (their tokens), with
-    `rollout` instances of `tp` devices, `actor` of `mp` and `inference` of `inference_devices`.
-
-    Errors: ConfigError for sizes that the devices do not allow."""
-    whole = {"devices": devices, "rollout": rollout, "actor": actor, "n": n, "minibatches": minibatches}
-    whole |= {"tp": tp, "mp": mp, "inference_devices": inference_devices, "max_running": max_running}
-    for name, value in whole.items():
-        require(is_whole(value) and value > 0, f"{name}={value!r}: give a whole number above 0.")
-    require(is_whole(inference) and inference >= 0, f"inference={inference!r}: give a whole number of at least 0.")
-    groups, own = len(prompts), inference * inference_devices
-    require(
-        groups > 0 and groups % minibatches == 0,
-        f"{groups} prompts do not make {minibatches} mini-batches of equal size: give a multiple of {minibatches}.",
-    )
-    most = (devices - own) // tp
-    require(
-        actor * mp + rollout * tp + own <= devices and rollout <= most and actor * mp <= (most - rollout) * tp,
-        f"{actor} actor instances of {mp}, {rollout} rollout instances of {tp} and {own} devices for inference do not "
-        f"fit {devices} devices: the rollouts end at device {most * tp}, and the actor before them.",
-    )
-    state = State(
-        event="start",
-        devices=devices,
-        rollout=Component(tp, rollout, rollout, _sizes("rollout", rollout_sizes, most, rollout, through=most)),
-        inference=Component(inference_devices, inference, inference, (inference,) if inference else ()),
-        actor=Component(mp, actor, actor, _sizes("actor", actor_sizes, devices // mp, actor)),
-        rows=groups * n,
-        n=n,
-        minibatches=minibatches,
-        done=0,
-        finished=0,
-        ready=0,
-        running={0: tuple(RunningGroup(group, tokens, (0,) * n) for group, tokens in enumerate(prompts))},
-        speeds=speeds,
-        lengths=lengths,
-        switches=tuple(switches),
-        max_running=max_running,
-    )
-    return replace(state, running=_spread(state, state.rollout.ids))
-
-
 def applied(state: State, actions: Sequence[Action]) -> State:
     """The state after the actions, in their order. Errors: ConfigError naming the first illegal one."""
     require(isinstance(actions, (list, tuple)), f"a policy returned {actions!r:.80}: return a list of actions.")
@@ -124,7 +63,8 @@ def applied(state: State, actions: Sequence[Action]) -> State:
         except ConfigError as error:
             raise ConfigError(f"Action {position + 1} of {len(actions)}, {action!r:.200}: {error}") from None
     if before.event == "start" and state.running is not before.running:
-        state = replace(state, running=_spread(before, state.rollout.ids))
+        groups = (group for present in before.running.values() for group in present)
+        state = replace(state, running=spread(groups, state.rollout.ids))
     over = state.done == state.minibatches
     at_home = all(getattr(state, name).instances == getattr(state, name).initial for name in _NAMES)
     require(not over or at_home, "after the last mini-batch devices return: answer [Finalize()].")
@@ -168,7 +108,7 @@ def _resized(state: State, name: ComponentName, change: int, waited: set[str]) -
     size = component.instances + change
     require(size >= 0, f"{name} has {component.instances} instances.")
     require(size <= component.most, f"{name} has {component.instances} instances, at most {component.most}.")
-    require(not size or size in component.sizes, f"{name} cannot have {size} instances: {_listed(component.sizes)}.")
+    require(not size or size in component.sizes, f"{name} cannot have {size} instances: {listed(component.sizes)}.")
     running = dict(state.running)
     if name == "inference":
         require(change < 0 and not size, "inference releases all its instances, and gets them back at the end.")
@@ -227,22 +167,11 @@ def _finalized(state: State) -> State:
     return replace(state, running=dict.fromkeys(state.rollout.ids, ()))
 
 
-def _spread(state: State, ids: range) -> dict[int, tuple[RunningGroup, ...]]:
-    """Its groups in turn over the rollout instances."""
-    groups = sorted(group for present in state.running.values() for group in present)
-    return {instance: tuple(groups[place :: len(ids)]) for place, instance in enumerate(ids)}
+def spread(groups: Iterable[RunningGroup], ids: range) -> dict[int, tuple[RunningGroup, ...]]:
+    """Groups in turn over the rollout instances."""
+    ordered = sorted(groups)
+    return {instance: tuple(ordered[place :: len(ids)]) for place, instance in enumerate(ids)}
 
 
-def _sizes(name: str, given: Iterable[int] | None, most: int, initial: int, through: int = 0) -> tuple[int, ...]:
-    sizes = tuple(range(1, most + 1)) if given is None else tuple(given)
-    require(
-        list(sizes) == sorted(set(sizes)) and len(sizes) > 0 and sizes[0] > 0 and sizes[-1] <= most,
-        f"{name} sizes {_listed(sizes)}: give ascending numbers of instances from 1 to {most}.",
-    )
-    for needed in (initial, through or initial):
-        require(needed in sizes, f"{name} sizes {_listed(sizes)} are without {needed}, which it may have: add it.")
-    return sizes
-
-
-def _listed(sizes: Sequence[int]) -> str:
+def listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes)) if len(sizes) < 20 else f"{sizes[0]}, {sizes[1]}, ..., {sizes[-1]}"

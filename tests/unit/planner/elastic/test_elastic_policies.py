@@ -21,7 +21,8 @@ from hybridflow.planner.elastic.state import (
     State,
     Wait,
 )
-from hybridflow.planner.elastic.transitions import applied, placement, static_state
+from hybridflow.planner.elastic.transitions import applied, placement
+from tests.example_iterations import static_state
 
 SPEEDS = Speeds(DecodingSpeed(base=1.0, per_row=0.01, prefill=0.001), train=1.0, train_per_token=0.01, resize=2.0)
 
@@ -84,7 +85,9 @@ def test_rlinf_raises_the_actor_at_boundaries():
     assert rlinf()(state) == [Migrate({0: 3, 1: 3}), Release("rollout", 2), Allocate("actor", 4)]
     to_four = replace(state, actor=replace(state.actor, sizes=(1, 2, 4, 8)))
     assert rlinf()(to_four) == [Migrate({0: 2}), Release("rollout", 1), Allocate("actor", 2)]
-    full = replace(state, max_running=2)  # they need three instances: none may go
+    full = replace(
+        state, speeds=replace(SPEEDS, decoding=replace(SPEEDS.decoding, slots=2))
+    )  # they need three instances: none may go
     assert rlinf()(full) == []
     single = at("minibatch", {3: [1, 1]}, done=1, rollout=1, actor=6)
     assert rlinf()(single) == []

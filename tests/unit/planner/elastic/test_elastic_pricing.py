@@ -11,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, PlacementError
-from hybridflow.planner import ClusterSpec, ElasticPlan, Parallel, Workload, plan_elastic, simulate_elastic, static
+from hybridflow.planner import (
+    ClusterSpec,
+    Coefficients,
+    ElasticPlan,
+    Parallel,
+    Workload,
+    plan_elastic,
+    simulate_elastic,
+    static,
+)
+from hybridflow.planner.cost.pipeline_cost import Sizes
+from hybridflow.planner.cost.reallocation_cost import TENSOR_SECONDS, reallocation
+from hybridflow.planner.describe.mesh import CallPlan, Mesh
 from hybridflow.planner.stream_simulation import ResponseLengths
 from tests.example_plans import LLAMA_7B, LLAMA_13B, grpo_of
 
@@ -55,6 +67,20 @@ def test_lengths_have_the_mean_and_the_maximum_of_the_workload(mean, factor):
     drawn = random.Random(0)
     assert fmean(lengths.draw(drawn) for _ in range(20_000)) == pytest.approx(mean, rel=0.15)
     assert lengths.median * lengths.ratio == pytest.approx(most)
+
+
+def test_state_that_moves_pays_for_its_bytes_and_for_each_of_its_messages():
+    """12 bytes of each parameter are six times the weights; what tensors and messages take is paid for three kinds."""
+    size, cluster, four = Sizes.of(LLAMA_7B), ClusterSpec.of("a100:1x8"), Parallel(t=4)
+    ends = CallPlan(Mesh.of(0, 4), four), CallPlan(Mesh.of(4, 4), four)
+    weights, twice = (reallocation(size, cluster, *ends, each, Coefficients())[0] for each in (2, 4))
+    overhead = 2 * weights - twice
+    assert overhead > 32 * 7 * TENSOR_SECONDS
+    assert planned(policy=static).run.speeds.resize == pytest.approx(6 * (weights - overhead) + 3 * overhead)
+
+
+def test_an_actor_of_which_there_is_one_instance_at_most_is_not_resized():
+    assert planned("a100:1x5", train=Parallel(t=4), policy=static).run.speeds.resize == 0
 
 
 def test_what_cannot_be_elastic_is_refused():

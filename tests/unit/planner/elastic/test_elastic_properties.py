@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.clairvoyant import Search, lower_bound
 from hybridflow.planner import DecodingSpeed, ResponseLengths
-from hybridflow.planner.elastic.forecast import DeviceSplit
-from hybridflow.planner.elastic.gain import gain, moves
+from hybridflow.planner.elastic.gain import balanced, gain
 from hybridflow.planner.elastic.policies import decide, lend, released_rollouts, rlinf, static
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, drawn_lengths, simulate_elastic, start_of
 from hybridflow.planner.elastic.simulation import ElasticSimulation
@@ -23,6 +22,7 @@ from hybridflow.planner.elastic.state import (
     Action,
     Allocate,
     Component,
+    DeviceSplit,
     Finalize,
     Migrate,
     Policy,
@@ -32,7 +32,8 @@ from hybridflow.planner.elastic.state import (
     State,
     Wait,
 )
-from hybridflow.planner.elastic.transitions import applied, placement, static_state
+from hybridflow.planner.elastic.transitions import applied, placement
+from tests.example_iterations import static_state
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,6 @@ def random_state(random: Random) -> State:
         speeds=replace(SPEEDS, decoding=replace(SPEEDS.decoding, slots=slots)),
         lengths=sorted(random.randint(1, 99) for _ in range(random.choice([0, 5]))),
         switches=[1.0] * random.randint(0, 4),
-        max_running=slots,
     )
 
 
@@ -107,7 +107,7 @@ def some_move(random: Random, state: State) -> list[Action]:
         return [Wait("rollout"), Release("rollout", state.rollout.instances)]
     if random.random() < 0.2 and state.rollout.instances > 1 and state.event != "start":
         return released_rollouts(state, random.randint(1, state.rollout.instances - 1))
-    return moves(state, DeviceSplit(count, actor))
+    return balanced(state, DeviceSplit(count, actor))
 
 
 def random_policy(random: Random) -> Policy:
