@@ -1,7 +1,7 @@
 """Agent: how the responses of a call come about over several turns, as the driver gives it and a model's host runs it.
 
 driver: generate_sequences(batch, tools=...) -> Agent -> checked
-host:   Agent -> AgentTurns (a RowSource) -> engine.serve -> AgentTurns.ended, one EndedTrajectory for each
+host:   Agent -> AgentTurns (a RowSource) -> engine.serve -> AgentTurns.take, the trajectories that have ended
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import inspect
 import json
 import logging
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from hybridflow.config import Sampling
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.requests import stop_token_ids
@@ -27,6 +26,7 @@ from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.tools import schema_of
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError
+from hybridflow.rewards.process_pool import pickled
 from hybridflow.settings import require
 
 logger = logging.getLogger(__name__)
@@ -138,6 +138,22 @@ class Agent:
         stop_ids = tuple(stop_token_ids(Path(checkpoint)))
         return SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
 
+    def sessions(self, checkpoint: str) -> tuple[bytes, Sessions]:
+        """Its processes, which start when they are needed, and what two agents that run the same have in common."""
+        process = self.process(checkpoint)
+        made = pickled(partial(Sessions, process, self.workers, self.concurrency))
+        return made, Sessions(process, self.workers, self.concurrency)
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """Its settings in plain values, equal on all ranks of a replica."""
+        given = [*self.tools, self.environment, self.solve]
+        names = [getattr(one, "__qualname__", type(one).__qualname__) for one in given]
+        settings = [
+            getattr(self, one.name) for one in fields(self) if one.name not in ("tools", "environment", "solve")
+        ]
+        return (*names, *settings)
+
 
 AGENT_SETTINGS = tuple(one.name for one in fields(Agent))
 """Settings of a call that are not those of the sampling."""
@@ -163,72 +179,120 @@ def _check_template(checkpoint: str, schemas: str, options: str) -> None:
     )
 
 
-class AgentTurns:
-    """The agents of one call on the first rank of a replica: a RowSource of the model's turns.
+class Acted(NamedTuple):
+    """A trajectory: how it began (a Row without tokens, whose counters are those of all turns), its row of the prompts,
+    and its end."""
 
-    `ended` has every trajectory by key, once the source has no more.
+    begun: Row
+    row: Mapping[str, Any]
+    end: EndedTrajectory
+
+
+@dataclass
+class _UnderWay:
+    begun: Row
+    row: Mapping[str, Any]
+    attempts: int
+
+
+class AgentTurns:
+    """The agents of trajectories on the first rank of a replica: a RowSource of the model's turns.
+
+    Trajectories are started at any time, and wait for `take` when they have ended. The source pauses when `reached()`.
+    `numbers` name trajectories and turns, unlike any other of the same processes or engine.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        sampling: Sampling,
-        rows: Sequence[Mapping[str, Any]],
-        seeds: Sequence[int],
-        on_failure: str,
-    ) -> None:
-        self._sessions, self._sampling = sessions, replace(sampling, n=1)
-        self._rows, self._seeds = rows, seeds
-        self._left = dict.fromkeys(range(len(rows)), (_ATTEMPTS if on_failure == "retry" else 1) - 1)
+    def __init__(self, sessions: Sessions, on_failure: str, numbers: Iterator[int]) -> None:
+        self._sessions, self._numbers = sessions, numbers
+        self._attempts = (_ATTEMPTS if on_failure == "retry" else 1) - 1
+        self._running: dict[int, _UnderWay] = {}
         self._asked: dict[int, Asked] = {}
-        self._numbers = 0
-        self.ended: dict[int, EndedTrajectory] = {}
-        self.prefilled: dict[int, int] = dict.fromkeys(range(len(rows)), 0)
-        for key, row in enumerate(rows):
-            sessions.start(key, row, seeds[key])
+        self.ended: dict[int, Acted] = {}
+        self.reached: Callable[[], bool] = lambda: False
+
+    def start(self, begun: Sequence[Row], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Run the agent for each of `rows`, as `begun` names, seeds and samples it."""
+        for first, row in zip(begun, rows, strict=True):
+            key = next(self._numbers)
+            self._running[key] = _UnderWay(replace(first, sampling=replace(first.sampling, n=1)), row, self._attempts)
+            self._sessions.start(key, row, first.seed)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._running)
+
+    def groups(self) -> int:
+        """Prompts with trajectories that have ended, and none under way."""
+        open_ = {one.begun.row_id for one in self._running.values()}
+        return len({one.begun.row_id for one in self.ended.values()} - open_)
+
+    def take(self) -> dict[int, Acted]:
+        """The trajectories that have ended since the last call, by numbers that ascend as they were started."""
+        found, self.ended = self.ended, {}
+        return found
+
+    def withdraw(self, row_ids: Collection[int] | None, keep: bool) -> list[dict[str, Any]]:
+        """`row_id` and `index` of the trajectories under way (of the prompts `row_ids`), which end, unless `keep`."""
+        found = {k: one.begun for k, one in self._running.items() if row_ids is None or one.begun.row_id in row_ids}
+        if not keep:
+            self._sessions.cancel(found.keys())
+            self._running = {key: one for key, one in self._running.items() if key not in found}
+            if row_ids is None:  # else turns that are sampled already come to their end
+                self._asked.clear()
+        return [{"row_id": one.row_id, "index": one.index} for one in found.values()]
 
     def poll(self, seconds: float) -> list[Row] | None:
-        """The turns to sample next, waiting up to `seconds` for the first; None once all trajectories have ended."""
+        """The turns to sample next, waiting up to `seconds` for the first; None for a pause, and once all trajectories
+        have ended."""
+        if self.reached():
+            return None
         asked = self._sessions.poll(seconds)
-        for key, one in self._sessions.take().items():
-            if one.failure is not None and self._left[key]:
-                self._left[key] -= 1
-                again = derived_seed(self._seeds[key], (1 << 40) + self._left[key])
-                self._sessions.start(key, self._rows[key], again)
+        for key, end in self._sessions.take().items():
+            one = self._running[key]
+            if end.failure is not None and one.attempts:
+                one.attempts -= 1
+                self._sessions.start(key, one.row, derived_seed(one.begun.seed, (1 << 40) + one.attempts))
             else:
-                self.ended[key] = one
+                del self._running[key]
+                self.ended[key] = Acted(one.begun, one.row, end)
         out = []
-        for one in asked:
-            self._numbers += 1
-            try:
-                sampling = replace(self._sampling, **one.sampling)
-            except (HybridFlowError, TypeError) as error:
-                self._sessions.refuse(one, str(error), full=False)
+        for turn in asked:
+            if (one := self._running.get(turn.key)) is None:
                 continue
-            self._asked[-self._numbers] = one
-            out.append(Row(-self._numbers, 0, one.ids, sampling, one.seed))
-        return None if not out and len(self.ended) == len(self._rows) else out
+            try:
+                sampling = replace(one.begun.sampling, **turn.sampling)
+            except (HybridFlowError, TypeError) as error:
+                self._sessions.refuse(turn, str(error), full=False)
+                continue
+            number = -next(self._numbers)
+            self._asked[number] = turn
+            out.append(Row(number, 0, turn.ids, sampling, turn.seed))
+        return out if out or self._running else None
 
     def finished(self, row: Row) -> None:
         """The engine has sampled this turn."""
         asked = self._asked.pop(row.row_id)
-        self.prefilled[asked.key] += row.prefilled
+        if (one := self._running.get(asked.key)) is not None:
+            one.begun.prefilled += row.prefilled
+            one.begun.recomputed += row.recomputed
+            one.begun.spans += row.spans
         self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end)
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""
         self._sessions.refuse(self._asked.pop(row.row_id), why, full)
 
-    def report_failures(self, row_ids: Sequence[int], raises: bool) -> None:
-        """Logs a warning with the first trajectories whose environment failed; `row_ids` by key.
 
-        Errors: RewardError instead, where the call `raises`.
-        """
-        failed = [(key, one.failure) for key, one in sorted(self.ended.items()) if one.failure is not None]
-        if not failed:
-            return
-        named = "; ".join(f"row {row_ids[key]}: {why}" for key, why in failed[:3])
-        text = f"the environments of {len(failed)} of {len(self.ended)} trajectories failed: {named}."
-        if raises:
-            raise RewardError(f'{text} on_failure="mask" or "retry" would train on the others.')
-        logger.warning("%s They are masked.", text)
+def report_failures(ended: Collection[Acted], raises: bool) -> None:
+    """Logs a warning with the first trajectories whose environment failed.
+
+    Errors: RewardError instead, where the call `raises`.
+    """
+    failed = [(one.begun.row_id, one.end.failure) for one in ended if one.end.failure is not None]
+    if not failed:
+        return
+    named = "; ".join(f"row {row_id}: {why}" for row_id, why in failed[:3])
+    text = f"the environments of {len(failed)} of {len(ended)} trajectories failed: {named}."
+    if raises:
+        raise RewardError(f'{text} on_failure="mask" or "retry" would train on the others.')
+    logger.warning("%s They are masked.", text)

@@ -37,8 +37,6 @@ from hybridflow.topology import GenerationGrid
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-_PATIENCE = 0.2  # seconds in which a source may have nothing, until all ranks of the replica meet again
-
 
 class VLLMEngine:
     """One rank of a generation replica.
@@ -194,21 +192,25 @@ class VLLMEngine:
         """Whether this is the replica's first rank, whose outputs are collected."""
         return self._groups.rank == 0
 
-    def serve(self, source: RowSource | None) -> None:
+    def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
         """Decode the rows that `source` gives, as they come up, until it has no more; other rows of the session advance
-        with them. Only the replica's first rank has a source.
+        with them. Only the replica's first rank has a source. With `kept`, the source may pause: rows of it that are
+        unfinished then stay, by their names in `kept`, for the next call. Returns what the source has under way.
 
-        Errors: what the source raises, on all ranks.
+        Errors: what the source raises, on all ranks; nothing is kept then.
         """
         self._check_memory()
-        own: set[str] = set()
+        own, paused = set[str]() if kept is None else kept, False
         try:
             while True:
-                given, error = self._groups.object_of_first(self._polled(source, 0.0 if own else _PATIENCE))
+                found = self._polled(source, 0.0 if own else MOMENT)
+                under_way = 0 if source is None else source.under_way
+                (given, error), left = self._groups.object_of_first((found, under_way))
                 if error is not None:
                     raise error
                 if given is None:
-                    return
+                    paused = kept is not None
+                    return left
                 self._loop.submit(given)
                 own.update(row.name for row in given)
                 if own:
@@ -218,8 +220,10 @@ class VLLMEngine:
                     if source is not None:
                         source.finished(row)
         finally:
-            self._loop.withdraw(own)
-            _ = self._loop.take(own)
+            if not paused:
+                self._loop.withdraw(own)
+                _ = self._loop.take(own)
+                own.clear()
 
     def _polled(self, source: RowSource | None, seconds: float) -> tuple[list[Row] | None, Exception | None]:
         """What the source gives that can be sampled, or what it raises."""
