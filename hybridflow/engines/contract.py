@@ -34,7 +34,8 @@ class Row:
     continued by any engine of the model. The draw of a token depends on `seed` and its position in the response only.
     `log_probs` are those of the sampling policy, and `policy_version` its version, token by token.
     `spans` counts the times that an engine took the row up, `recomputed` the tokens that it computed again for that
-    (fewer where its prefix cache has them), `prefilled` those that it computed before it sampled.
+    (fewer where its prefix cache has them), `prefilled` those that it computed before it sampled. The KV cache of a row
+    that is `kept` stays when it ends, if there is room: a row of its name whose prompt begins with its tokens uses it.
     """
 
     row_id: int
@@ -49,6 +50,7 @@ class Row:
     spans: int = 0
     recomputed: int = 0
     prefilled: int = 0
+    kept: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(given := cast("object", self.sampling), Mapping):
@@ -84,6 +86,10 @@ class RowSource(Protocol):
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The row cannot be sampled; `full`: its prompt leaves no room for a response."""
+        ...
+
+    def done(self) -> list[str]:
+        """The names, since the last call, of rows that are `kept` and that no further row will continue."""
         ...
 
 
@@ -148,6 +154,10 @@ class GenerateEngine(Generator, Protocol):
     def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
         """Decode the rows that `source` gives until it has no more (None on all but the replica's first rank), or, with
         `kept`, until it pauses: unfinished rows of it stay, and `kept` names them. Returns what it has under way."""
+        ...
+
+    def abandon(self, names: set[str]) -> None:
+        """Forget rows that `serve` has kept, finished or not, and what is kept of those that have ended."""
         ...
 
     def take(self) -> list[Row]:

@@ -81,7 +81,7 @@ def text_of(what: str, value: Any) -> str:
 
 def _reward(what: str, value: Any) -> float:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise EnvironmentCallError(f"{what} gave the reward {value!r}, which is no number")
+        raise EnvironmentCallError(f"{what} gave the reward {value!r:.200}, which is no number")
     number = float(value)
     if not is_number(number) or number in (float("inf"), float("-inf")):
         raise EnvironmentCallError(f"{what} gave the reward {number}, which is not finite")
@@ -206,7 +206,9 @@ class EnvironmentLoop:
                 break
             found = await caller.call(f"{name}.step", one.step, said.message["content"])
             if not isinstance(found, tuple) or len(found) != 3:
-                raise EnvironmentCallError(f"{name}.step returned {found!r}; it must be (observation, reward, done)")
+                raise EnvironmentCallError(
+                    f"{name}.step returned {found!r:.200}; it must be (observation, reward, done)"
+                )
             observation, reward, done = found
             total += _reward(f"{name}.step", reward)
             if done:
@@ -282,7 +284,9 @@ def _observed(what: str, found: Any) -> list[Message]:
         return [{"role": "user", "content": text_of(what, found)}]
     good = isinstance(found, list) and found and all(isinstance(one, Mapping) and "role" in one for one in found)
     if not good:
-        raise EnvironmentCallError(f"{what} returned {found!r}; it must be text or a list of messages")
+        raise EnvironmentCallError(f"{what} returned {found!r:.200}; it must be text or a list of messages")
+    for message in found:
+        _ = text_of(what, message.get("content", ""))
     return found
 
 

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -26,13 +27,14 @@ from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
 from hybridflow.environments.tools import schema_of
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError
-from hybridflow.rewards.process_pool import pickled
 from hybridflow.settings import require
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """With on_failure="retry"."""
+_CONVERSATIONS = 4
+"""Of one trajectory that have their KV cache."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,9 @@ class Agent:
         stop_ids = tuple(stop_token_ids(Path(checkpoint)))
         return SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
 
-    def sessions(self, checkpoint: str) -> tuple[bytes, Sessions]:
-        """Its processes, which start when they are needed, and what two agents that run the same have in common."""
-        process = self.process(checkpoint)
-        made = pickled(partial(Sessions, process, self.workers, self.concurrency))
-        return made, Sessions(process, self.workers, self.concurrency)
+    def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
+        """Makes its processes, which start when they are needed."""
+        return partial(Sessions, self.process(checkpoint), self.workers, self.concurrency)
 
     @property
     def described(self) -> tuple[Any, ...]:
@@ -193,29 +193,38 @@ class _UnderWay:
     begun: Row
     row: Mapping[str, Any]
     attempts: int
+    past: dict[int, list[int]] = field(default_factory=dict)  # tokens of the last turn with an index
+
+
+def _row_id(key: int) -> int:
+    """Of the turns of a trajectory."""
+    return -1 - key
 
 
 class AgentTurns:
     """The agents of trajectories on the first rank of a replica: a RowSource of the model's turns.
 
     Trajectories are started at any time, and wait for `take` when they have ended. The source pauses when `reached()`.
-    `numbers` name trajectories and turns, unlike any other of the same processes or engine.
+    `sessions()` makes or finds the processes that run them, in the first poll, whose errors all ranks are given.
+    `numbers` name trajectories and turns, unlike any other of the same engine.
     """
 
-    def __init__(self, sessions: Sessions, on_failure: str, numbers: Iterator[int]) -> None:
-        self._sessions, self._numbers = sessions, numbers
+    def __init__(self, sessions: Callable[[], Sessions], on_failure: str, numbers: Iterator[int]) -> None:
+        self._begin, self._numbers = sessions, numbers
+        self._sessions: Sessions | None = None
         self._attempts = (_ATTEMPTS if on_failure == "retry" else 1) - 1
+        self._new: list[int] = []  # to start with the next poll
         self._running: dict[int, _UnderWay] = {}
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[str, Asked] = {}  # by the names of the rows under way
+        self._done: list[str] = []
         self.ended: dict[int, Acted] = {}
         self.reached: Callable[[], bool] = lambda: False
 
     def start(self, begun: Sequence[Row], rows: Sequence[Mapping[str, Any]]) -> None:
         """Run the agent for each of `rows`, as `begun` names, seeds and samples it."""
         for first, row in zip(begun, rows, strict=True):
-            key = next(self._numbers)
+            self._new.append(key := next(self._numbers))
             self._running[key] = _UnderWay(replace(first, sampling=replace(first.sampling, n=1)), row, self._attempts)
-            self._sessions.start(key, row, first.seed)
 
     @property
     def under_way(self) -> int:
@@ -226,32 +235,42 @@ class AgentTurns:
         open_ = {one.begun.row_id for one in self._running.values()}
         return len({one.begun.row_id for one in self.ended.values()} - open_)
 
-    def take(self) -> dict[int, Acted]:
-        """The trajectories that have ended since the last call, by numbers that ascend as they were started."""
+    def take(self) -> list[Acted]:
+        """The trajectories that have ended since the last call, in the order in which they were started."""
         found, self.ended = self.ended, {}
-        return found
+        return [one for _, one in sorted(found.items())]
 
     def withdraw(self, row_ids: Collection[int] | None, keep: bool) -> list[dict[str, Any]]:
         """`row_id` and `index` of the trajectories under way (of the prompts `row_ids`), which end, unless `keep`."""
-        found = {k: one.begun for k, one in self._running.items() if row_ids is None or one.begun.row_id in row_ids}
+        found = {k: one for k, one in self._running.items() if row_ids is None or one.begun.row_id in row_ids}
         if not keep:
-            self._sessions.cancel(found.keys())
-            self._running = {key: one for key, one in self._running.items() if key not in found}
-            if row_ids is None:  # else turns that are sampled already come to their end
-                self._asked.clear()
-        return [{"row_id": one.row_id, "index": one.index} for one in found.values()]
+            self._new = [key for key in self._new if key not in found]
+            if self._sessions is not None:
+                self._sessions.cancel(found.keys())
+            for key, one in found.items():
+                del self._running[key]
+                self._forget(key, one)
+        return [{"row_id": one.begun.row_id, "index": one.begun.index} for one in found.values()]
+
+    def _forget(self, key: int, one: _UnderWay) -> None:
+        self._done += [f"{_row_id(key)}.{index}" for index in one.past]
+        one.past.clear()
 
     def poll(self, seconds: float) -> list[Row] | None:
         """The turns to sample next, waiting up to `seconds` for the first; None for a pause, and once all trajectories
         have ended."""
         if self.reached():
             return None
-        asked = self._sessions.poll(seconds)
-        for key, end in self._sessions.take().items():
-            one = self._running[key]
+        sessions = self._sessions = self._begin() if self._sessions is None else self._sessions
+        for key in self._new:
+            sessions.start(key, self._running[key].row, self._running[key].begun.seed)
+        self._new.clear()
+        asked = sessions.poll(seconds)
+        for key, end in sessions.take().items():
+            self._forget(key, one := self._running[key])
             if end.failure is not None and one.attempts:
                 one.attempts -= 1
-                self._sessions.start(key, one.row, derived_seed(one.begun.seed, (1 << 40) + one.attempts))
+                sessions.start(key, one.row, derived_seed(one.begun.seed, (1 << 40) + one.attempts))
             else:
                 del self._running[key]
                 self.ended[key] = Acted(one.begun, one.row, end)
@@ -262,25 +281,46 @@ class AgentTurns:
             try:
                 sampling = replace(one.begun.sampling, **turn.sampling)
             except (HybridFlowError, TypeError) as error:
-                self._sessions.refuse(turn, str(error), full=False)
+                sessions.refuse(turn, str(error), full=False)
                 continue
-            number = -next(self._numbers)
-            self._asked[number] = turn
-            out.append(Row(number, 0, turn.ids, sampling, turn.seed))
+            row = Row(_row_id(turn.key), self._index(turn, one.past), turn.ids, sampling, turn.seed, kept=True)
+            self._asked[row.name] = turn
+            out.append(row)
         return out if out or self._running else None
 
     def finished(self, row: Row) -> None:
         """The engine has sampled this turn."""
-        asked = self._asked.pop(row.row_id)
-        if (one := self._running.get(asked.key)) is not None:
-            one.begun.prefilled += row.prefilled
-            one.begun.recomputed += row.recomputed
-            one.begun.spans += row.spans
+        asked = self._asked.pop(row.name, None)  # None: of a source before
+        if asked is None or (one := self._running.get(asked.key)) is None:
+            self._done.append(row.name)
+            return
+        one.past[row.index] = row.prompt_ids + row.token_ids
+        one.begun.prefilled += row.prefilled
+        one.begun.recomputed += row.recomputed
+        one.begun.spans += row.spans
+        assert self._sessions is not None
         self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end)
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""
-        self._sessions.refuse(self._asked.pop(row.row_id), why, full)
+        assert self._sessions is not None
+        self._sessions.refuse(self._asked.pop(row.name), why, full)
+
+    def done(self) -> list[str]:
+        """The names, since the last call, of rows that no further turn continues: their trajectories have ended."""
+        found, self._done = self._done, []
+        return [name for name in found if name not in self._asked]
+
+    def _index(self, asked: Asked, past: Mapping[int, list[int]]) -> int:
+        """The index of a row whose KV cache holds most of what was asked, or of none."""
+        row_id = _row_id(asked.key)
+        free = {index: ids for index, ids in past.items() if f"{row_id}.{index}" not in self._asked}
+        fitting = [index for index, ids in free.items() if asked.ids[: len(ids)] == ids]
+        if fitting:
+            return max(fitting, key=lambda index: len(free[index]))
+        if len(free) >= _CONVERSATIONS:
+            return next(iter(free))
+        return next(index for index in count() if index not in past and f"{row_id}.{index}" not in self._asked)
 
 
 def report_failures(ended: Collection[Acted], raises: bool) -> None:

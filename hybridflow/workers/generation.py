@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,8 @@ from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
 from hybridflow.engines.vllm.requests import stop_token_ids
 from hybridflow.engines.vllm.requirements import check_response
-from hybridflow.environments.acting_session import ActingSession
+from hybridflow.environments.acting_session import ActingSession, RecentSessions
 from hybridflow.environments.agent import AGENT_SETTINGS, Acted, Agent, AgentTurns, report_failures
-from hybridflow.environments.sessions import Sessions
 from hybridflow.environments.trajectory import TrajectoryRow
 from hybridflow.environments.trajectory_columns import (
     AGENT_COLUMNS,
@@ -38,6 +38,8 @@ from hybridflow.protocols import THREE_D_ALL_MICRO_DP, Settings, register
 from hybridflow.settings import require
 from hybridflow.workers.row_columns import SESSION_ROWS, WRITTEN, row_columns, trajectory_session, with_session
 
+_AGENTS = 2
+"""Whose processes stay between calls, so that training and evaluation may take turns."""
 _SESSION = ("batch", "until", "rows", "replica", "version")
 """Settings of `advance_rows` that are not those of the sampling."""
 
@@ -116,8 +118,8 @@ class Generation:
         self.outdated = False  # the version of the weights, which `advance` names
         self._named = False
         self._checkpoint = str(checkpoint)
-        self._sessions: tuple[bytes, Sessions] | None = None
-        self._numbers = count(1 << 40)  # of trajectories and turns; calls of `generate` count rows from -1 down
+        self._sessions = RecentSessions(self._checkpoint, _AGENTS)
+        self._numbers = count(1 << 40)  # of trajectories; calls of `generate` count rows from -1 down
         self._acting = ActingSession(engine, self._checkpoint, self._numbers)
         try:
             self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
@@ -143,14 +145,14 @@ class Generation:
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
-        turns = AgentTurns(self._sessions_of(agent), agent.on_failure, self._numbers)
+        turns = AgentTurns(partial(self._sessions.of, agent), agent.on_failure, self._numbers)
         turns.start(begun, [row for row in batch.to_dicts() for _ in range(chosen.n)])
         try:
             self.engine.serve(turns)
         except BaseException:
-            self.end_sessions()  # its trajectories would go on in the next call
+            self._sessions.close()  # its trajectories would go on in the next call
             raise
-        acted = [one for _, one in sorted(turns.take().items())]
+        acted = turns.take()
         report_failures(acted, raises=agent.on_failure == "raise")
         own, several = self.trajectory_batch(acted, chosen.n, agent)
         carried = batch[torch.tensor([at // chosen.n for at, rows in enumerate(several) for _ in rows])]
@@ -165,23 +167,9 @@ class Generation:
         found = self._columns([row for rows in several for row, _ in rows])
         return columns | found.without("response_mask"), several
 
-    def _sessions_of(self, agent: Agent) -> Sessions:
-        """The processes of the last call, where they run the same."""
-        made, sessions = agent.sessions(self._checkpoint)
-        if self._sessions is None or self._sessions[0] != made:
-            self.end_sessions()
-            self._sessions = made, sessions
-        return self._sessions[1]
-
-    def end_sessions(self) -> None:
-        """End the processes in which agents run."""
-        if self._sessions is not None:
-            self._sessions[1].close()
-            self._sessions = None
-
     def close(self) -> None:
         """Free the engine and end the processes of agents. May be called twice."""
-        self.end_sessions()
+        self._sessions.close()
         self._acting.close()
         self.engine.close()
 

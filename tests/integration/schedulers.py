@@ -60,9 +60,18 @@ def _change(pair: tuple[Any, ...], chance: random.Random, step: int) -> None:
             prompt = [chance.randint(2, 4) for _ in range(chance.randint(1, 40))]
             tokens, name = chance.randint(1, 62 - len(prompt)), f"{step}.{index}"
             for scheduler in pair:
-                parameters = SamplingParams(max_tokens=tokens, stop_token_ids=[1])
-                request = Request(name, list(prompt), parameters, None, block_hasher=HASHER)
-                scheduler.add_request(request)
+                scheduler.add_request(_request(name, prompt, tokens, resumable=index % 3 == 0))
+    waiting = [n for n, one in pair[0].requests.items() if one.status == RequestStatus.WAITING_FOR_STREAMING_REQ]
+    for name in sorted(waiting):
+        if chance.random() > 0.2:
+            continue
+        more = [chance.randint(2, 4) for _ in range(chance.randint(1, 5))]
+        left = 63 - pair[0].requests[name].num_computed_tokens - len(more)
+        for scheduler in pair:
+            if left > 0:
+                scheduler.add_request(_request(name, more, left, resumable=True))
+            else:
+                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
     if chance.random() < 0.05 and pair[0].requests:
         name = chance.choice(sorted(pair[0].requests))
         for scheduler in pair:
@@ -70,6 +79,11 @@ def _change(pair: tuple[Any, ...], chance: random.Random, step: int) -> None:
     paused = PauseState.PAUSED_ALL if chance.random() < 0.03 else PauseState.UNPAUSED
     for scheduler in pair:
         scheduler.set_pause_state(paused)
+
+
+def _request(name: str, prompt: list[int], tokens: int, resumable: bool) -> Request:
+    parameters = SamplingParams(max_tokens=tokens, stop_token_ids=[1])
+    return Request(name, list(prompt), parameters, None, block_hasher=HASHER, resumable=resumable)
 
 
 def _answer(scheduler: Any, plan: Any) -> list[tuple[Any, ...]]:

@@ -119,13 +119,20 @@ def whole(rows: hf.Batch, n: int = 2) -> list[int]:
     return groups
 
 
+def differing(found: hf.Batch, wanted: hf.Batch) -> set[str]:
+    """The columns that are not equal bit by bit."""
+    return {name for name in wanted.columns if not found.select(name).equal(wanted.select(name))}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_without_staleness_it_is_the_synchronous_call(actor, rollout, way):
     stream = hf.stream(loader(2), rollout, rows=8, n=2, max_staleness=0, **WAYS[way])
     for batch, prompts in zip(stream, loader(2), strict=True):
         found, wanted = batch.get(), rollout.generate_sequences(prompts, n=2, **WAYS[way]).get()
         assert set(found.columns) == set(wanted.columns)
-        assert found.select(*wanted.columns).without("prefill_tokens").equal(wanted.without("prefill_tokens"))
+        assert differing(found, wanted) <= {"prefill_tokens", "log_probs"}  # as warm as the KV cache is
+        apart = found["log_probs"].values - wanted["log_probs"].values
+        assert apart.abs().max() < 1e-5
         hf.sync_weights(actor, rollout)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hybridflow as hf
 from hybridflow.batch.ragged import Ragged
@@ -15,7 +17,6 @@ from hybridflow.errors import ConfigError, PromptError, WorkerError
 from tests import tiny_models
 from tests.example_templates import byte_tokenizer
 
-BLOCK = 128  # tokens of a block of vLLM's cache on CPU
 SAMPLING = hf.Sampling(max_tokens=60, seed=5, n=2, stop=tuple("abcdefghijklmnopqrstuvwxyz0123456789 .,:;"))
 
 
@@ -101,12 +102,13 @@ def test_log_probs_are_those_of_the_model(rollout, prompts, chat):
 
 
 def test_a_turn_computes_its_new_tokens(rollout):
-    """A turn begins at an edge of the cache's blocks."""
+    """The prompt, what the environment wrote, and the last token of each turn but the last, which follows nothing."""
     own = hf.Batch({"row_id": torch.tensor([1]), "prompt": ["a" * 300]})
     found = rollout.generate_sequences(own, environment=Echo, max_turns=3, n=1).get()
-    tokens = int(found["num_tokens"].sum())
     assert found.rows == 1
-    assert 300 < found["prefill_tokens"].item() <= tokens + 2 * BLOCK
+    written = int((~found["response_mask"].values).sum())
+    assert written > 0
+    assert found["prefill_tokens"].item() == len(found["prompt_ids"].values) + written + 2
 
 
 async def speak(row, model):
@@ -149,6 +151,42 @@ def test_failures_of_an_environment(rollout, prompts):
     assert found["rewards/environment"].isnan().all()
     with pytest.raises(WorkerError, match=r"row [389]: raised KeyError.*on_failure"):
         rollout.generate_sequences(prompts, environment=Broken, on_failure="raise")
+    assert rollout.generate_sequences(prompts, environment=Echo).get()["stop"] == ["done"] * 6
+
+
+async def where(row, model):
+    return {"reward": 1.0, "process": os.getpid()}
+
+
+async def elsewhere(row, model):
+    return {"reward": 0.5, "process": os.getpid()}
+
+
+def test_two_agents_keep_their_processes_between_calls(rollout, encoded):
+    calls = [rollout.run(encoded, solve, n=1).get() for solve in (where, elsewhere, where, elsewhere)]
+    first, second, again, last = ({one["process"] for one in call["environment_metrics"]} for call in calls)
+    assert (first, second) == (again, last)
+    assert first.isdisjoint(second)
+
+
+class Here:
+    """Can be pickled in the process that made it only."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+
+    def __call__(self) -> Echo:
+        return Echo()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if os.getpid() != self.process:
+            raise ValueError("it stays here")
+        return Here, (self.process,)
+
+
+def test_an_agent_that_cannot_be_sent_on_is_an_error_of_all_ranks(rollout, prompts):
+    with pytest.raises(WorkerError, match="it stays here"):
+        rollout.generate_sequences(prompts, environment=Here(os.getpid()))
     assert rollout.generate_sequences(prompts, environment=Echo).get()["stop"] == ["done"] * 6
 
 
@@ -203,35 +241,52 @@ async def forgets(row, model):
     return float(len(said[-1]["content"]))
 
 
-def learned(actor: hf.WorkerGroup, batch: hf.BatchRef) -> tuple[torch.Tensor, dict[str, float]]:
+def learned(actor: hf.WorkerGroup, batch: hf.BatchRef, loss: str = "gspo") -> tuple[torch.Tensor, dict[str, float]]:
     """Advantages and figures of an update (GRPO), each response rewarded by its tokens."""
     ids = batch.get("response_ids")["response_ids"]
     batch |= hf.Batch({"rewards": torch.tensor([float(row.sum() % 7) for row in ids.rows()])})
     batch |= actor.compute_log_prob(batch)
     batch |= hf.compute_advantage(batch, "grpo")
-    figures = actor.update_actor(batch, loss="gspo", minibatches=1).get()
+    figures = actor.update_actor(batch, loss=loss, minibatches=1).get()
     return batch.get("advantages")["advantages"].values, figures
 
 
-def test_an_actor_trains_on_trajectories(hosts, chat, prompts):
+def weights(actor: hf.WorkerGroup, path: Path) -> torch.Tensor:
+    return torch.cat(
+        [one.flatten() for _, one in sorted(load_file(Path(actor.save(path)) / "model.safetensors").items())]
+    )
+
+
+def test_an_actor_trains_on_trajectories(hosts, chat, prompts, tmp_path):
     actor = hf.ActorWorker.on(
         hosts[2:4],
         name="acting",
         model=chat,
         train=hf.FSDP(),
-        optim=hf.SGD(lr=0.0),
+        optim=hf.SGD(lr=0.1),
         generate=hf.VLLM(sampling=SAMPLING),
     )
     try:
         tools = actor.generate_sequences(prompts, tools=[twice], max_turns=3)
         own = prompts.with_columns(prompt_ids=tools.get()[list(range(0, tools.rows, tools.rows // 3))]["prompt_ids"])
         ways = [actor.generate_sequences(own), tools, actor.run(own, speak)]
-        plain, *others = (learned(actor, batch) for batch in ways)
-        assert plain[1]["actor/grad_norm"] > 0
-        for advantages, figures in others:
-            assert advantages.equal(plain[0])
-            for name in ("actor/loss", "actor/grad_norm"):
-                assert figures[name] == pytest.approx(plain[1][name], rel=1e-4, abs=1e-7), name
+        begin = hf.save(tmp_path / "begin", [actor])
+        before = weights(actor, tmp_path / "before")
+        for loss in ("ppo", "gspo"):
+            found = []
+            for number, batch in enumerate(ways):
+                hf.load(begin, [actor])
+                figures = learned(actor, batch, loss)
+                after = weights(actor, tmp_path / f"after{number}") if loss == "ppo" else before
+                found.append((*figures, after - before))
+            (advantages, figures, step), *others = found
+            assert figures["actor/grad_norm"] > 0
+            assert loss != "ppo" or step.abs().max() > 1e-4
+            for same, its, its_step in others:
+                assert advantages.equal(same)
+                assert torch.allclose(its_step, step, rtol=1e-3, atol=1e-6)
+                for name in ("actor/loss", "actor/grad_norm"):
+                    assert its[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-7), name
         batch = actor.generate_sequences(prompts, environment=Echo, max_turns=3)
         batch |= actor.compute_log_prob(batch)
         batch |= hf.compute_advantage(batch, "grpo")

@@ -24,6 +24,7 @@ from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import ModelSpec
 from tests.contracts.rank_processes import forking
 from tests.integration.session_scenarios import PROMPTS as SESSION_PROMPTS
+from tests.integration.turn_scenarios import check as check_turns
 from tests.integration.vllm_scenarios import (
     CONTEXT,
     EOS,
@@ -312,12 +313,42 @@ def test_errors_of_a_session_lose_no_row(results) -> None:
     assert all(row["token_ids"] == wanted[row["row_id"], row["index"]] for row in errors["rescued"])
 
 
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name][4] == "llama"])
+def test_turns_of_a_conversation_compute_their_new_tokens(results, name) -> None:
+    exact, first = not name.endswith(("p2t1", "p2t2")), results["llama"][2]["turns"]["kept"]
+    by_replica: dict[int, list[dict[str, Any]]] = {}
+    for out in results[name].values():
+        by_replica.setdefault(out["replica"], []).append(out["turns"])
+    for ranks in by_replica.values():
+        (kept,) = (rank["kept"] for rank in ranks if rank["kept"]["turns"] is not None)
+        (other,) = (rank["not kept"] for rank in ranks if rank["kept"]["turns"] is not None)
+        check_turns(kept, other, exact)
+        assert [[row["ids"] for row in each] for each in kept["turns"]] == [
+            [row["ids"] for row in each] for each in first["turns"]
+        ]
+        assert {rank["kept"]["left"] for rank in ranks} == {(0, 0)}
+        assert len({rank["kept"]["planned"] for rank in ranks}) == 1
+        assert exact == (kept["planned"] < other["planned"])
+
+
+def test_held_caches_make_room_for_others(results) -> None:
+    crowded = results["llama"][2]["crowded"]
+    for name, found in crowded.items():
+        assert found["left"] == (0, 0), name
+        rows = [row for each in found["turns"] for row in each]
+        assert any(row["prefilled"] == row["new"] < len(row["ids"]) - len(row["tokens"]) for row in rows), name
+        assert any(row["prefilled"] > row["new"] for row in rows), name
+
+
 def test_stop_strings_are_found_across_interruptions(results) -> None:
     out = results["llama"][2]["stop session"]
     kept = ("row_id", "index", "token_ids", "end")
     whole, again = ([{name: row[name] for name in kept} for row in out[how]] for how in ("whole", "again"))
     assert whole == again
     assert any(row["end"] == "stop" and len(row["token_ids"]) > 2 for row in whole)
+    turns = results["llama"][2]["stop turns"]
+    check_turns(turns["kept"], turns["not kept"])
+    assert any(row["end"] == "stop" for each in turns["kept"]["turns"] for row in each[:-1])
 
 
 def test_sleep_frees_the_cache_and_wake_restores_it(results) -> None:

@@ -18,7 +18,7 @@ from hybridflow.engines.vllm.engine import VLLMEngine
 from hybridflow.errors import HybridFlowError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
-from tests.integration import schedulers, session_scenarios
+from tests.integration import schedulers, session_scenarios, turn_scenarios
 
 VOCAB, CONTEXT, EOS = 70, 64, 1  # 70 rows of vocabulary: vLLM pads them to 128
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -217,11 +217,14 @@ def _scenario(world_rank: int, store: dist.Store, name: str, root: Path) -> dict
     if family == "llama" and name != "llama":
         _write(engine, context.rank, weights)
         out["session"] = session_scenarios.several_ranks(engine, root / "rows.json")
+        out["turns"] = turn_scenarios.both(engine)
     if name == "llama":
         _write(engine, 0, weights)
         out["session"] = session_scenarios.single(
             engine, root / "rows.json", lambda scale: _write(engine, 0, weights, scale)
         )
+        out["turns"] = turn_scenarios.both(engine)
+        out["crowded"] = turn_scenarios.crowded(engine)
         out["kept"] = _kept(engine, weights)
         out |= _single(engine, context, strategy, spec, weights, root / family)
     engine.close()
@@ -268,6 +271,7 @@ def _single(
     text = Sampling(max_tokens=30, temperature=3.0, stop=("w7", "w8 w"), ignore_eos=True)
     out["stop"] = _plain(engine.generate(PROMPTS, text, SEEDS))
     out["stop session"] = session_scenarios.with_stop_strings(engine)
+    out["stop turns"] = turn_scenarios.with_stop_strings(engine)
     return out
 
 

@@ -193,9 +193,7 @@ class VLLMEngine:
         return self._groups.rank == 0
 
     def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
-        """Decode the rows that `source` gives, as they come up, until it has no more; other rows of the session advance
-        with them. Only the replica's first rank has a source. With `kept`, the source may pause: rows of it that are
-        unfinished then stay, by their names in `kept`, for the next call. Returns what the source has under way.
+        """As in `GenerateEngine`; other rows of the session advance, too.
 
         Errors: what the source raises, on all ranks; nothing is kept then.
         """
@@ -203,11 +201,11 @@ class VLLMEngine:
         own, paused = set[str]() if kept is None else kept, False
         try:
             while True:
-                found = self._polled(source, 0.0 if own else MOMENT)
-                under_way = 0 if source is None else source.under_way
-                (given, error), left = self._groups.object_of_first((found, under_way))
+                polled = self._polled(source, 0.0 if own else MOMENT)
+                given, done, error, left = self._groups.object_of_first((*polled, source.under_way if source else 0))
                 if error is not None:
                     raise error
+                self._loop.drop(done)
                 if given is None:
                     paused = kept is not None
                     return left
@@ -221,18 +219,22 @@ class VLLMEngine:
                         source.finished(row)
         finally:
             if not paused:
-                self._loop.withdraw(own)
-                _ = self._loop.take(own)
-                own.clear()
+                self.abandon(own)
 
-    def _polled(self, source: RowSource | None, seconds: float) -> tuple[list[Row] | None, Exception | None]:
-        """What the source gives that can be sampled, or what it raises."""
+    def abandon(self, names: set[str]) -> None:
+        self._loop.withdraw(names)
+        _ = self._loop.take(names)
+        self._loop.drop()
+        names.clear()
+
+    def _polled(self, source: RowSource | None, seconds: float) -> tuple[list[Row] | None, list[str], Exception | None]:
+        """What the source gives that can be sampled, the names that it is done with, or what it raises."""
         out: list[Row] = []
         if source is None:
-            return out, None
+            return out, [], None
         try:
             if (found := source.poll(seconds)) is None:
-                return None, None
+                return None, source.done(), None
             for row in found:
                 try:
                     self._check_rows([row])
@@ -240,11 +242,10 @@ class VLLMEngine:
                     source.refused(row, str(error), len(row.prompt_ids) + 1 > self.max_length)
                 else:
                     out.append(row)
-        except HybridFlowError as error:
-            return None, error
-        except Exception as error:  # of the source, which runs the user's programs; it may not be pickled
-            return None, RuntimeError(f"{type(error).__name__}: {error}")
-        return out, None
+            return out, source.done(), None
+        except Exception as error:  # others are of the user's programs, and may not be pickled
+            known = isinstance(error, HybridFlowError)
+            return None, [], error if known else RuntimeError(f"{type(error).__name__}: {error}")
 
     def take(self) -> list[Row]:
         """The finished rows that were not taken yet, in the order in which they finished."""

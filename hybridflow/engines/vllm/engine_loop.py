@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.config import Until
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.core import model_runner
+from hybridflow.engines.vllm.held_caches import HeldCaches
 from hybridflow.engines.vllm.requests import RequestMaker
 from hybridflow.errors import ConfigError
 
@@ -45,6 +46,7 @@ class EngineLoop:
         self._max_length, self._keeps = max_length, keeps
         self._sampler: Any = model_runner(core).sampler
         self._scheduler: Any = core.scheduler
+        self._held = HeldCaches(core)
         self.policy_version = -1  # vLLM starts with random weights
         self._changes = 0
         self.rows: dict[str, Row] = {}  # unfinished
@@ -130,12 +132,18 @@ class EngineLoop:
     def evict(self) -> None:
         """Take all rows out of vLLM's scheduler; they stay unfinished, and their KV cache is free."""
         self._release(list(self._admitted))
+        self._held.release()
+
+    def drop(self, names: Collection[str] | None = None) -> None:
+        """Free the KV cache of finished rows (with these names) that are `kept`: nothing will continue them."""
+        self._held.release(names)
 
     def weights_changed(self, version: int | None) -> None:
         """Other weights have been written; rows continue with them. `version`: theirs, by default the next."""
         self.policy_version = self.policy_version + 1 if version is None else version
         self._changes += 1
         if self._keeps and self._admitted:  # new rows have another salt, so only these could find blocks of the past
+            self._held.release()
             for name in self._admitted:
                 self._scheduler.requests[name].skip_reading_prefix_cache = True
         else:
@@ -153,18 +161,21 @@ class EngineLoop:
         for name, row in self.rows.items():
             if name in self._admitted:
                 continue
-            request, core = self._requests.request(row, salt), self._core
+            cached, core = self._held.cached(row), self._core
+            request = self._requests.request(row, salt, cached, self._held.possible)
             self._sampler.streams[name] = (row.seed, len(row.prompt_ids))
             self._admitted[name] = self._requests.watch(row)
             core.add_request(*core.preprocess_add_request(request))
             row.recomputed += len(row.prompt_ids) + len(row.token_ids) if row.spans else 0
             row.spans += 1
+            row.prefilled += len(row.prompt_ids) - cached if cached else 0  # vLLM counts that of others
 
     def _step(self, schedule: bool = True) -> None:
         """One step of vLLM's core; `schedule=False` only completes one that is in flight."""
         from vllm.v1.core.sched.interface import PauseState
 
         core, stopped = self._core, []
+        self._held.make_room()
         if not schedule:
             self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
@@ -174,10 +185,14 @@ class EngineLoop:
                 self._scheduler.set_pause_state(PauseState.UNPAUSED)
         core.post_step(executed)
         for output in outputs[0].outputs if outputs else ():  # pipelines are filled first
-            if output.request_id in self._admitted and self._take_output(output) and output.finish_reason is None:
-                stopped.append(output.request_id)
+            if output.request_id in self._admitted and self._take_output(output):
+                running, row = output.finish_reason is None, self._finished[output.request_id]
+                if not (row.kept and self._held.hold(row, running)) and running:
+                    stopped.append(row.name)
         if stopped:
             core.abort_requests(stopped)
+        if not executed:  # nothing had room
+            self._held.release()
 
     def _take_output(self, output: EngineCoreOutput) -> bool:
         """Add the tokens of one step to their row; True when it is finished."""

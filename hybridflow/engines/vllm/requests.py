@@ -34,10 +34,13 @@ class RequestMaker:
                 "end responses by the model's stop token."
             )
 
-    def request(self, row: Row, salt: str | None) -> EngineCoreRequest:
-        """The rest of the response, after the prompt and the tokens so far; rows of another `salt` share no cache."""
-        left = row.sampling.longest - len(row.token_ids)
-        return _request(row.name, row.prompt_ids + row.token_ids, self._parameters(row.sampling, left), salt)
+    def request(self, row: Row, salt: str | None, cached: int = 0, holds: bool = False) -> EngineCoreRequest:
+        """The rest of the response, after the prompt and the tokens so far; rows of another `salt` share no cache.
+
+        `cached` tokens are in the cache of the row's name, and with `holds` that of a row that is `kept` stays.
+        """
+        left, ids = row.sampling.longest - len(row.token_ids), row.prompt_ids + row.token_ids
+        return _request(row.name, ids[cached:], self._parameters(row.sampling, left), salt, row.kept and holds)
 
     def watch(self, row: Row) -> IncrementalDetokenizer | None:
         """Finds stop strings in a response: `update(new_token_ids, False)` returns a string that was completed or None.
@@ -85,7 +88,9 @@ def stop_token_ids(checkpoint: Path) -> list[int]:
     return []
 
 
-def _request(name: str, token_ids: list[int], parameters: SamplingParams, salt: str | None) -> EngineCoreRequest:
+def _request(
+    name: str, token_ids: list[int], parameters: SamplingParams, salt: str | None, resumable: bool = False
+) -> EngineCoreRequest:
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
@@ -98,6 +103,7 @@ def _request(name: str, token_ids: list[int], parameters: SamplingParams, salt: 
         lora_request=None,
         cache_salt=salt,
         data_parallel_rank=None,
+        resumable=resumable,
     )
 
 

@@ -75,8 +75,8 @@ class DecodeScheduler(Scheduler):
         if (
             not self._plain_cache
             or not running
-            or (self.waiting and len(running) < self.max_num_active_reqs)
-            or self.kv_holding_waiting
+            or (self.waiting and len(running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs)
+            or len(self.kv_holding_waiting) > self.num_waiting_for_streaming_input
             or self.reset_preempted_req_ids
             or self._pause_state != PauseState.UNPAUSED
             or len(running) > self.max_num_scheduled_tokens
@@ -107,7 +107,8 @@ class DecodeScheduler(Scheduler):
             request.append_output_token_ids(token_ids[place][0])
             if check_stop(request, length):
                 reason = request.get_finished_reason()
-                self._free_request(request)
+                if self._handle_stopped_request(request):  # or it waits for what continues it
+                    self._free_request(request)
                 stopped.add(request)
             found = log_probs.slice_request(place, 1) if log_probs is not None else None
             outputs.append(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import venv
-from importlib.util import find_spec
 
 import numpy
 import pytest
@@ -102,11 +101,6 @@ uvicorn.run(create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8), port=in
 """
 
 
-def needs(package: str):
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
-
-
-@needs("gymnasium")
 def test_gymnasium(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "quiz_of_a_test.py").write_text(QUIZ)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -126,7 +120,6 @@ def test_gymnasium(checkpoint, tmp_path, monkeypatch):
     assert sorted(asked.count(one) for one in set(asked)) == [2, 3]  # one row_id, one game
 
 
-@needs("textarena")
 def test_textarena(checkpoint):
     def says(row, turn, heard):
         low, high = 1, 20
@@ -140,7 +133,6 @@ def test_textarena(checkpoint):
     assert found[0].trajectory.rows[0].token_ids == found[1].trajectory.rows[0].token_ids
 
 
-@needs("reasoning_gym")
 def test_reasoning_gym(checkpoint):
     import reasoning_gym
 
@@ -158,7 +150,6 @@ def test_reasoning_gym(checkpoint):
     assert wrong.ending.reward < 0.1
 
 
-@needs("skyrl_gym")
 def test_skyrl_gym(checkpoint):
     rows = [{"prompt": "2 + 2?", "reward_spec": {"ground_truth": answer}} for answer in ("4", "5")]
     found = run(EnvironmentLoop(environments.skyrl_gym("gsm8k"), 3), checkpoint, rows, lambda *_: "#### 4")
@@ -168,7 +159,6 @@ def test_skyrl_gym(checkpoint):
     ]
 
 
-@needs("mcp")
 def test_an_mcp_server(checkpoint, tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     tools = environments.mcp([sys.executable, str(tmp_path / "server.py")])
@@ -191,7 +181,6 @@ def test_an_mcp_server(checkpoint, tmp_path):
     assert any("no thirteens" in heard for heard in last)
 
 
-@needs("mcp")
 def test_an_mcp_server_that_is_not_there():
     with pytest.raises(ConfigError, match="cannot be asked for its tools: FileNotFoundError"):
         environments.mcp(["/no/server"])
@@ -252,7 +241,6 @@ def test_a_package_that_another_interpreter_lacks_is_said_before_groups_start(tm
         environments.textarena("GuessTheNumber-v0", python=tmp_path / "bin" / "python")
 
 
-@needs("gymnasium")
 def test_a_package_in_another_interpreter(checkpoint, tmp_path):
     """The other interpreter has the package by a path file, and none of ours."""
     import gymnasium

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import math
 import os
 import time
+from typing import Any
 
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.trajectory import NO_TURN
@@ -104,6 +106,54 @@ def test_an_environment_of_text(checkpoint):
     assert [(one.ending.stop, one.ending.reward, one.trajectory.turns) for one in found] == [
         ("done", 1.0, 1), ("done", 1.0, 3), ("turns", 0.0, 4),
     ]  # fmt: skip
+
+
+class Wrong:
+    """Does not keep the contract, in the way that the row says."""
+
+    def reset(self, how: str, value: Any) -> Any:
+        self.how, self.value = how, value
+        return value if how == "reset" else "Begin."
+
+    def step(self, text: str) -> Any:
+        return {"step": self.value, "observation": (self.value, 0.0, False), "reward": ("on", self.value, True)}[
+            self.how
+        ]
+
+
+def test_an_environment_that_returns_nothing_or_a_wrong_type_is_named(checkpoint):
+    wrong = {
+        ("reset", None): "Wrong.reset returned nothing, and the row has no prompt to ask the model",
+        ("reset", 3): "Wrong.reset returned 3; it must be text or a list of messages",
+        ("reset", ("text", ())): "Wrong.reset returned ('text', ()); it must be text or a list of messages",
+        ("step", None): "Wrong.step returned None; it must be (observation, reward, done)",
+        ("step", ("text", 1.0)): "Wrong.step returned ('text', 1.0); it must be (observation, reward, done)",
+        ("observation", None): "Wrong.step returned None; it must be text or a list of messages",
+        ("observation", ()): "Wrong.step returned (); it must be text or a list of messages",
+        ("reward", None): "Wrong.step gave the reward None, which is no number",
+        ("reward", "1"): "Wrong.step gave the reward '1', which is no number",
+        ("reward", math.nan): "Wrong.step gave the reward nan, which is not finite",
+    }
+    rows = [{"how": how, "value": value} for how, value in wrong]
+    large = [{"role": "user", "content": "x" * 1_000_000}]
+    *found, last = run(EnvironmentLoop(Wrong, 4), checkpoint, [*rows, {"how": "reset", "value": large}], lambda *_: "x")
+    assert [one.failure for one in found] == list(wrong.values())
+    assert last.failure == "Wrong.reset answered with 1000000 characters; at most 262144 are read"
+
+
+class Unpaid:
+    """Has tools, and gives no reward."""
+
+    def reset(self) -> str:
+        return "Begin."
+
+    def get_reward(self) -> None:
+        return None
+
+
+def test_an_environment_without_a_reward_is_named(checkpoint):
+    (one,) = run(EnvironmentLoop(Unpaid, 2), checkpoint, [{}], lambda *_: "x")
+    assert one.failure == "Unpaid gave the reward None, which is no number"
 
 
 async def solve(row, model):

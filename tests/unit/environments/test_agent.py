@@ -1,0 +1,133 @@
+"""What is refused on the driver before a call with an agent, and which row of the engine continues which."""
+
+from itertools import count
+
+import pytest
+
+from hybridflow.config import Sampling
+from hybridflow.engines.contract import Row
+from hybridflow.environments.agent import Agent, AgentTurns
+from hybridflow.environments.sessions import Asked, EndedTrajectory
+from hybridflow.errors import ConfigError
+from tests.example_templates import byte_tokenizer
+
+COLUMNS = ("row_id", "prompt")
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def unhinted(a):
+    """A number."""
+
+
+def undescribed(a: int) -> int:
+    """A number."""
+    return a
+
+
+class Shop:
+    def reset(self) -> str:
+        return "Buy."
+
+    def buy(self, name) -> str:
+        """Buy something."""
+        return name
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("template", ["plain", "thinking_removed"])
+def test_a_template_without_tools_is_refused(tmp_path, template):
+    byte_tokenizer(template).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no place for tools"):
+        Agent(tools=[add]).check(str(tmp_path), COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": [unhinted]}, "the tool unhinted cannot be described"),
+        ({"tools": [undescribed]}, "the tool undescribed cannot be described"),
+        ({"tools": [lambda a: a]}, "cannot be described"),
+        ({"tools": [3]}, "which is no function"),
+        ({"tools": [add, unhinted, add]}, "the tool unhinted"),
+        ({"tools": [add, add]}, "two tools named add"),
+        ({"environment": Shop}, "the tool buy cannot be described"),
+    ],
+)
+def test_tools_that_cannot_be_described_are_refused(checkpoint, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Agent(**settings).check(checkpoint, COLUMNS)
+
+
+@pytest.mark.parametrize("turns", [0, -1, 2.0, True, None])
+def test_turns_are_a_whole_number(turns):
+    with pytest.raises(ConfigError, match="max_turns="):
+        Agent(tools=[add], max_turns=turns)
+
+
+class Scripted:
+    """In the place of Sessions: asks for turns as told."""
+
+    def __init__(self) -> None:
+        self.asks: list[Asked] = []
+        self.ended: dict[int, EndedTrajectory] = {}
+
+    def start(self, *_) -> None: ...
+
+    def answer(self, *_) -> None: ...
+
+    def poll(self, seconds: float) -> list[Asked]:
+        found, self.asks = self.asks, []
+        return found
+
+    def take(self) -> dict[int, EndedTrajectory]:
+        found, self.ended = self.ended, {}
+        return found
+
+
+def test_a_turn_continues_the_row_that_has_its_tokens():
+    sessions = Scripted()
+    turns = AgentTurns(lambda: sessions, "mask", count())  # type: ignore[arg-type]
+    turns.start([Row(5, index, [], Sampling(), index) for index in range(2)], [{}, {}])
+    numbers = iter(range(100))
+
+    def asked(*turns_of: tuple[int, list[int]]):
+        sessions.asks = [Asked(key, next(numbers), ids, 0, {}) for key, ids in turns_of]
+        rows = turns.poll(0.0)
+        assert rows is not None
+        return rows
+
+    def said(row, *ids: int) -> None:
+        row.token_ids = list(ids)
+        turns.finished(row)
+
+    first, other = asked((0, [5, 6]), (1, [5, 6]))
+    assert first.name != other.name
+    assert first.kept
+    (beside,) = asked((0, [5, 6]))  # while the first is under way
+    assert beside.name not in (first.name, other.name)
+    said(first, 7)
+    said(beside, 8)
+    (more,) = asked((0, [5, 6, 8, 9]))
+    assert more.name == beside.name
+    (more,) = asked((0, [5, 6, 7]))
+    assert more.name == first.name
+    said(more, 1)
+    (anew,) = asked((0, [9, 9]))
+    assert anew.name not in (first.name, beside.name)
+    sessions.ended = {0: EndedTrajectory(None, None)}  # type: ignore[arg-type]
+    assert turns.poll(0.0) == []
+    assert turns.done() == [first.name]  # the others are under way
+    said(anew, 2)
+    assert turns.done() == [anew.name]
+    assert turns.done() == []
