@@ -64,6 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "environment": {"environment": Echo, "max_turns": 4},
     "solve": {"solve": forgets},
 }
+LOG_PROBS = ("policy_version", "response_mask", "log_probs", "old_log_probs")
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +139,10 @@ def test_without_staleness_it_is_the_synchronous_call(actor, rollout, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_token_is_too_old_and_no_trajectory_is_lost(actor, rollout, way):
+    hf.sync_weights(actor, rollout)
     stream = hf.stream(loader(4), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.01, **WAYS[way])
     seen: list[int] = []
+    newest = 0
     for number, batch in enumerate(stream):
         rows = train(batch, actor)
         hf.sync_weights(actor, rollout)
@@ -153,35 +156,29 @@ def test_no_token_is_too_old_and_no_trajectory_is_lost(actor, rollout, way):
         prompts = dict(zip(rows["group_id"].tolist(), rows["prompt"], strict=True))
         assert [prompts[group] for group in groups] == [text_of(group) for group in groups]
         assert stream.metrics()["stream/staleness_max"] <= 1
+        newest += log_probs_are_those_of(rows, number)
+    assert newest
     assert sorted(seen) == list(range(16))
     assert rollout.withdraw_rows().get() == [[], []]
+
+
+def log_probs_are_those_of(rows: hf.Batch, version: int) -> int:
+    """Checks rows that the present weights sampled against training's; returns how many there were."""
+    checked = 0
+    for names in zip(*(rows[name].tolist() for name in LOG_PROBS), strict=True):
+        versions, mask, ours, theirs = map(torch.tensor, names)
+        if set(versions[mask].tolist()) == {version}:
+            assert (ours - theirs)[mask].abs().max() < 1e-3
+            checked += 1
+    return checked
 
 
 def text_of(group: int) -> str:
     return [text for batch in loader(4).drawn() for text in batch["prompt"]][group]
 
 
-def test_log_probs_are_those_of_the_version_that_sampled_each_token(actor, rollout):
-    hf.sync_weights(actor, rollout)
-    stream = hf.stream(loader(3), rollout, rows=8, n=2, max_staleness=1, call_seconds=0.01, **WAYS["environment"])
-    checked = 0
-    for number, batch in enumerate(stream):
-        rows = (batch | actor.compute_log_prob(batch)).get()
-        kept, versions = rows["response_mask"].tolist(), rows["policy_version"].tolist()
-        for at, row in enumerate(versions):
-            if set(row) == {number}:
-                mask = torch.tensor(kept[at])
-                ours, theirs = (torch.tensor(rows[name].tolist()[at])[mask] for name in ("log_probs", "old_log_probs"))
-                assert (ours - theirs).abs().max() < 1e-3
-                checked += 1
-        train(batch, actor)
-        hf.sync_weights(actor, rollout)
-    assert checked
-
-
-@pytest.mark.parametrize("way", ["environment", "solve"])
-def test_a_loop_that_was_left_and_a_state_continue(actor, rollout, way):
-    settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": 1, "call_seconds": 0.01, **WAYS[way]}
+def test_a_loop_that_was_left_and_a_state_continue(actor, rollout):
+    settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": 1, "call_seconds": 0.01, **WAYS["solve"]}
     first, seen = hf.stream(loader(5), rollout, **settings), []
     for batch in first:
         seen += whole(batch.get())
@@ -200,6 +197,31 @@ def test_a_loop_that_was_left_and_a_state_continue(actor, rollout, way):
         seen += whole(batch.get())
         hf.sync_weights(actor, rollout)
     assert sorted(seen) == list(range(20))
+
+
+def test_a_synchronous_loop_continues_from_a_checkpoint(actor, rollout, tmp_path):
+    """Tokens, rewards and updates are those of the loop that went on, bit by bit."""
+
+    def run(**options: Any) -> list[tuple[float, hf.Batch]]:
+        texts, seen = loader(3), []
+        parts = {"actor": actor, "texts": texts}
+        checkpoints = hf.Checkpoints(tmp_path / "saved", every=1, only=parts, **options)
+        for prompts in checkpoints.resume(texts):
+            hf.sync_weights(actor, rollout)
+            batch = rollout.generate_sequences(prompts, n=2, **WAYS["environment"])
+            batch |= actor.compute_log_prob(batch)
+            batch |= hf.compute_advantage(batch, "grpo")
+            norm = actor.update_actor(batch, minibatches=2).get()["actor/grad_norm"]
+            seen.append((norm, batch.get()))
+            checkpoints.step()
+        return seen
+
+    undisturbed = run()
+    continued = run(resume=tmp_path / "saved" / "step-00000001")
+    assert undisturbed[0][0] > 0
+    for (norm, rows), (same, others) in zip(undisturbed[1:], continued, strict=True):
+        assert norm == same
+        assert differing(rows, others) <= {"prefill_tokens", "log_probs", "policy_version"}  # the engine's own counts
 
 
 def test_failed_and_hanging_environments_are_masked_and_hold_up_no_other(actor, rollout):

@@ -193,10 +193,7 @@ class VLLMEngine:
         return self._groups.rank == 0
 
     def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
-        """As in `GenerateEngine`; other rows of the session advance, too.
-
-        Errors: what the source raises, on all ranks; nothing is kept then.
-        """
+        """See `GenerateEngine`; other rows advance, too. Errors: the source's, on all ranks, and nothing is kept."""
         self._check_memory()
         own, paused = set[str]() if kept is None else kept, False
         try:
@@ -215,7 +212,7 @@ class VLLMEngine:
                     self._loop.run(lambda: not own <= self._loop.rows.keys(), seconds=MOMENT)
                 for row in self._loop.take(own):
                     own.discard(row.name)
-                    if source is not None:
+                    if source:
                         source.finished(row)
         finally:
             if not paused:
