@@ -23,6 +23,7 @@ from hybridflow.config import Until
 from hybridflow.data.prompts import PromptSource
 from hybridflow.driver import sync_weights
 from hybridflow.elastic_devices import ElasticDevices, NotResizedError
+from hybridflow.environments.agent import Agent
 from hybridflow.errors import HybridFlowError, PlacementError
 from hybridflow.planner.elastic.policies import decide, static
 from hybridflow.planner.elastic.state import (
@@ -82,6 +83,10 @@ class Elastic(ElasticDevices):
         for name, value in (("n", n), ("minibatches", minibatches)):
             require(type(value) is int and value > 0, f"stream({name}={value!r}): give a whole number above 0.")
         require(copy_seconds > 0, f"stream(copy_seconds={copy_seconds}): give seconds above 0.")
+        require(
+            Agent.of(sampling) is None,
+            "elastic devices generate single turns, because trajectories cannot move to other devices: use hf.stream.",
+        )
         if self.actor.session.traces:
             self.actor.session.backend.elastic = True  # type: ignore[attr-defined]
         size = loader.batch_size * n

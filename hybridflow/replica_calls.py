@@ -14,7 +14,8 @@ from hybridflow.cluster.batch_ref import BatchRef, LaterBatch
 from hybridflow.cluster.future import Future
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.config import Until
-from hybridflow.errors import HybridFlowError
+from hybridflow.environments.agent import Agent
+from hybridflow.errors import BatchError, ConfigError, HybridFlowError
 from hybridflow.planner.elastic.measured import Measured
 from hybridflow.planner.elastic.state import RunningGroup
 
@@ -26,17 +27,22 @@ _COPY_TIMEOUT = 30.0  # seconds; the host that made the copy may be gone
 
 
 class Finished(NamedTuple):
-    """A response of `tokens`: row `at` of what a call returned, and of the driver's `copy` of it, if there is one."""
+    """A response of `tokens`: row `at` of what a call returned, and of the driver's `copy` of it, if there is one. A
+    trajectory has `count` rows from there on."""
 
     rows: BatchRef
     at: int
     versions: range
     copy: Batch | None = None
     tokens: int = 0
+    count: int = 1
 
     def copied(self) -> Finished | None:
         """The same response from the copy, which needs no host; None without one."""
-        return None if self.copy is None else self._replace(rows=BatchRef.from_batch(self.copy[[self.at]]), at=0)
+        if self.copy is None:
+            return None
+        own = self.copy[list(range(self.at, self.at + self.count))]
+        return self._replace(rows=BatchRef.from_batch(own, number=False), at=0)
 
 
 class Responses(NamedTuple):
@@ -84,7 +90,8 @@ class ReplicaCalls:
         batch, rows = None, self.rows
         if prompts is not None:
             wanted = [name for name in ("prompt_ids", "prompt") if name in prompts][:1]
-            batch = BatchRef.from_batch(prompts.select(*wanted, "row_id"))
+            chosen = prompts.select(*wanted, "row_id") if Agent.of(self.settings) is None else prompts
+            batch = BatchRef.from_batch(chosen)
         self.new, self.rows = [], []
         settings = {"until": self.until, "replica": self.replica, "version": version, **self.settings}
         self.calls.append(self.group.advance_rows(batch, rows=rows, **settings))
@@ -104,12 +111,19 @@ class ReplicaCalls:
             if not rows.rows:
                 continue
             copy = rows.get() if self._copies_rows else None
-            numbers = rows.get(PER_ROW) if copy is None else copy
-            for at, row in enumerate(zip(*(numbers[name].tolist() for name in PER_ROW), strict=True)):
-                row_id, index, oldest, newest, recomputed, tokens = row
+            acted = "trajectory_id" in rows
+            numbers = rows.get((*PER_ROW, "trajectory_id") if acted else PER_ROW) if copy is None else copy
+            values = list(zip(*(numbers[name].tolist() for name in PER_ROW), strict=True))
+            spans = trajectory_spans(numbers["trajectory_id"].tolist() if acted else range(len(values)))
+            for at, count in spans:
+                row_id, index, oldest, newest, recomputed, _ = values[at]
+                if acted:
+                    row_id, index = divmod(int(numbers["trajectory_id"][at]), self.settings["n"])
+                tokens = sum(row[-1] for row in values[at : at + count])
                 self.recomputed, self.tokens = self.recomputed + recomputed, self.tokens + tokens
-                self.collected.append((row_id, index, Finished(rows, at, range(oldest, newest + 1), copy, tokens)))
-            self.unfinished -= rows.rows
+                finished = Finished(rows, at, range(oldest, newest + 1), copy, tokens, count)
+                self.collected.append((row_id, index, finished))
+            self.unfinished -= len(spans)
 
     def ended(self) -> list[tuple[int, int, Finished]]:
         """What was collected since: row id, index in the group, response."""
@@ -131,6 +145,35 @@ class ReplicaCalls:
             with suppress(HybridFlowError):  # its host died before it ran
                 rows += copy.get(_COPY_TIMEOUT)
         return rows
+
+
+def trajectory_spans(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each trajectory begins, and its number of rows, which are adjacent."""
+    ends = [at for at in range(1, len(ids) + 1) if at == len(ids) or ids[at] != ids[at - 1]]
+    return [(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def function_responses(batch: BatchRef, groups: Sequence[int], n: int) -> dict[int, dict[int, Finished]]:
+    """By group and index those in `batch`, which a function made of the groups' prompts. Waits for trajectories, whose
+    rows must be adjacent. Errors: BatchError when they are not `n` for each group."""
+    acted = "trajectory_id" in batch
+    spans = trajectory_spans(batch.get("trajectory_id")["trajectory_id"].tolist() if acted else range(batch.rows))
+    if len(spans) != len(groups) * n:
+        what = "trajectories" if acted else "rows"
+        raise BatchError(
+            f"stream: the function made {len(spans)} {what} of {len(groups)} prompts, n={n} asks for {len(groups) * n}."
+        )
+    found = [Finished(batch, at, range(0), count=count) for at, count in spans]
+    return {group: dict(enumerate(found[k * n : (k + 1) * n])) for k, group in enumerate(groups)}
+
+
+def with_prompts(rows: BatchRef, prompts: Batch, picked: Sequence[Finished], n: int) -> BatchRef:
+    """The `rows` of a batch of `picked` responses, `n` for each of `prompts`, with the columns of these."""
+    if "trajectory_id" not in rows:
+        return BatchRef.from_batch(prompts).repeat(n) | rows.without(*SESSION)
+    of_row = [at // n for at, one in enumerate(picked) for _ in range(one.count)]
+    own = rows.without(*(name for name in SESSION if name != "row_id"))
+    return BatchRef.from_batch(prompts[of_row], number=False) | own
 
 
 class RowReports:
@@ -202,6 +245,17 @@ class _Decoded(NamedTuple):
     prefill: int
 
 
+def check_generates(group: object) -> None:
+    """Errors: ConfigError for what a stream cannot generate with."""
+    if not isinstance(group, WorkerGroup):
+        raise ConfigError(f"stream(rollout=...) takes groups such as hf.RolloutWorker.on(...) returns, got {group!r}.")
+    group.check_open()
+    if "advance_rows" not in group.operations or group.settings.get("generate") is None:
+        raise ConfigError(f"stream(rollout={group.name}): this group cannot generate. Give it generate=hf.VLLM(...).")
+    if group.has_replica_for("generate_sequences"):
+        raise ConfigError(f"stream(rollout={group.name}): its placement generates elsewhere. Place a RolloutWorker.")
+
+
 def replica_calls(
     group: WorkerGroup, until: Until, settings: Mapping[str, Any], copy_seconds: float | None
 ) -> list[ReplicaCalls]:
@@ -224,11 +278,11 @@ def known_responses(
     out = {number: Responses({}, {}) for number in groups}
     for number, known in out.items():
         for index, response in finished.get(number, {}).items():
-            if response.versions[-1] <= newest and (copy := response.copied()) is not None:
+            if response.versions.stop <= newest + 1 and (copy := response.copied()) is not None:
                 known.finished[index] = copy
     for row in rows:
         known = out.get(row["row_id"] - offset)
-        if known is not None and row["index"] not in known.finished:
+        if known is not None and "token_ids" in row and row["index"] not in known.finished:
             kept = sum(version <= newest for version in row["policy_version"])  # versions ascend
             cut = {name: row[name][:kept] for name in ("token_ids", "log_probs", "policy_version")}
             known.unfinished[row["index"]] = {**row, **cut}

@@ -27,8 +27,18 @@ from hybridflow.cluster.session import Session
 from hybridflow.config import Until
 from hybridflow.data.drawn_prompts import DrawnPrompts
 from hybridflow.data.prompts import PromptSource
-from hybridflow.errors import BatchError, ConfigError, HybridFlowError
-from hybridflow.replica_calls import SESSION, Finished, ReplicaCalls, Responses, known_responses, replica_calls
+from hybridflow.environments.agent import Agent
+from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.replica_calls import (
+    Finished,
+    ReplicaCalls,
+    Responses,
+    check_generates,
+    function_responses,
+    known_responses,
+    replica_calls,
+    with_prompts,
+)
 from hybridflow.settings import require
 
 Function = Callable[[BatchRef], BatchRef]
@@ -60,8 +70,9 @@ def stream(
     `hf.sync_weights(actor, rollout)`, or an actor with generation, whose unfinished responses continue after its
     update. Or a function `prompts -> batch` that issues calls of your own, with `n` rows per prompt; its calls are not
     interrupted. Calls of rollouts decode for `call_seconds`; `sampling` overrides their `Sampling`.
-    With `hf.Checkpoints`, responses under way are copied every `copy_seconds`, and continue from there when their host
-    is lost.
+    With `tools`, `environment` or `solve` (the program of `run`) among it, a response is a trajectory: `rows` and `n`
+    count trajectories, and a batch has more rows where these fork. With `hf.Checkpoints`, responses under way are
+    copied every `copy_seconds`, and continue from there when their host is lost; trajectories begin anew.
 
     Prompts are drawn from `loader` one by one; its batches need not have the size of a batch of the stream.
     `hf.Checkpoints.resume(stream)` continues with the prompts that were under way. One iteration of the session is one
@@ -77,22 +88,13 @@ def stream(
     groups = [rollout] if isinstance(rollout, WorkerGroup) else [] if callable(rollout) else list(rollout)
     require(callable(rollout) or bool(groups), f"stream(rollout={rollout!r}): give a group that generates.")
     for group in groups:
-        _check_generates(group)
+        check_generates(group)
     require(not (sampling and callable(rollout)), "sampling settings belong into the function that generates.")
+    _ = Agent.of(sampling)
     require(len(groups) <= 1 or max_staleness > 0, "max_staleness=0 takes one group: give it all of the devices.")
     function: Any = partial(groups[0].generate_sequences, n=n, **sampling) if groups else rollout
     sessions = until if groups and max_staleness else None
     return ResponseStream(loader, groups, options, function, sessions, {"n": n, **sampling}, copy_seconds)
-
-
-def _check_generates(group: object) -> None:
-    if not isinstance(group, WorkerGroup):
-        raise ConfigError(f"stream(rollout=...) takes groups such as hf.RolloutWorker.on(...) returns, got {group!r}.")
-    group.check_open()
-    if "advance_rows" not in group.operations or group.settings.get("generate") is None:
-        raise ConfigError(f"stream(rollout={group.name}): this group cannot generate. Give it generate=hf.VLLM(...).")
-    if group.has_replica_for("generate_sequences"):
-        raise ConfigError(f"stream(rollout={group.name}): its placement generates elsewhere. Place a RolloutWorker.")
 
 
 class ResponseStream:
@@ -175,7 +177,7 @@ class ResponseStream:
         rows = [row for chain in self._chains.values() for row in chain.copied_rows()]
         rows += [row for group in self._sessions for found in group.withdraw_rows().get() for row in found]
         for group in self._sessions:
-            group.advance_rows(until=Until(steps=1))  # drops what has finished meanwhile
+            group.advance_rows(until=self._until, **self._sampling)  # drops what has finished meanwhile
         done = {number: group for groups in (*self._given, self._found) for number, group in groups.items()}
         state, self._restored = self._restored, None
         self._reset()
@@ -365,14 +367,8 @@ class ResponseStream:
     def _take_function(self) -> None:
         """Take up the oldest call of the function without waiting: they end in order, and data is by reference."""
         batch, numbers = self._issued.popleft()
-        if batch.rows != len(numbers) * self.options.n:
-            raise BatchError(
-                f"stream: the function made {batch.rows} rows of {len(numbers)} prompts, n={self.options.n} asks for "
-                f"{len(numbers) * self.options.n}."
-            )
-        for at, number in enumerate(numbers):
-            for index in range(self.options.n):
-                self._found[number][index] = Finished(batch, at * self.options.n + index, range(0))
+        for number, responses in function_responses(batch, numbers, self.options.n).items():
+            self._found[number] = responses
             self._admission.finished(number)
 
     def _give_up(self, numbers: Sequence[int]) -> None:
@@ -389,12 +385,11 @@ class ResponseStream:
         picked = [responses[index] for responses in found.values() for index in range(self.options.n)]
         calls = list({id(one.rows): one.rows for one in picked}.values())
         first = dict(zip(map(id, calls), itertools.accumulate((call.rows for call in calls), initial=0), strict=False))
-        places = [first[id(one.rows)] + one.at for one in picked]
+        places = [first[id(one.rows)] + one.at + row for one in picked for row in range(one.count)]
         rows = calls[0] if len(calls) == 1 else BatchRef.concat(calls)
         if places != list(range(rows.rows)):
             rows = rows.take(places)
         if self._until is not None:
-            prompts = BatchRef.from_batch(self._prompts.rows(batch.groups)).repeat(self.options.n)
-            rows = prompts | rows.without(*SESSION)
+            rows = with_prompts(rows, self._prompts.rows(batch.groups), picked, self.options.n)
         self._prompts.forget(min(self._found, default=self._admission.admitted))
         return rows

@@ -70,9 +70,14 @@ class Row:
 class RowSource(Protocol):
     """Gives rows to an engine as they come up, such as the turns of conversations."""
 
+    @property
+    def under_way(self) -> int:
+        """How many things are not done that rows may still come from."""
+        ...
+
     def poll(self, seconds: float) -> list[Row] | None:
         """Further rows without tokens, with ids below 0, waiting up to `seconds` for the first; None: there will be no
-        more, and none is unfinished."""
+        more, or not now."""
         ...
 
     def finished(self, row: Row) -> None:
@@ -146,8 +151,13 @@ class GenerateEngine(Generator, Protocol):
         """Whether this is the replica's first rank, whose outputs are collected."""
         ...
 
-    def serve(self, source: RowSource | None) -> None:
-        """Decode the rows that `source` gives until it has no more; None on all but the replica's first rank."""
+    def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
+        """Decode the rows that `source` gives until it has no more (None on all but the replica's first rank), or, with
+        `kept`, until it pauses: unfinished rows of it stay, and `kept` names them. Returns what it has under way."""
+        ...
+
+    def abandon(self, names: set[str]) -> None:
+        """Forget rows that `serve` has kept, finished or not, and what is kept of those that have ended."""
         ...
 
     def take(self) -> list[Row]:

@@ -66,6 +66,9 @@ class UserCalls:
                 raise  # the function's own
             self.stuck += threaded
             raise EnvironmentCallError(f"{what} took longer than {self.seconds:g} s") from None
+        except asyncio.CancelledError:
+            self.stuck += threaded
+            raise
 
 
 def text_of(what: str, value: Any) -> str:

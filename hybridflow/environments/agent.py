@@ -1,7 +1,7 @@
 """Agent: how the responses of a call come about over several turns, as the driver gives it and a model's host runs it.
 
 driver: generate_sequences(batch, tools=...) -> Agent -> checked
-host:   Agent -> AgentTurns (a RowSource) -> engine.serve -> AgentTurns.ended, one EndedTrajectory for each
+host:   Agent -> AgentTurns (a RowSource) -> engine.serve -> AgentTurns.take, the trajectories that have ended
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import inspect
 import json
 import logging
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from hybridflow.config import Sampling
 from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.requests import stop_token_ids
@@ -141,6 +140,20 @@ class Agent:
         stop_ids = tuple(stop_token_ids(Path(checkpoint)))
         return SessionProcess(self.act, checkpoint, stop_ids, self.timeout, dict(self.chat_template_kwargs))
 
+    def sessions(self, checkpoint: str) -> Callable[[], Sessions]:
+        """Makes its processes, which start when they are needed."""
+        return partial(Sessions, self.process(checkpoint), self.workers, self.concurrency)
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """Its settings in plain values, equal on all ranks of a replica."""
+        given = [*self.tools, self.environment, self.solve]
+        names = [getattr(one, "__qualname__", type(one).__qualname__) for one in given]
+        settings = [
+            getattr(self, one.name) for one in fields(self) if one.name not in ("tools", "environment", "solve")
+        ]
+        return (*names, *settings)
+
 
 AGENT_SETTINGS = tuple(one.name for one in fields(Agent))
 """Settings of a call that are not those of the sampling."""
@@ -166,77 +179,131 @@ def _check_template(checkpoint: str, schemas: str, options: str) -> None:
     )
 
 
+class Acted(NamedTuple):
+    """A trajectory: how it began (a Row without tokens, whose counters are those of all turns), its row of the prompts,
+    and its end."""
+
+    begun: Row
+    row: Mapping[str, Any]
+    end: EndedTrajectory
+
+
+@dataclass
+class _UnderWay:
+    begun: Row
+    row: Mapping[str, Any]
+    attempts: int
+    past: dict[int, list[int]] = field(default_factory=dict)  # tokens of the last turn with an index
+
+
 def _row_id(key: int) -> int:
     """Of the turns of a trajectory."""
     return -1 - key
 
 
 class AgentTurns:
-    """The agents of one call on the first rank of a replica: a RowSource of the model's turns.
+    """The agents of trajectories on the first rank of a replica: a RowSource of the model's turns.
 
+    Trajectories are started at any time, and wait for `take` when they have ended. The source pauses when `reached()`.
     `sessions()` makes or finds the processes that run them, in the first poll, whose errors all ranks are given.
-    `ended` has every trajectory by key, once the source has no more.
+    `numbers` name trajectories and turns, unlike any other of the same engine.
     """
 
-    def __init__(
-        self,
-        sessions: Callable[[], Sessions],
-        sampling: Sampling,
-        rows: Sequence[Mapping[str, Any]],
-        seeds: Sequence[int],
-        on_failure: str,
-    ) -> None:
-        self._begin, self._sampling = sessions, replace(sampling, n=1)
-        self._rows, self._seeds = rows, seeds
-        self._left = dict.fromkeys(range(len(rows)), (_ATTEMPTS if on_failure == "retry" else 1) - 1)
+    def __init__(self, sessions: Callable[[], Sessions], on_failure: str, numbers: Iterator[int]) -> None:
+        self._begin, self._numbers = sessions, numbers
+        self._sessions: Sessions | None = None
+        self._attempts = (_ATTEMPTS if on_failure == "retry" else 1) - 1
+        self._new: list[int] = []  # to start with the next poll
+        self._running: dict[int, _UnderWay] = {}
         self._asked: dict[str, Asked] = {}  # by the names of the rows under way
-        self._past: dict[int, dict[int, list[int]]] = {}  # of each trajectory: tokens of the last row with an index
         self._done: list[str] = []
-        self.ended: dict[int, EndedTrajectory] = {}
-        self.prefilled: dict[int, int] = dict.fromkeys(range(len(rows)), 0)
+        self.ended: dict[int, Acted] = {}
+        self.reached: Callable[[], bool] = lambda: False
 
-    @cached_property
-    def _sessions(self) -> Sessions:
-        found = self._begin()
-        for key, row in enumerate(self._rows):
-            found.start(key, row, self._seeds[key])
-        return found
+    def start(self, begun: Sequence[Row], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Run the agent for each of `rows`, as `begun` names, seeds and samples it."""
+        for first, row in zip(begun, rows, strict=True):
+            self._new.append(key := next(self._numbers))
+            self._running[key] = _UnderWay(replace(first, sampling=replace(first.sampling, n=1)), row, self._attempts)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._running)
+
+    def groups(self) -> int:
+        """Prompts with trajectories that have ended, and none under way."""
+        open_ = {one.begun.row_id for one in self._running.values()}
+        return len({one.begun.row_id for one in self.ended.values()} - open_)
+
+    def take(self) -> list[Acted]:
+        """The trajectories that have ended since the last call, in the order in which they were started."""
+        found, self.ended = self.ended, {}
+        return [one for _, one in sorted(found.items())]
+
+    def withdraw(self, row_ids: Collection[int] | None, keep: bool) -> list[dict[str, Any]]:
+        """`row_id` and `index` of the trajectories under way (of the prompts `row_ids`), which end, unless `keep`."""
+        found = {k: one for k, one in self._running.items() if row_ids is None or one.begun.row_id in row_ids}
+        if not keep:
+            self._new = [key for key in self._new if key not in found]
+            if self._sessions is not None:
+                self._sessions.cancel(found.keys())
+            for key, one in found.items():
+                del self._running[key]
+                self._forget(key, one)
+        return [{"row_id": one.begun.row_id, "index": one.begun.index} for one in found.values()]
+
+    def _forget(self, key: int, one: _UnderWay) -> None:
+        self._done += [f"{_row_id(key)}.{index}" for index in one.past]
+        one.past.clear()
 
     def poll(self, seconds: float) -> list[Row] | None:
-        """The turns to sample next, waiting up to `seconds` for the first; None once all trajectories have ended."""
-        asked = self._sessions.poll(seconds)
-        for key, one in self._sessions.take().items():
-            self._done += [f"{_row_id(key)}.{index}" for index in self._past.pop(key, ())]
-            if one.failure is not None and self._left[key]:
-                self._left[key] -= 1
-                again = derived_seed(self._seeds[key], (1 << 40) + self._left[key])
-                self._sessions.start(key, self._rows[key], again)
+        """The turns to sample next, waiting up to `seconds` for the first; None for a pause, and once all trajectories
+        have ended."""
+        if self.reached():
+            return None
+        sessions = self._sessions = self._begin() if self._sessions is None else self._sessions
+        for key in self._new:
+            sessions.start(key, self._running[key].row, self._running[key].begun.seed)
+        self._new.clear()
+        asked = sessions.poll(seconds)
+        for key, end in sessions.take().items():
+            self._forget(key, one := self._running[key])
+            if end.failure is not None and one.attempts:
+                one.attempts -= 1
+                sessions.start(key, one.row, derived_seed(one.begun.seed, (1 << 40) + one.attempts))
             else:
-                self.ended[key] = one
+                del self._running[key]
+                self.ended[key] = Acted(one.begun, one.row, end)
         out = []
-        for one in asked:
-            try:
-                sampling = replace(self._sampling, **one.sampling)
-            except (HybridFlowError, TypeError) as error:
-                self._sessions.refuse(one, str(error), full=False)
+        for turn in asked:
+            if (one := self._running.get(turn.key)) is None:
                 continue
-            row = Row(_row_id(one.key), self._index(one), one.ids, sampling, one.seed, kept=True)
-            self._asked[row.name] = one
+            try:
+                sampling = replace(one.begun.sampling, **turn.sampling)
+            except (HybridFlowError, TypeError) as error:
+                sessions.refuse(turn, str(error), full=False)
+                continue
+            row = Row(_row_id(turn.key), self._index(turn, one.past), turn.ids, sampling, turn.seed, kept=True)
+            self._asked[row.name] = turn
             out.append(row)
-        return None if not out and len(self.ended) == len(self._rows) else out
+        return out if out or self._running else None
 
     def finished(self, row: Row) -> None:
         """The engine has sampled this turn."""
-        asked = self._asked.pop(row.name)
-        if asked.key in self.ended:
+        asked = self._asked.pop(row.name, None)  # None: of a source before
+        if asked is None or (one := self._running.get(asked.key)) is None:
             self._done.append(row.name)
-        else:
-            self._past.setdefault(asked.key, {})[row.index] = row.prompt_ids + row.token_ids
-        self.prefilled[asked.key] += row.prefilled
+            return
+        one.past[row.index] = row.prompt_ids + row.token_ids
+        one.begun.prefilled += row.prefilled
+        one.begun.recomputed += row.recomputed
+        one.begun.spans += row.spans
+        assert self._sessions is not None
         self._sessions.answer(asked, row.token_ids, row.log_probs, row.policy_version, row.end)
 
     def refused(self, row: Row, why: str, full: bool) -> None:
         """The engine cannot take this turn; `full`: its ids leave no room for a response."""
+        assert self._sessions is not None
         self._sessions.refuse(self._asked.pop(row.name), why, full)
 
     def done(self) -> list[str]:
@@ -244,9 +311,9 @@ class AgentTurns:
         found, self._done = self._done, []
         return [name for name in found if name not in self._asked]
 
-    def _index(self, asked: Asked) -> int:
+    def _index(self, asked: Asked, past: Mapping[int, list[int]]) -> int:
         """The index of a row whose KV cache holds most of what was asked, or of none."""
-        past, row_id = self._past.get(asked.key, {}), _row_id(asked.key)
+        row_id = _row_id(asked.key)
         free = {index: ids for index, ids in past.items() if f"{row_id}.{index}" not in self._asked}
         fitting = [index for index, ids in free.items() if asked.ids[: len(ids)] == ids]
         if fitting:
@@ -255,16 +322,17 @@ class AgentTurns:
             return next(iter(free))
         return next(index for index in count() if index not in past and f"{row_id}.{index}" not in self._asked)
 
-    def report_failures(self, row_ids: Sequence[int], raises: bool) -> None:
-        """Logs a warning with the first trajectories whose environment failed; `row_ids` by key.
 
-        Errors: RewardError instead, where the call `raises`.
-        """
-        failed = [(key, one.failure) for key, one in sorted(self.ended.items()) if one.failure is not None]
-        if not failed:
-            return
-        named = "; ".join(f"row {row_ids[key]}: {why}" for key, why in failed[:3])
-        text = f"the environments of {len(failed)} of {len(self.ended)} trajectories failed: {named}."
-        if raises:
-            raise RewardError(f'{text} on_failure="mask" or "retry" would train on the others.')
-        logger.warning("%s They are masked.", text)
+def report_failures(ended: Collection[Acted], raises: bool) -> None:
+    """Logs a warning with the first trajectories whose environment failed.
+
+    Errors: RewardError instead, where the call `raises`.
+    """
+    failed = [(one.begun.row_id, one.end.failure) for one in ended if one.end.failure is not None]
+    if not failed:
+        return
+    named = "; ".join(f"row {row_id}: {why}" for row_id, why in failed[:3])
+    text = f"the environments of {len(failed)} of {len(ended)} trajectories failed: {named}."
+    if raises:
+        raise RewardError(f'{text} on_failure="mask" or "retry" would train on the others.')
+    logger.warning("%s They are masked.", text)

@@ -4,7 +4,7 @@ user's functions lasts. Forked from a template (`rewards/template_process.py`), 
 Messages to the host are JSON lists, so that what an agent says stays data: ["turn", key, number, ids, sampling],
 ["end", key, ending], ["failed", key, why], ["stuck", threads], ["beat"]. From the host come pickles of its own:
 ("start", key, row), ("turn", key, number, token_ids, log_probs, end), ("full", key, number, why),
-("refused", key, number, why).
+("refused", key, number, why), ("cancel", key).
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ class _Running:
     def _take(self, what: str, key: int, *rest: Any) -> None:
         if what == "start":
             self._tasks[key] = asyncio.create_task(self._run(key, *rest))
+        elif what == "cancel":
+            if (task := self._tasks.get(key)) is not None:
+                task.cancel()
         elif (asked := self._turns.pop((key, rest[0]), None)) is not None and not asked.done():
             if what == "turn":
                 asked.set_result(Turn(*rest[1:]))
@@ -95,9 +98,13 @@ class _Running:
 
         async def sample(ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
             self._asked += 1
-            self._turns[key, self._asked] = asked = asyncio.get_running_loop().create_future()
-            self._say("turn", key, self._asked, list(ids), dict(sampling))
-            return await asked
+            name = key, self._asked
+            self._turns[name] = asked = asyncio.get_running_loop().create_future()
+            self._say("turn", *name, list(ids), dict(sampling))
+            try:
+                return await asked
+            finally:
+                self._turns.pop(name, None)
 
         session = Conversation(sample, self._renderer, _endpoint=self._endpoint)
         stuck = self._caller.stuck

@@ -14,7 +14,7 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -147,6 +147,16 @@ class Sessions:
         if (process := self._asking(asked)) is not None:
             del process.sessions[asked.key].asked[asked.number]
             self._tell(process, "full" if full else "refused", asked.key, asked.number, why)
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """Give these trajectories up: they will not be among those that have ended."""
+        self._waiting = deque(one for one in self._waiting if one.key not in keys)
+        for process in self._processes:
+            for key in process.sessions.keys() & keys:
+                del process.sessions[key]
+                self._tell(process, "cancel", key)
+        for key in keys:
+            self._finished.pop(key, None)
 
     def close(self) -> None:
         """Kill the processes. May be called twice; `start` begins anew."""

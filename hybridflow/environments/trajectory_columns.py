@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engines.contract import Row
-from hybridflow.environments.sessions import EndedTrajectory
+from hybridflow.environments.agent import Acted
 from hybridflow.environments.trajectory import NO_TURN, TrajectoryRow
 
 AGENT_COLUMNS = ("row_id", "group_id", "trajectory_id", "response_mask", "turn_ids", "turns", "stop")
@@ -22,13 +22,12 @@ _FORK = 1 << 48
 _TRUNCATED = ("length", "turns", "failure")
 
 
-def trajectory_rows(
-    begun: Sequence[Row], ends: Sequence[EndedTrajectory], prompts: Sequence[Sequence[int]]
-) -> list[list[tuple[Row, TrajectoryRow]]]:
-    """The rows of each trajectory, in the order in which they began. `begun` names the trajectories, `prompts` stand
-    for those in which the model said nothing: one masked token after them."""
+def trajectory_rows(acted: Sequence[Acted], silent: Sequence[int]) -> list[list[tuple[Row, TrajectoryRow]]]:
+    """The rows of each trajectory, in the order in which they began. Where the model said nothing: one masked token
+    after the prompt (without `prompt_ids`, `silent`)."""
     out = []
-    for first, end, prompt in zip(begun, ends, prompts, strict=True):
+    for first, given, end in acted:
+        prompt = given.get("prompt_ids", silent)
         empty = TrajectoryRow(list(prompt), list(prompt[-1:]), [False], [0.0], [-1], [NO_TURN])
         parts = end.trajectory.rows or [empty]
         rows = [
@@ -43,18 +42,12 @@ def trajectory_rows(
 
 
 def trajectory_columns(
-    batch: Batch,
-    several: Sequence[Sequence[tuple[Row, TrajectoryRow]]],
-    ends: Sequence[EndedTrajectory],
-    prefilled: Mapping[int, int],
-    n: int,
-    rewards: bool,
+    acted: Sequence[Acted], several: Sequence[Sequence[tuple[Row, TrajectoryRow]]], n: int, rewards: bool
 ) -> Batch:
-    """The columns of `batch` and AGENT_COLUMNS, with `rewards` also REWARD_COLUMNS, for the rows of all trajectories:
-    `n` for each row of `batch`, in order."""
+    """AGENT_COLUMNS, with `rewards` also REWARD_COLUMNS, for the rows of all trajectories, `n` for each prompt."""
+    ends = [one.end for one in acted]
     keys = [key for key, rows in enumerate(several) for _ in rows]
     parts = [part for rows in several for _, part in rows]
-    carried = batch[torch.tensor([key // n for key in keys], dtype=torch.int64)]
     masks = [
         [kept and ends[key].failure is None for kept in part.response_mask]
         for part, key in zip(parts, keys, strict=True)
@@ -63,18 +56,18 @@ def trajectory_columns(
     def numbers(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor([values[key] for key in keys], dtype=dtype)
 
-    trajectory_id = numbers([row.row_id * n + row.index for row, _ in (rows[0] for rows in several)])
+    ids = [one.begun.row_id * n + one.begun.index for one in acted]
     forks = torch.tensor([fork for rows in several for fork in range(len(rows))], dtype=torch.int64)
     own: dict[str, Any] = {
-        "row_id": trajectory_id + forks * _FORK,
-        "group_id": carried["group_id"] if "group_id" in carried else trajectory_id // n,
-        "trajectory_id": trajectory_id,
+        "row_id": numbers(ids) + forks * _FORK,
+        "group_id": numbers([one.row.get("group_id", number // n) for one, number in zip(acted, ids, strict=True)]),
+        "trajectory_id": numbers(ids),
         "response_mask": Ragged.from_rows(masks, torch.bool),
         "turn_ids": Ragged.from_rows([part.turn_ids for part in parts], torch.int64),
         "turns": numbers([end.trajectory.turns for end in ends]),
         "stop": [ends[key].ending.stop for key in keys],
         "environment_failure": [ends[key].failure for key in keys],
-        "prefill_tokens": numbers([prefilled[key] for key in range(len(ends))]),
+        "prefill_tokens": numbers([one.begun.prefilled for one in acted]),
     }
     for name in ("tool_calls", "tool_errors"):
         own[name] = numbers([int(end.ending.metrics.get(name, 0)) for end in ends])
@@ -83,4 +76,4 @@ def trajectory_columns(
         masked = [0.0 if end.failure is not None else reward for end, reward in zip(ends, given, strict=True)]
         own["rewards"], own["rewards/environment"] = numbers(masked, torch.float32), numbers(given, torch.float32)
         own["environment_metrics"] = [dict(ends[key].ending.metrics) for key in keys]
-    return carried.with_columns(**own)
+    return Batch(own)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 
 from hybridflow.algorithms.masked import row_column, token_column
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.config import FSDP, VLLM, Sampling, Until
@@ -23,8 +23,9 @@ from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import GenerateEngine, Row
 from hybridflow.engines.vllm.requests import stop_token_ids
 from hybridflow.engines.vllm.requirements import check_response
-from hybridflow.environments.agent import AGENT_SETTINGS, Agent, AgentTurns
-from hybridflow.environments.sessions import Sessions
+from hybridflow.environments.acting_session import ActingSession, RecentSessions
+from hybridflow.environments.agent import AGENT_SETTINGS, Acted, Agent, AgentTurns, report_failures
+from hybridflow.environments.trajectory import TrajectoryRow
 from hybridflow.environments.trajectory_columns import (
     AGENT_COLUMNS,
     REWARD_COLUMNS,
@@ -34,13 +35,9 @@ from hybridflow.environments.trajectory_columns import (
 from hybridflow.errors import ConfigError, PlacementError, PromptError
 from hybridflow.models.hf_spec import read_spec
 from hybridflow.protocols import THREE_D_ALL_MICRO_DP, Settings, register
-from hybridflow.rewards.process_pool import pickled
 from hybridflow.settings import require
+from hybridflow.workers.row_columns import SESSION_ROWS, WRITTEN, row_columns, trajectory_session, with_session
 
-_WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
-_WRITTEN += ("temperature",)
-_ROWS = ("row_id", "response_index", "oldest_version", "newest_version", "spans", "recomputed_tokens")
-_ROWS += ("response_tokens",)
 _AGENTS = 2
 """Whose processes stay between calls, so that training and evaluation may take turns."""
 _SESSION = ("batch", "until", "rows", "replica", "version")
@@ -75,12 +72,16 @@ def _reads(settings: Settings, call: Settings) -> tuple[str, ...] | None:
     return ("prompt_ids|prompt", "row_id?") if Agent.of(call) is None else None
 
 
-def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
-    written = (*_WRITTEN, "response") if has_tokenizer(settings["model"]) else _WRITTEN
-    if (agent := Agent.of(call)) is None:
+def _written(settings: Settings, agent: Agent | None) -> tuple[str, ...]:
+    written = (*WRITTEN, "response") if has_tokenizer(settings["model"]) else WRITTEN
+    if agent is None:
         return written
-    written = (*written, *AGENT_COLUMNS, *(REWARD_COLUMNS if agent.rewards else ()))
-    return tuple(dict.fromkeys((*call["batch"].columns, *written)))
+    return (*written, *AGENT_COLUMNS, *(REWARD_COLUMNS if agent.rewards else ()))
+
+
+def _writes(settings: Settings, call: Settings) -> tuple[str, ...]:
+    written = _written(settings, agent := Agent.of(call))
+    return written if agent is None else tuple(dict.fromkeys((*call["batch"].columns, *written)))
 
 
 generates = register(
@@ -117,7 +118,9 @@ class Generation:
         self.outdated = False  # the version of the weights, which `advance` names
         self._named = False
         self._checkpoint = str(checkpoint)
-        self._sessions: dict[bytes, Sessions] = {}  # by what they run, the last one used last
+        self._sessions = RecentSessions(self._checkpoint, _AGENTS)
+        self._numbers = count(1 << 40)  # of trajectories; calls of `generate` count rows from -1 down
+        self._acting = ActingSession(engine, self._checkpoint, self._numbers)
         try:
             self.tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
         except BaseException:
@@ -142,39 +145,32 @@ class Generation:
         if not self.engine.is_first:
             self.engine.serve(None)
             return None
-        rows = [row for row in batch.to_dicts() for _ in range(chosen.n)]
-        seeds = [row.seed for row in begun]
-        turns = AgentTurns(partial(self._sessions_of, agent), chosen, rows, seeds, agent.on_failure)
+        turns = AgentTurns(partial(self._sessions.of, agent), agent.on_failure, self._numbers)
+        turns.start(begun, [row for row in batch.to_dicts() for _ in range(chosen.n)])
         try:
             self.engine.serve(turns)
         except BaseException:
-            self.end_sessions()  # its trajectories would go on in the next call
+            self._sessions.close()  # its trajectories would go on in the next call
             raise
-        turns.report_failures([row.row_id for row in begun], raises=agent.on_failure == "raise")
-        ends = [turns.ended[key] for key in range(len(begun))]
-        silent = stop_token_ids(Path(self._checkpoint))[:1] or [0]
-        several = trajectory_rows(begun, ends, [row.get("prompt_ids", silent) for row in rows])
-        columns = trajectory_columns(batch, several, ends, turns.prefilled, chosen.n, agent.rewards)
+        acted = turns.take()
+        report_failures(acted, raises=agent.on_failure == "raise")
+        own, several = self.trajectory_batch(acted, chosen.n, agent)
+        carried = batch[torch.tensor([at // chosen.n for at, rows in enumerate(several) for _ in rows])]
+        return carried.with_columns(**{name: own[name] for name in own.columns})
+
+    def trajectory_batch(
+        self, acted: Sequence[Acted], n: int, agent: Agent
+    ) -> tuple[Batch, list[list[tuple[Row, TrajectoryRow]]]]:
+        """The rows of trajectories, without the columns of their prompts."""
+        several = trajectory_rows(acted, stop_token_ids(Path(self._checkpoint))[:1] or [0])
+        columns = trajectory_columns(acted, several, n, agent.rewards)
         found = self._columns([row for rows in several for row, _ in rows])
-        return columns | found.without("response_mask")
-
-    def _sessions_of(self, agent: Agent) -> Sessions:
-        """The processes of a recent call, where they run the same."""
-        make = partial(Sessions, agent.process(self._checkpoint), agent.workers, agent.concurrency)
-        name = pickled(make)
-        self._sessions[name] = found = self._sessions.pop(name, None) or make()
-        while len(self._sessions) > _AGENTS:
-            self._sessions.pop(next(iter(self._sessions))).close()
-        return found
-
-    def end_sessions(self) -> None:
-        """End the processes in which agents run."""
-        while self._sessions:
-            self._sessions.popitem()[1].close()
+        return columns | found.without("response_mask"), several
 
     def close(self) -> None:
         """Free the engine and end the processes of agents. May be called twice."""
-        self.end_sessions()
+        self._sessions.close()
+        self._acting.close()
         self.engine.close()
 
     def advance(
@@ -183,26 +179,58 @@ class Generation:
         until: Until,
         rows: Sequence[Mapping[str, Any]] = (),
         version: int | None = None,
-        **sampling: Any,
-    ) -> Batch:
+        **call: Any,
+    ) -> Batch | None:
         """The rows that finish, see `RowSession.advance_rows`."""
+        agent = Agent.of(call)
+        sampling = {name: value for name, value in call.items() if name not in AGENT_SETTINGS}
         chosen, engine = replace(self.strategy.sampling, **sampling), self.engine
         given = [Row(**row) for row in rows]
         if batch is not None:
-            row_ids = _row_ids(batch)
-            given += engine.new_rows(self._prompt_ids(batch), chosen, _seeds(chosen, row_ids), row_ids)
-        engine.submit(given)
+            row_ids, prompts = _row_ids(batch), [[]] * batch.rows if agent else self._prompt_ids(batch)
+            given += engine.new_rows(prompts, chosen, _seeds(chosen, row_ids), row_ids)
+        self._acting.check(agent)
+        if agent is None:
+            engine.submit(given)
+        elif batch is not None:
+            self._acting.start(agent, given, batch, chosen.n)
         if version is not None:
             engine.policy_version = version
             self.outdated, self._named = False, True
+        if agent is not None:
+            acted = self._acting.advance(until)
+            return None if acted is None else self._session_columns(acted, agent, chosen.n)
         engine.advance(until)
         taken = engine.take()
-        numbers = [
-            (row.row_id, row.index, min(versions), max(versions), row.spans, row.recomputed, len(row.token_ids))
-            for row, versions in ((row, row.policy_version) for row in taken)
-        ]
-        more = torch.tensor(numbers, dtype=torch.int64).reshape(-1, len(_ROWS)).unbind(1)
-        return self._columns(taken).with_columns(**dict(zip(_ROWS, more, strict=True)))
+        return with_session(self._columns(taken), [(row, row.policy_version, len(row.token_ids)) for row in taken])
+
+    def _session_columns(self, acted: Sequence[Acted], agent: Agent, n: int) -> Batch:
+        """As those of finished rows; versions are those of the whole trajectory, `row_id` is that of `run`."""
+        own, several = self.trajectory_batch(acted, n, agent)
+        return with_session(own, trajectory_session(acted, several)).with_columns(row_id=own["row_id"])
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the session has rows or trajectories under way; equal on all ranks of the replica."""
+        return bool(self.engine.unfinished) or self._acting.under_way > 0
+
+    def advance_while(self, going: Callable[[], bool]) -> None:
+        """Go on with them as long as `going()` on the replica's first rank, and for a moment more."""
+        if self._acting.under_way:
+            self._acting.advance_while(going)
+        else:
+            self.engine.advance_while(going)
+
+    def withdraw(self, row_ids: Sequence[int] | None, keep: bool) -> list[dict[str, Any]]:
+        """See `RowSession.withdraw_rows`."""
+        found = [row for row in self.session_rows if row_ids is None or row.row_id in row_ids]
+        rows = [asdict(row) for row in (found if keep else self.engine.withdraw([row.name for row in found]))]
+        return rows + self._acting.withdraw(row_ids, keep)
+
+    @property
+    def session_rows(self) -> list[Row]:
+        """The unfinished rows that are no turns of trajectories."""
+        return [row for row in self.engine.unfinished if row.row_id >= 0]
 
     def weights_changed(self) -> None:
         """Other weights have been written."""
@@ -216,21 +244,7 @@ class Generation:
         return self.tokenizer.encode(batch["prompt"])
 
     def _columns(self, rows: Sequence[Row]) -> Batch:
-        response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
-        temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
-        columns: dict[str, Any] = {
-            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
-            "response_ids": response_ids,
-            "log_probs": Ragged.from_rows([row.log_probs for row in rows], torch.float32),
-            "policy_version": Ragged.from_rows([row.policy_version for row in rows], torch.int32),
-            "response_mask": response_ids.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
-            "num_tokens": torch.tensor([len(row.prompt_ids) + len(row.token_ids) for row in rows], dtype=torch.int64),
-            "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
-            "temperature": torch.tensor(temperatures, dtype=torch.float32),
-        }
-        if self.tokenizer is not None:
-            columns["response"] = self.tokenizer.decode([row.token_ids for row in rows])
-        return Batch(columns)
+        return row_columns(rows, self.tokenizer)
 
 
 def _row_ids(batch: Batch) -> list[int] | None:
@@ -249,12 +263,16 @@ def _check_session(settings: Settings, call: Settings) -> None:
         isinstance(call["until"], Until) and call["until"] != Until(),
         f"advance_rows(until={call['until']!r}): give when the call ends, such as hf.Until(steps=16) or (seconds=1.0).",
     )
-    given = [name for name in AGENT_SETTINGS if name in call]
-    require(
-        not given,
-        f"advance_rows({', '.join(given)}=...): sessions and streams generate single turns. Give it to "
-        f"generate_sequences, or call run.",
-    )
+    if Agent.of(call) is not None:
+        require(
+            call["until"].steps is None,
+            "advance_rows(until=hf.Until(steps=...)) with an agent: it may wait for a tool between two steps. Give "
+            "rows= (trajectories), groups= or seconds=.",
+        )
+        require(
+            not call["rows"],
+            "advance_rows(rows=...) with an agent: trajectories begin anew. Submit their prompts again.",
+        )
     given = call["batch"]
     require(
         given is None or "row_id" in given,
@@ -283,8 +301,8 @@ class RowSession:
 
     @register(
         THREE_D_ALL_MICRO_DP,
-        reads=("prompt_ids|prompt", "row_id"),
-        writes=lambda settings, call: (*_writes(settings, call), *_ROWS),
+        reads=lambda settings, call: ("prompt_ids|prompt", "row_id") if Agent.of(call) is None else None,
+        writes=lambda settings, call: tuple(dict.fromkeys((*_written(settings, Agent.of(call)), *SESSION_ROWS))),
         resizes=True,
         later=True,
         replica="replica",
@@ -299,7 +317,7 @@ class RowSession:
         replica: int | None = None,
         version: int | None = None,
         **sampling: Any,
-    ) -> Batch:
+    ) -> Batch | None:
         """Submit `n` rows per prompt of `batch`, and `rows` as `withdraw_rows` returned them; decode until `until`.
 
         Runs on generation replica `replica` only; None: on all of them, which share the rows of `batch`, and each
@@ -309,6 +327,10 @@ class RowSession:
         The finished rows, in the order in which they finished, have the columns of `generate_sequences`, and `row_id`,
         `response_index` (0..n-1), `oldest_version` and `newest_version` of its tokens, `spans` and `recomputed_tokens`
         (see `Row`), `response_tokens`, all [B] int64.
+
+        With `tools`, `environment` or `solve`, here and in all calls until their trajectories have ended, each prompt
+        gets `n` trajectories, and a row of `until` is a trajectory. The rows of those that have ended have the columns
+        that `generate_sequences(environment=...)` adds; versions are those of the whole trajectory.
 
         Errors: as `generate_sequences`; ConfigError for a row that the replica has already. No row of a failed call is
         lost: what it had submitted before can be withdrawn.
@@ -345,7 +367,7 @@ class RowSession:
     def row_tokens(self, replica: int | None = None) -> list[tuple[int, int, int]]:
         """Row id, tokens of the prompt and of the response so far, for each unfinished row of a generation replica."""
         del replica  # used by the driver only
-        return [(row.row_id, len(row.prompt_ids), len(row.token_ids)) for row in self.rollout().engine.unfinished]
+        return [(row.row_id, len(row.prompt_ids), len(row.token_ids)) for row in self.rollout().session_rows]
 
     @register(THREE_D_ALL_MICRO_DP, replica="replica")
     def withdraw_rows(
@@ -354,9 +376,8 @@ class RowSession:
         """The unfinished rows (of the prompts `row_ids`) of a generation replica as plain data. None: a list of them
         for each replica.
 
-        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host.
+        The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host. Of a trajectory
+        there are `row_id` and `index` only: it begins anew.
         """
         del replica  # used by the driver only
-        engine = self.rollout().engine
-        found = [row for row in engine.unfinished if row_ids is None or row.row_id in row_ids]
-        return [asdict(row) for row in (found if keep else engine.withdraw([row.name for row in found]))]
+        return self.rollout().withdraw(row_ids, keep)

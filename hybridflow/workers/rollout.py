@@ -119,7 +119,7 @@ class RolloutWorker(RowSession, Worker):
             self._rest()
 
     def _rest(self) -> None:
-        if self._rests or not self.engine.unfinished:  # a session continues from its KV cache
+        if self._rests or not self.generation.unfinished:  # a session continues from its KV cache
             self.engine.sleep()  # frees the cache's memory for other groups
         if self._rests:
             self.engine.memory().offload()
@@ -165,10 +165,10 @@ class RolloutWorker(RowSession, Worker):
 
     def while_waiting(self, waits: Callable[[], bool]) -> bool:
         """Decode unfinished rows, if the version of the present weights is known."""
-        if not self.engine.unfinished or self.generation.outdated:
+        if not self.generation.unfinished or self.generation.outdated:
             return False
         with self.generating() as generation:
-            generation.engine.advance_while(waits)
+            generation.advance_while(waits)
         return True
 
     def on_weights_loaded(self) -> None:

@@ -51,6 +51,10 @@ class Turns:
             self._open -= 1
             self._done.append(row.name)
 
+    @property
+    def under_way(self) -> int:
+        return self._open
+
     def refused(self, row: Row, why: str, full: bool) -> None:
         raise AssertionError(why)
 

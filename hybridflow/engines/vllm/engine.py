@@ -37,8 +37,6 @@ from hybridflow.topology import GenerationGrid
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-_PATIENCE = 0.2  # seconds in which a source may have nothing, until all ranks of the replica meet again
-
 
 class VLLMEngine:
     """One rank of a generation replica.
@@ -194,34 +192,37 @@ class VLLMEngine:
         """Whether this is the replica's first rank, whose outputs are collected."""
         return self._groups.rank == 0
 
-    def serve(self, source: RowSource | None) -> None:
-        """Decode the rows that `source` gives, as they come up, until it has no more; other rows of the session advance
-        with them. Only the replica's first rank has a source.
-
-        Errors: what the source raises, on all ranks.
-        """
+    def serve(self, source: RowSource | None, kept: set[str] | None = None) -> int:
+        """See `GenerateEngine`; other rows advance, too. Errors: the source's, on all ranks, and nothing is kept."""
         self._check_memory()
-        own: set[str] = set()
+        own, paused = set[str]() if kept is None else kept, False
         try:
             while True:
-                given, done, error = self._groups.object_of_first(self._polled(source, 0.0 if own else _PATIENCE))
+                polled = self._polled(source, 0.0 if own else MOMENT)
+                given, done, error, left = self._groups.object_of_first((*polled, source.under_way if source else 0))
                 if error is not None:
                     raise error
-                if given is None:
-                    return
                 self._loop.drop(done)
+                if given is None:
+                    paused = kept is not None
+                    return left
                 self._loop.submit(given)
                 own.update(row.name for row in given)
                 if own:
                     self._loop.run(lambda: not own <= self._loop.rows.keys(), seconds=MOMENT)
                 for row in self._loop.take(own):
                     own.discard(row.name)
-                    if source is not None:
+                    if source:
                         source.finished(row)
         finally:
-            self._loop.withdraw(own)
-            _ = self._loop.take(own)
-            self._loop.drop()
+            if not paused:
+                self.abandon(own)
+
+    def abandon(self, names: set[str]) -> None:
+        self._loop.withdraw(names)
+        _ = self._loop.take(names)
+        self._loop.drop()
+        names.clear()
 
     def _polled(self, source: RowSource | None, seconds: float) -> tuple[list[Row] | None, list[str], Exception | None]:
         """What the source gives that can be sampled, the names that it is done with, or what it raises."""
@@ -230,7 +231,7 @@ class VLLMEngine:
             return out, [], None
         try:
             if (found := source.poll(seconds)) is None:
-                return None, [], None
+                return None, source.done(), None
             for row in found:
                 try:
                     self._check_rows([row])
@@ -239,10 +240,9 @@ class VLLMEngine:
                 else:
                     out.append(row)
             return out, source.done(), None
-        except HybridFlowError as error:
-            return None, [], error
-        except Exception as error:  # of the source, which runs the user's programs; it may not be pickled
-            return None, [], RuntimeError(f"{type(error).__name__}: {error}")
+        except Exception as error:  # others are of the user's programs, and may not be pickled
+            known = isinstance(error, HybridFlowError)
+            return None, [], error if known else RuntimeError(f"{type(error).__name__}: {error}")
 
     def take(self) -> list[Row]:
         """The finished rows that were not taken yet, in the order in which they finished."""

@@ -143,6 +143,7 @@ class EngineLoop:
         self.policy_version = self.policy_version + 1 if version is None else version
         self._changes += 1
         if self._keeps and self._admitted:  # new rows have another salt, so only these could find blocks of the past
+            self._held.release()
             for name in self._admitted:
                 self._scheduler.requests[name].skip_reading_prefix_cache = True
         else:

@@ -1,8 +1,11 @@
 """What is refused on the driver before a call with an agent, and which row of the engine continues which."""
 
+from itertools import count
+
 import pytest
 
 from hybridflow.config import Sampling
+from hybridflow.engines.contract import Row
 from hybridflow.environments.agent import Agent, AgentTurns
 from hybridflow.environments.sessions import Asked, EndedTrajectory
 from hybridflow.errors import ConfigError
@@ -94,7 +97,8 @@ class Scripted:
 
 def test_a_turn_continues_the_row_that_has_its_tokens():
     sessions = Scripted()
-    turns = AgentTurns(lambda: sessions, Sampling(), [{}, {}], [1, 2], "mask")  # type: ignore[arg-type]
+    turns = AgentTurns(lambda: sessions, "mask", count())  # type: ignore[arg-type]
+    turns.start([Row(5, index, [], Sampling(), index) for index in range(2)], [{}, {}])
     numbers = iter(range(100))
 
     def asked(*turns_of: tuple[int, list[int]]):

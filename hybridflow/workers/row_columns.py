@@ -1,0 +1,61 @@
+"""The columns of generated rows, and those that a session adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ragged import Ragged
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.engines.contract import Row
+from hybridflow.environments.agent import Acted
+from hybridflow.environments.trajectory import TrajectoryRow
+
+WRITTEN = ("prompt_ids", "response_ids", "log_probs", "policy_version", "response_mask", "num_tokens", "finished")
+WRITTEN += ("temperature",)
+SESSION_ROWS = ("row_id", "response_index", "oldest_version", "newest_version", "spans", "recomputed_tokens")
+SESSION_ROWS += ("response_tokens",)
+
+
+def row_columns(rows: Sequence[Row], tokenizer: Tokenizer | None) -> Batch:
+    """WRITTEN, and `response` with a tokenizer."""
+    response_ids = Ragged.from_rows([row.token_ids for row in rows], torch.int64)
+    temperatures = [1.0 if row.sampling.greedy else row.sampling.temperature for row in rows]
+    columns: dict[str, Any] = {
+        "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], torch.int64),
+        "response_ids": response_ids,
+        "log_probs": Ragged.from_rows([row.log_probs for row in rows], torch.float32),
+        "policy_version": Ragged.from_rows([row.policy_version for row in rows], torch.int32),
+        "response_mask": response_ids.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+        "num_tokens": torch.tensor([len(row.prompt_ids) + len(row.token_ids) for row in rows], dtype=torch.int64),
+        "finished": torch.tensor([row.finished for row in rows], dtype=torch.bool),
+        "temperature": torch.tensor(temperatures, dtype=torch.float32),
+    }
+    if tokenizer is not None:
+        columns["response"] = tokenizer.decode([row.token_ids for row in rows])
+    return Batch(columns)
+
+
+def with_session(columns: Batch, rows: Iterable[tuple[Row, Sequence[int], int]]) -> Batch:
+    """Adds SESSION_ROWS: of each row its name and counters, the versions of its tokens (none: 0 and -1), its tokens."""
+    numbers = [
+        (row.row_id, row.index, min(versions, default=0), max(versions, default=-1), row.spans, row.recomputed, tokens)
+        for row, versions, tokens in rows
+    ]
+    more = torch.tensor(numbers, dtype=torch.int64).reshape(-1, len(SESSION_ROWS)).unbind(1)
+    return columns.with_columns(**dict(zip(SESSION_ROWS, more, strict=True)))
+
+
+def trajectory_session(
+    acted: Sequence[Acted], several: Sequence[Sequence[tuple[Row, TrajectoryRow]]]
+) -> list[tuple[Row, list[int], int]]:
+    """For `with_session`: the versions are those of the whole trajectory, its counters are in the first of its rows."""
+    out = []
+    for one, rows in zip(acted, several, strict=True):
+        versions = [version for row, _ in rows for version in row.policy_version if version >= 0]
+        for at, (row, _) in enumerate(rows):
+            out.append((row if at else one.begun, versions, len(row.token_ids)))
+    return out
