@@ -20,7 +20,7 @@ from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("ppo", "remax", "grpo", "safe_rlhf", "rloo", "reinforce_plus_plus", "dapo", "gspo", "async_grpo", "distill")
-WITH_OWN_TASK = ("tools", "game")
+ALL = (*RECIPES, "tools", "game")  # the last two have tasks of their own
 RISE, LIMIT, FIRST, LAST = 0.3, 0.25, 3, 5
 _TIMEOUT = 1200.0
 
@@ -77,12 +77,12 @@ def run(recipe: str, seed: int) -> Outcome:
 
 def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
-        print(__doc__.strip(), f"Recipes: {', '.join(RECIPES)}.", sep="\n\n")
+        print(__doc__, f"Recipes: {', '.join(ALL)}.")
         return 0
     seeds = [int(argument) for argument in arguments if argument.isdigit()] or [1]
-    chosen = [argument for argument in arguments if not argument.isdigit()] or [*RECIPES, *WITH_OWN_TASK]
-    if unknown := sorted({*chosen} - {*RECIPES, *WITH_OWN_TASK}):
-        sys.exit(f"there is no recipe {unknown[0]!r}: {', '.join([*RECIPES, *WITH_OWN_TASK])}.")
+    chosen = [argument for argument in arguments if not argument.isdigit()] or list(ALL)
+    if unknown := sorted({*chosen} - {*ALL}):
+        sys.exit(f"there is no recipe {unknown[0]!r}: {', '.join(ALL)}.")
     print(HEADER)
     failed = 0
     for recipe, seed in itertools.product(chosen, seeds):

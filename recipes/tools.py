@@ -84,8 +84,7 @@ def main(arguments: list[str]) -> None:
         optim=hf.Adam(**cfg.actor.optim),
         generate=hf.VLLM(**cfg.actor.generate),
     )
-    numbers = (rng.sample(range(10, 100), 2) for _ in range(1000))
-    sums = [{"prompt": f"{a}+{b}=", "answer": a + b} for a, b in numbers]
+    sums = [{"prompt": f"{a}+{b}=", "answer": a + b} for a, b in (rng.sample(range(10, 100), 2) for _ in range(1000))]
     for prompts in hf.PromptLoader(sums, batch_size=cfg.batch_size, steps=cfg.steps):
         batch = actor.generate_sequences(prompts, n=cfg.n, tools=[add], max_turns=2)
         batch |= reward.compute_reward(batch) | actor.compute_log_prob(batch)
