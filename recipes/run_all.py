@@ -42,9 +42,8 @@ class Outcome:
 
     def row(self) -> str:
         cost = "" if self.cost is None else f"{self.cost[0]:.2f} to {self.cost[1]:.2f}"
-        improved = "yes" if self.improved else "NO"
-        figures = f"{self.start:.3f} | {self.end:.3f} | {cost} | {self.seconds:.0f} | {improved}"
-        return f"| {self.recipe} | {self.seed} | {figures} |"
+        rewards, improved = f"{self.start:.3f} | {self.end:.3f}", "yes" if self.improved else "NO"
+        return f"| {self.recipe} | {self.seed} | {rewards} | {cost} | {self.seconds:.0f} | {improved} |"
 
 
 HEADER = "| recipe | seed | reward at the start | at the end | cost | seconds | improved |\n" + "|---" * 7 + "|"
