@@ -173,6 +173,23 @@ def log_probs_are_those_of(rows: hf.Batch, version: int) -> int:
     return checked
 
 
+def test_an_actor_that_generates_goes_on_after_its_update(pool, chat):
+    generate = hf.VLLM(sampling=SAMPLING)
+    optim = hf.SGD(lr=0.5)
+    own = hf.ActorWorker.on(pool[1:2], name="own", model=chat, train=hf.FSDP(), optim=optim, generate=generate)
+    settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": 1, "call_seconds": 0.01, **WAYS["environment"]}
+    try:
+        seen, newest = [], 0
+        for number, batch in enumerate(hf.stream(loader(3), own, **settings)):
+            rows = train(batch, own)
+            seen += whole(rows)
+            newest += log_probs_are_those_of(rows, number)
+        assert sorted(seen) == list(range(12))
+        assert newest
+    finally:
+        own.close()
+
+
 def text_of(group: int) -> str:
     return [text for batch in loader(4).drawn() for text in batch["prompt"]][group]
 
@@ -250,8 +267,8 @@ def synced(stream: Any, actor: hf.WorkerGroup, rollout: hf.WorkerGroup) -> None:
 
 
 def test_groups_that_would_be_too_old_are_given_up(actor, rollout):
-    settings: dict[str, Any] = {"max_staleness": 1, "on_stale": "drop", "call_seconds": 0.001}
-    settings |= {"rows": 8, "n": 2, **WAYS["environment"]}
+    settings: dict[str, Any] = {"rows": 8, "n": 2, "max_staleness": 1, "on_stale": "drop", "call_seconds": 0.001}
+    settings.update(WAYS["environment"])
     stream = hf.stream(loader(5), rollout, **settings)
     seen: list[int] = []
     for batch in stream:
