@@ -121,17 +121,13 @@ class Scenario:
         low, high, start = self.x[at - 1], self.x[at], self.times[c, at - 1]
         return start + (x - low) / (high - low) * (self.times[c, at] - start)
 
-    def position(self, c: Indices, seconds: Floats) -> Floats:
-        """The inverse."""
-        width = len(self.x)
+    def shifted(self, c: Indices, x: Floats, seconds: Floats | float) -> Floats:
+        """x after further seconds (or before), where rows run."""
+        width, seconds = len(self.x), self.seconds(c, x) + seconds
         near = np.clip(seconds, 0.0, self.offset / 2)
         at = np.clip(np.searchsorted(self.flat, near + self.offset * c, side="right") - c * width, 1, width - 1)
         low, high, start = self.x[at - 1], self.x[at], self.times[c, at - 1]
-        return low + (seconds - start) / (self.times[c, at] - start) * (high - low)
-
-    def shifted(self, c: Indices, x: Floats, seconds: Floats | float) -> Floats:
-        """x after further seconds (or before)."""
-        return self.position(c, self.seconds(c, x) + seconds)
+        return np.where(x < self.last, low + (seconds - start) / (self.times[c, at] - start) * (high - low), x)
 
     def recomputed(self, x: Floats | float) -> Floats:
         """Seconds of one instance for the keys and values of all rows alive at x."""
@@ -149,16 +145,9 @@ class _Plans(NamedTuple):
 
 
 class Forecast:
-    """Plans of a state among `splits`; `draws` has the remaining lengths of the running rows of each scenario."""
+    """Plans of a state among `splits`, with the rows' lengths drawn from those seen."""
 
-    def __init__(
-        self,
-        state: State,
-        splits: Sequence[DeviceSplit],
-        rows: RunningRows,
-        draws: Sequence[Floats],
-        finished_mean: float,
-    ):
+    def __init__(self, state: State, splits: Sequence[DeviceSplit], lengths: SeenLengths) -> None:
         self.state, self.splits = state, splits
         self.instances = np.array([split.rollout for split in splits], dtype=np.float64)
         self.actors = np.array([split.actor for split in splits], dtype=np.float64)
@@ -166,16 +155,12 @@ class Forecast:
         self.largest = int(np.argmax(self.actors))
         self.now = splits.index(DeviceSplit(state.rollout.instances, state.actor.instances))
         self.lent = self.now if not state.actor.instances else int(np.argmin(self.actors))
-        self.scenarios = [Scenario(state, rows, remaining, finished_mean, splits) for remaining in draws]
-
-    @classmethod
-    def drawn(cls, state: State, splits: Sequence[DeviceSplit], lengths: SeenLengths) -> Forecast:
-        """With the rows' lengths drawn from those seen."""
         rows = RunningRows.of(state)
         count = int(np.clip(_DRAWN // max(1, len(rows.tokens)), 2, _SCENARIOS))
-        draws = [lengths.remaining(rows.tokens, number) for number in range(count)]
         tokens = float(rows.tokens.mean()) if len(rows.tokens) else math.inf
-        return cls(state, splits, rows, draws, lengths.mean_until(tokens) if state.finished else 0.0)
+        finished = lengths.mean_until(tokens) if state.finished else 0.0
+        draws = (lengths.remaining(rows.tokens, number) for number in range(count))
+        self.scenarios = [Scenario(state, rows, remaining, finished, splits) for remaining in draws]
 
     def seconds(self, firsts: Sequence[First], further: bool) -> Floats:
         """From now to the end for each first move, with the best further one if `further`; the mean over scenarios."""
@@ -204,12 +189,9 @@ class Forecast:
             inference = speeds.inference + tokens * speeds.inference_per_token / (own or self.speed[c])
             wait += np.where(wait > 0, inference, 0.0) if own else inference
             wait += speeds.train + tokens * speeds.train_per_token / self.speed[c]
-            seconds, x, left = seconds + wait, self.shifted(c, x, wait, scenario), left - tokens
+            seconds, x, left = seconds + wait, scenario.shifted(c, x, wait), left - tokens
         away = self.actors[c] != self.state.actor.initial, self.instances[c] != self.state.rollout.initial
         return seconds + speeds.resize * away[0] + speeds.join * away[1]
-
-    def shifted(self, c: Indices, x: Floats, seconds: Floats, scenario: Scenario) -> Floats:
-        return np.where(x < scenario.last, scenario.shifted(c, x, seconds), x)
 
     def after_first(self, scenario: Scenario, plans: _Plans) -> tuple[Floats, Floats, Indices]:
         """When the actor is free, the position of the rows at that time, and the split."""
@@ -246,5 +228,5 @@ class Forecast:
         a, b = self.actors[c], self.actors[to]
         lent = speeds.join + speeds.resize * (b != self.state.actor.initial)
         free = hand_over + speeds.join * joins + np.where(a == 0, lent, speeds.resize * (a != b))
-        moved = self.shifted(to, x, free - held, scenario)
+        moved = scenario.shifted(to, x, free - held)
         return np.where(away, seconds + free, seconds), np.where(away, moved, x), to

@@ -30,17 +30,13 @@ class Gain:
     margin: NonNegative = 0.005
     history: bool = True
 
-    @property
-    def __name__(self) -> str:
-        return "gain"
-
     def __call__(self, state: State) -> list[Action]:
         if state.done == state.minibatches:
             return [Finalize()]
         if state.training or not len(state.lengths) or (self.history and not pays(state)):
             return []
         splits = considered(state)
-        return self.choose(state, self.firsts(state, splits), self.forecast(state, splits))
+        return self.choose(state, self.firsts(state, splits), Forecast(state, splits, SeenLengths(state.lengths)))
 
     def firsts(self, state: State, splits: Sequence[DeviceSplit]) -> list[First]:
         """First moves: to each split now; to each from lent devices later."""
@@ -52,9 +48,6 @@ class Gain:
                 First(split, a) for split in splits if split.actor and split.rollout for a in sorted(alive) if a < rows
             ]
         return firsts
-
-    def forecast(self, state: State, splits: Sequence[DeviceSplit]) -> Forecast:
-        return Forecast.drawn(state, splits, SeenLengths(state.lengths))
 
     def choose(self, state: State, firsts: Sequence[First], forecast: Forecast) -> list[Action]:
         """The first move of the best plan, unless staying is as good."""
@@ -100,9 +93,8 @@ def considered(state: State) -> list[DeviceSplit]:
     rollout, actor = state.rollout, state.actor
     own = state.inference.instances * state.inference.devices
     found = {DeviceSplit(rollout.instances, actor.instances), DeviceSplit(rollout.initial, actor.initial)}
-    wanted = {max(1, round(rollout.most * share)) for share in SHARES} | {1, rollout.initial, rollout.instances}
-    counts = {max((size for size in rollout.sizes if size <= count), default=0) for count in wanted} | {0}
-    for count in counts:
+    counts = {max(1, round(rollout.most * share)) for share in SHARES}
+    for count in counts | {0, 1, rollout.initial, rollout.instances}:
         room = (rollout.most - count) * rollout.devices if count else state.devices - own
         size = max((size for size in actor.sizes if size * actor.devices <= room), default=0)
         if size or count == rollout.most:

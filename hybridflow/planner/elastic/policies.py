@@ -62,10 +62,6 @@ class RLinf:
     threshold: Fraction = 0.5
     wait_before_last: bool = True
 
-    @property
-    def __name__(self) -> str:
-        return "rlinf"
-
     def __call__(self, state: State) -> list[Action]:
         if state.done == state.minibatches:
             return [Finalize()]
@@ -104,8 +100,8 @@ class RLinf:
             return []
         allowed = actor.instances + most * rollout.devices // actor.devices
         increment = (next_size(actor, allowed) - actor.instances) * actor.devices
-        count = _legal_release(rollout, -(-increment // rollout.devices))
-        return released_rollouts(state, count) if count else []
+        count = -(-increment // rollout.devices)
+        return released_rollouts(state, count) if 0 < count < rollout.instances else []
 
 
 rlinf = RLinf
@@ -129,9 +125,8 @@ def moves(state: State, to: DeviceSplit, groups: Mapping[int, int] | None = None
 
 def lend_actor(state: State) -> list[Action]:
     """Rollouts get the actor's devices, as far as whole instances fit."""
-    now, room = state.rollout.instances, state.rollout.ids.start
-    size = max((size for size in state.rollout.sizes if size <= now + room), default=0)
-    return moves(state, DeviceSplit(size, 0)) if state.actor.instances and size > now else []
+    free = state.actor.instances and state.rollout.ids.start
+    return moves(state, DeviceSplit(state.rollout.most, 0)) if free else []
 
 
 def return_actor(state: State) -> list[Action]:
@@ -173,14 +168,6 @@ def grow_actor(state: State) -> list[Action]:
     """The actor takes the largest size that the free devices allow."""
     count = next_size(state.actor, state.actor_room // state.actor.devices) - state.actor.instances
     return [Allocate("actor", count)] if count > 0 else []
-
-
-def _legal_release(rollout: Component, count: int) -> int:
-    """At least `count` instances, so that a valid size remains; 0 if there is no such size."""
-    if count <= 0:
-        return 0
-    size = max((size for size in rollout.sizes if size <= rollout.instances - count), default=0)
-    return rollout.instances - size if size else 0
 
 
 def lend(state: State) -> list[Action]:

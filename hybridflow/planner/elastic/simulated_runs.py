@@ -18,7 +18,8 @@ from hybridflow.settings import Count, NonNegative, Positive, Size, require, set
 @settings
 class ElasticRun:
     """Iterations of `prompts` groups of `n` responses, with the static placement of `rollout` instances of `tp`
-    devices, `actor` of `mp` and `inference` of `inference_devices`. `lengths` are those of the rows of the iterations
+    devices, `actor` of `mp` and `inference` of one. `actor_sizes`: numbers of instances that the actor may have (None:
+    any). `lengths` are those of the rows of the iterations
     one after another, again from the first when they end, or a distribution; those of the `warm_up` iterations before
     are only seen. `sync_seconds`: the weight sync at the end of an iteration. On a machine with `cores`, which its
     processes share, all busy ones are slower alike where they are more than the cores."""
@@ -34,10 +35,8 @@ class ElasticRun:
     tp: Size = 1
     mp: Size = 1
     inference: Count = 0
-    inference_devices: Size = 1
     prompt_tokens: Count = 0
     actor_sizes: tuple[int, ...] | None = None
-    rollout_sizes: tuple[int, ...] | None = None
     sync_seconds: NonNegative = 0.0
     cores: Positive | None = None
     iterations: Size = 1
@@ -80,9 +79,7 @@ def simulate_elastic(run: ElasticRun, policy: Policy) -> SimulatedIterations:
 def best_static(run: ElasticRun, splits: Iterable[tuple[int, int]]) -> tuple[ElasticRun, float]:
     """The run with the (rollout, actor) instances under which the static placement is fastest, and its mean seconds."""
     runs = [replace(run, rollout=rollout, actor=actor) for rollout, actor in splits]
-    found = [(simulate_elastic(candidate, static).mean, number) for number, candidate in enumerate(runs)]
-    seconds, number = min(found)
-    return runs[number], seconds
+    return min(((each, simulate_elastic(each, static).mean) for each in runs), key=lambda found: found[1])
 
 
 def drawn_lengths(run: ElasticRun) -> tuple[list[int], list[list[int]]]:
@@ -99,29 +96,32 @@ def start_of(
     switches, are known; `prompts`: the tokens of each one, if they differ.
 
     Errors: ConfigError for sizes that the devices do not allow."""
-    own = run.inference * run.inference_devices
     require(
         run.prompts % run.minibatches == 0,
         f"{run.prompts} prompts do not make {run.minibatches} mini-batches of equal size: give a multiple of "
         f"{run.minibatches}.",
     )
-    most = (run.devices - own) // run.tp
+    most = (run.devices - run.inference) // run.tp
     require(
         run.actor * run.mp <= (most - run.rollout) * run.tp,
-        f"{run.actor} actor instances of {run.mp}, {run.rollout} rollout instances of {run.tp} and {own} devices for "
-        f"inference do not fit {run.devices} devices: the rollouts end at device {most * run.tp}, and the actor before "
-        f"them.",
+        f"{run.actor} actor instances of {run.mp}, {run.rollout} rollout instances of {run.tp} and {run.inference} "
+        f"devices for inference do not fit {run.devices} devices: the rollouts end at device {most * run.tp}, and the "
+        f"actor before them.",
     )
-    rollout_sizes = _sizes("rollout", run.rollout_sizes, most, run.rollout, most)
-    actor_sizes = _sizes("actor", run.actor_sizes, run.devices // run.mp, run.actor)
-    rollout = Component(run.tp, run.rollout, run.rollout, rollout_sizes)
+    largest = run.devices // run.mp
+    sizes = run.actor_sizes or tuple(range(1, largest + 1))
+    require(
+        list(sizes) == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] <= largest and run.actor in sizes,
+        f"actor_sizes={listed(sizes)}: give ascending numbers from 1 to {largest}, {run.actor} among them.",
+    )
+    rollout = Component(run.tp, run.rollout, run.rollout, tuple(range(1, most + 1)))
     tokens = [run.prompt_tokens] * run.prompts if prompts is None else prompts
     return State(
         event="start",
         devices=run.devices,
         rollout=rollout,
-        inference=Component(run.inference_devices, run.inference, run.inference, tuple({run.inference} - {0})),
-        actor=Component(run.mp, run.actor, run.actor, actor_sizes),
+        inference=Component(1, run.inference, run.inference, tuple({run.inference} - {0})),
+        actor=Component(run.mp, run.actor, run.actor, sizes),
         rows=run.prompts * run.n,
         n=run.n,
         minibatches=run.minibatches,
@@ -130,14 +130,3 @@ def start_of(
         lengths=seen,
         switches=tuple(costs[-3:]),
     )
-
-
-def _sizes(name: str, given: Iterable[int] | None, most: int, *needed: int) -> tuple[int, ...]:
-    sizes = tuple(range(1, most + 1)) if given is None else tuple(given)
-    require(
-        list(sizes) == sorted(set(sizes)) and len(sizes) > 0 and sizes[0] > 0 and sizes[-1] <= most,
-        f"{name} sizes {listed(sizes)}: give ascending numbers of instances from 1 to {most}.",
-    )
-    for size in needed:
-        require(size in sizes, f"{name} sizes {listed(sizes)} are without {size}, which it may have: add it.")
-    return sizes

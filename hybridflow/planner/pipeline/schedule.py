@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from hybridflow.settings import require
+from hybridflow.settings import NonNegative, Positive, require, settings
 
 Kind = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward", "finish"]
 COMPUTES = ("forward", "backward")
@@ -34,24 +34,21 @@ class Instruction(NamedTuple):
         return Instruction(kind, self.model, self.step, self.micro, self.chunk)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Work:
     """The training of one model: the micro-batches of each mini-batch; for a micro-batch on a stage its `forward` and
     `backward` time and the `activations` that are live between both (any units); the time of an optimizer step."""
 
     micro_batches: tuple[int, ...]
-    forward: float = 1.0
-    backward: float = 2.0
-    activations: float = 1.0
-    finish: float = 0.0
+    forward: Positive = 1.0
+    backward: Positive = 2.0
+    activations: Positive = 1.0
+    finish: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         counts = self.micro_batches
         good = bool(counts) and all(type(count) is int and count >= 1 for count in counts)
         require(good, f"Work(micro_batches={counts!r}): give the number, at least 1, of each mini-batch.")
-        for name in ("forward", "backward", "activations", "finish"):
-            good = getattr(self, name) >= 0 and (name == "finish" or getattr(self, name) > 0)
-            require(good, f"Work({name}={getattr(self, name)!r}): must be positive.")
 
     @property
     def total(self) -> int:
@@ -81,17 +78,6 @@ class Schedule:
     stages: tuple[tuple[Instruction, ...], ...]
     chunks: int = 1
 
-    def link(self, stage: int, instruction: Instruction) -> Link:
-        """Where a send or receive of this stage goes to or comes from."""
-        return _link(instruction.kind, instruction.model, stage, len(self.stages))
-
-    def source(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
-        """The stage and computation whose message this receive gets."""
-        kind, model, step, micro, chunk = instruction
-        forward = kind == "receive_forward"
-        chunk, peer = divmod(chunk * len(self.stages) + stage + (-1 if forward else 1), len(self.stages))
-        return peer, Instruction("forward" if forward else "backward", model, step, micro, chunk)
-
     @cached_property
     def computations(self) -> tuple[tuple[Instruction, ...], ...]:
         """The forwards and backwards of each stage."""
@@ -99,7 +85,8 @@ class Schedule:
 
 
 @lru_cache(maxsize=4096)
-def _link(message: Kind, model: int, stage: int, stages: int) -> Link:
+def link(message: Kind, model: int, stage: int, stages: int) -> Link:
+    """Where a send or receive of this stage goes to or comes from."""
     verb, kind = message.split("_")
     after = (verb == "send") == (kind == "forward")  # the peer is the next stage, else the previous one
     peer = (stage + (1 if after else -1)) % stages

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridflow.errors import ConfigError
-from hybridflow.planner.pipeline.schedule import COMPUTES, Instruction, Kind, Link, Schedule, Work
+from hybridflow.planner.pipeline.schedule import COMPUTES, Instruction, Kind, Link, Schedule, link
 
 WINDOW = 2
 """Messages of a link that may be on their way: the next send waits for the receive that is so far behind."""
@@ -34,25 +34,6 @@ class PipelineTimeline:
         """The end of the last forward, backward or optimizer step."""
         ends = [span.end for stage in self.stages for span in stage]
         return max([*ends, *self.steps.values()], default=0.0)
-
-    def draw(self, slot: float = 1.0, names: str = "abcdefgh") -> str:
-        """One line for each stage, a cell for each `slot`: a1 is the first forward of model a, A1 its backward."""
-        width, lines = (
-            max(3, 2 + len(str(max((s.instruction.micro for x in self.stages for s in x), default=0) + 1))),
-            [],
-        )
-        for number, spans in enumerate(self.stages):
-            cells = [".".ljust(width)] * round(self.makespan / slot)
-            for each, start, end in spans:
-                name = names[each.model].upper() if each.kind == "backward" else names[each.model]
-                for at in range(round(start / slot), round(end / slot)):
-                    cells[at] = f"{name}{each.micro + 1}".ljust(width)
-            lines.append(f"stage {number}  {''.join(cells)}".rstrip())
-        return "\n".join(lines)
-
-
-def seconds_of(work: Work, instruction: Instruction, chunks: int = 1) -> float:
-    return (work.forward if instruction.kind == "forward" else work.backward) / chunks
 
 
 def simulate(schedule: Schedule, window: int = WINDOW) -> PipelineTimeline:
@@ -98,7 +79,7 @@ class _Run:
         self._announced: list[dict[tuple, tuple[_Traffic, int]]] = [{} for _ in range(stages)]
         self._links: dict[Link, _Traffic] = defaultdict(lambda: _Traffic([], []))
         self._parts = stages * chunks
-        self._seconds = {(k, m): seconds_of(w, Instruction(k), chunks) for m, w in enumerate(works) for k in COMPUTES}
+        self._seconds = {(kind, m): getattr(work, kind) / chunks for m, work in enumerate(works) for kind in COMPUTES}
         self._run_of: dict[str, Callable[[int, Instruction], bool]] = {
             **dict.fromkeys(COMPUTES, self._compute),
             **dict.fromkeys(("send_forward", "send_backward"), self._send),
@@ -136,7 +117,7 @@ class _Run:
             message, arrived = sent[number]
             if message != (step, micro, part - 1 if kind == "forward" else part + 1):
                 receives: Kind = "receive_forward" if kind == "forward" else "receive_backward"
-                raise _unlike(self.schedule.link(stage, each.of(receives)))
+                raise _unlike(link(receives, model, stage, len(self.clock)))
             start = max(start, arrived)
         self.clock[stage] = self._ends[stage][each] = end = start + self._seconds[kind, model]
         self.spans[stage].append(StageSpan(each, start, end))
@@ -152,23 +133,23 @@ class _Run:
     def _receive(self, stage: int, each: Instruction) -> bool:
         kind, model, step, micro, chunk = each
         computed = "forward" if kind == "receive_forward" else "backward"
-        link = self._links[self.schedule.link(stage, each)]
-        self._announced[stage][computed, model, step, micro, chunk] = link, len(link.awaited)
+        traffic = self._links[link(kind, model, stage, len(self.clock))]
+        self._announced[stage][computed, model, step, micro, chunk] = traffic, len(traffic.awaited)
         sender = chunk * len(self.clock) + stage + (-1 if computed == "forward" else 1)
-        link.awaited.append(((step, micro, sender), self.clock[stage]))
+        traffic.awaited.append(((step, micro, sender), self.clock[stage]))
         return True
 
     def _send(self, stage: int, each: Instruction) -> bool:
         kind, model, step, micro, chunk = each
-        link = self._links[self.schedule.link(stage, each)]
+        traffic = self._links[link(kind, model, stage, len(self.clock))]
         if ("forward" if kind == "send_forward" else "backward", model, step, micro, chunk) not in self._ends[stage]:
             raise ConfigError(f"stage {stage} sends {tuple(each)} before it is computed.")
-        before = len(link.sent) - self.window
-        if before >= len(link.awaited):
+        before = len(traffic.sent) - self.window
+        if before >= len(traffic.awaited):
             return False
         if before >= 0:
-            self.clock[stage] = max(self.clock[stage], link.awaited[before][1])
-        link.sent.append(((step, micro, chunk * len(self.clock) + stage), self.clock[stage]))
+            self.clock[stage] = max(self.clock[stage], traffic.awaited[before][1])
+        traffic.sent.append(((step, micro, chunk * len(self.clock) + stage), self.clock[stage]))
         return True
 
     def check_links(self) -> None:

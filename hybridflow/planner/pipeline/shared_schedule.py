@@ -71,8 +71,8 @@ def together(
     size = 2 * stages * sum(work.total for work in works)
     tries = min(3, AT_ONCE // size) if at_once else min(EVALUATIONS, 3 + OPERATIONS // size)
 
-    def tried(order: Order, patience: float) -> tuple[float, Order, _InOrder]:
-        found = _InOrder(stages, works, order, limits, patience)
+    def tried(order: Order, patience: float) -> tuple[float, Order, InOrder]:
+        found = InOrder(stages, works, order, limits, patience)
         return found.makespan, order, found
 
     bound, chance = shortest(stages, works) * (1 + 1e-9), random.Random(0)
@@ -83,7 +83,7 @@ def together(
             break
         other = tried(*(next(orders, None) or (_exchanged(best[1], chance), chance.choice(waits))))
         best = other if other[0] <= best[0] else best
-    found = scheduled(works, best[2].computed)
+    found = best[2].schedule
     check(found, limits)
     return found
 
@@ -115,19 +115,6 @@ def _exchanged(order: Order, chance: random.Random) -> Order:
     return tuple(out)
 
 
-def in_order(
-    stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], patience: float = 0.0
-) -> Schedule:
-    """Each stage runs forwards in this order and backwards in the same: a backward as soon as its gradient is there,
-    else the next forward that `limits` has room for, unless its message would have to wait (`WINDOW`). A mini-batch
-    begins when the step before it has been made. With `patience` a forward that could begin at most so much later goes
-    before a backward.
-
-    It always ends: the first unfinished micro-batch of the order never waits for a later one.
-    """
-    return scheduled(works, _InOrder(stages, works, order, limits, patience).computed)
-
-
 class _Turn(NamedTuple):
     """A micro-batch at its place in the order: the times of its forward and backward (in this order), its activations,
     the indices of its optimizer step and of the one before it (-1: none), and the turn whose message must be awaited
@@ -140,12 +127,18 @@ class _Turn(NamedTuple):
     before: int
 
 
-class _InOrder:
-    """What all stages compute, and when, if they run micro-batches in one order. Kinds: 0 forward, 1 backward."""
+class InOrder:
+    """Each stage runs forwards in one order and backwards in the same: a backward as soon as its gradient is there,
+    else the next forward that `limits` has room for, unless its message would have to wait (`WINDOW`). A mini-batch
+    begins when the step before it has been made. With `patience` a forward that could begin at most so much later goes
+    before a backward.
+
+    It always ends: the first unfinished micro-batch of the order never waits for a later one."""
 
     def __init__(
         self, stages: int, works: Sequence[Work], order: Order, limits: Sequence[float], patience: float
     ) -> None:
+        # kinds: 0 forward, 1 backward
         self._works, self._stages, self._patience = works, stages, patience
         self._names: list[tuple[Instruction, Instruction]] = []
         self._turns: list[_Turn] = []
@@ -186,8 +179,9 @@ class _InOrder:
         return max(*self._clock, *(made or 0.0 for made in self._made))
 
     @property
-    def computed(self) -> list[list[Instruction]]:
-        return [[self._names[turn][kind] for turn, kind in stage] for stage in self._computed]
+    def schedule(self) -> Schedule:
+        computed = [[self._names[turn][kind] for turn, kind in stage] for stage in self._computed]
+        return scheduled(self._works, computed)
 
     def _run(self) -> None:
         """The stage that can begin first runs next; at equal times one with a backward, then the first stage."""
