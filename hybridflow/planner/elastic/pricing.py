@@ -204,8 +204,9 @@ def _resize(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> floa
     both, seconds = Mesh.of(0, 2 * plan.mesh.size), 0.0
     for group in {call.group for call in calls if call.kind == "training"}:
         if (context := simulator.context(group, plan)) is not None:
-            found = reallocation(context.size, simulator.cluster, plan, there, MAIN, simulator.coefficients)
-            seconds += _KINDS * found[0] * simulator.slowdown(both, found[1])
+            k, cluster = simulator.coefficients, simulator.cluster
+            each, busy = reallocation(context.size, cluster, plan, there, MAIN, k, fresh=True)
+            seconds += _KINDS * each * simulator.slowdown(both, busy)
     return seconds
 
 
