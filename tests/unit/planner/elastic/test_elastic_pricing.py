@@ -73,7 +73,7 @@ def test_state_that_moves_pays_for_its_bytes_and_for_each_of_its_messages():
     """12 bytes of each parameter are six times the weights; what tensors and messages take is paid for three kinds."""
     size, cluster, four = Sizes.of(LLAMA_7B), ClusterSpec.of("a100:1x8"), Parallel(t=4)
     ends = CallPlan(Mesh.of(0, 4), four), CallPlan(Mesh.of(4, 4), four)
-    weights, twice = (reallocation(size, cluster, *ends, each, Coefficients())[0] for each in (2, 4))
+    weights, twice = (reallocation(size, cluster, *ends, each, Coefficients(), fresh=True)[0] for each in (2, 4))
     overhead = 2 * weights - twice
     assert overhead > 32 * 7 * TENSOR_SECONDS
     assert planned(policy=static).run.speeds.resize == pytest.approx(6 * (weights - overhead) + 3 * overhead)
