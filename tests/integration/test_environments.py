@@ -309,7 +309,7 @@ def test_an_actor_trains_on_trajectories(hosts, chat, prompts, tmp_path):
         assert forked.metrics().get()["response/length_mean"] == len(found["response_ids"].values) / 6
         with pytest.raises(ConfigError, match="6 trajectories"):
             actor.update_actor(forked | hf.compute_advantage(forked, "grpo"), minibatches=4)
-        with pytest.raises(ConfigError, match="single turns"):
+        with pytest.raises(ConfigError, match="may wait for a tool"):
             actor.advance_rows(prompts, until=hf.Until(steps=1), environment=Echo)
     finally:
         actor.close()
