@@ -103,7 +103,7 @@ def placements(graph: Graph, measured: LayerProfile, count: int, budget_s: float
     found = {"chosen": chosen}
     for name, (where, generate) in CANDIDATES.items():
         layouts = {call.name: call_plan(call, where, generate) for call in problem.calls}
-        other = placement_of(problem, layouts, "given", order="program")
+        other = placement_of(problem, layouts, "given")
         if dict(other.groups) != dict(chosen.groups) and len(found) < count:
             found[name] = other
     return {name: as_priced(placement, WORKLOAD) for name, placement in found.items()}

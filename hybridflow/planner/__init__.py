@@ -11,14 +11,13 @@ Read in this order:
    (ReaL) places calls by `evaluation`, `similarity` (PUZZLE) cuts groups that share all devices.
 4. `planning` is the entry; `explain` reports infeasible problems and runner-up layouts.
 
-On their own: `checkpointing`, the interval between checkpoints and the share of time that failures leave;
-`stream_simulation`, the rows per second of loops whose generation runs ahead of training; `elastic`, policies that move
-devices between generation and training inside an iteration, and the simulation of its seconds.
+On their own: `stream_simulation`, the rows per second of loops whose generation runs ahead of training; `elastic`,
+policies that move devices between generation and training inside an iteration, and the simulation of its seconds.
 """
 
 from __future__ import annotations
 
-from hybridflow.planner.checkpointing import (
+from hybridflow.checkpoint_interval import (
     PUBLISHED,
     CheckpointCosts,
     FailureModel,

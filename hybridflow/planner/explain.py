@@ -23,13 +23,11 @@ from hybridflow.planner.search.problem import Option, Problem
 from hybridflow.planner.search.stages import group_layouts, undominated
 
 
-def alternatives(problem: Problem, plan: ExecutionPlan, **how) -> dict[str, tuple[str, str]]:
+def alternatives(problem: Problem, plan: ExecutionPlan) -> dict[str, tuple[str, str]]:
     """By call: the runner-up and why it lost, as texts. Functions, which need no device, and calls without another
     layout that can run are left out.
-
-    Keywords for the timeline as for `GraphSchedule`.
     """
-    evaluator = Evaluator(problem, options_of(problem, also=[plan]), **how)
+    evaluator = Evaluator(problem, options_of(problem, also=[plan]))
     state = evaluator.state(plan)
     if state is None:
         return {}
@@ -84,7 +82,7 @@ def _with_room(problem: Problem, call: Call, option: Option, static: Sequence[fl
     if call.kind != "generation":
         return option
     beside = max(static[device] for device in option.plan.mesh.devices)
-    return option._replace(seconds=problem.generation(call, option.plan, beside))
+    return option._replace(seconds=problem.generation(call, option.plan, beside).seconds)
 
 
 def _why(problem: Problem, name: str, taken: Option, other: Option, more: float) -> str:

@@ -2,7 +2,7 @@
 
 Least squares of log seconds, with a Gaussian prior on the logarithm of each coefficient around its default: few
 observations change only the coefficients that they depend on. Only four are fitted: with more, single calls are matched
-better and unseen layouts and devices worse. Levenberg-Marquardt (Marquardt 1963).
+better and unseen layouts and devices worse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOISE = 0.08  # standard deviation of the logarithm of an observation
 SPREAD: Mapping[str, float] = MappingProxyType(  # and of each fitted coefficient's
     {"compute": 0.25, "link": 0.5, "latency": 1.5, "step_seconds": 1.5}
 )
-_STEP, _ROUNDS, _SETTLED = 1e-3, 60, 1e-7
+_STEP = 1e-3  # of finite differences
 
 
 @dataclass(frozen=True)
@@ -72,43 +72,25 @@ def calibrate(observations: Sequence[Observation], start: Coefficients = DEFAULT
 
     Errors: ConfigError without observations, and for those of different devices.
     """
+    from scipy.optimize import least_squares  # takes a while to import
+
     require(bool(observations), "calibrate needs at least one observation.")
     devices = sorted({node.device.name for seen in observations for node in seen.cluster.nodes})
     require(len(devices) == 1, f"observations are of {', '.join(devices)}; calibrate one device at a time.")
-    seen, step_sizes = np.log([one.seconds for one in observations]), _STEP * np.eye(len(SPREAD))
+    seen = np.log([one.seconds for one in observations])
 
     def residual_at(at: np.ndarray) -> np.ndarray:
         """[observations + coefficients]."""
         k = _moved(start, at)
         return np.concatenate([(np.log([one.predicted(k) for one in observations]) - seen) / NOISE, at])
 
-    at, damping = np.zeros(len(SPREAD)), 1e-2
-    residual = residual_at(at)
-    error = float(residual @ residual)
-    for _ in range(_ROUNDS):
-        # [observations + coefficients, coefficients] by finite differences
-        slope = np.stack([(residual_at(at + one) - residual) / _STEP for one in step_sizes], axis=1)
-        normal, gradient = slope.T @ slope, slope.T @ residual
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
-        tried = residual_at(at + step)
-        found = float(tried @ tried)
-        if found >= error:
-            damping *= 10
-            if damping > 1e6:
-                break
-            continue
-        settled = error - found < _SETTLED * error
-        at, residual, error, damping = at + step, tried, found, max(damping / 10, 1e-9)
-        if settled:
-            break
-    misfit = math.sqrt(float(np.mean(np.square(residual[: len(seen)] * NOISE))))
-    return replace(_moved(start, at), device=devices[0], error=max(start.error, misfit))
+    found = least_squares(residual_at, np.zeros(len(SPREAD)), method="lm", diff_step=_STEP)
+    misfit = math.sqrt(float(np.mean(np.square(found.fun[: len(seen)] * NOISE))))
+    return replace(_moved(start, found.x), device=devices[0], error=max(start.error, misfit))
 
 
 def _moved(start: Coefficients, at: np.ndarray) -> Coefficients:
     """`start` at a point [coefficients] of logarithms, in units of their spread; an efficiency ends at 1."""
-    changed = {}
-    for (name, spread), value in zip(SPREAD.items(), at.tolist(), strict=True):
-        found = getattr(start, name) * math.exp(spread * value)
-        changed[name] = min(found, 1.0) if name in ("compute", "link") else found
-    return replace(start, **changed)
+    scaled = zip(SPREAD.items(), at.tolist(), strict=True)
+    found = {name: getattr(start, name) * math.exp(spread * value) for (name, spread), value in scaled}
+    return replace(start, **{n: min(x, 1.0) if n in ("compute", "link") else x for n, x in found.items()})

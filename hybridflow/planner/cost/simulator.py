@@ -45,9 +45,9 @@ class Simulator:
         self._links: dict[tuple[Mesh, DType], LinkModel] = {}
         self._contexts: dict[tuple[str, CallPlan, Kind | None], CallContext | None] = {}
 
-    def on(self, cluster: ClusterSpec) -> Simulator:
-        """The simulator of another cluster."""
-        return Simulator(cluster, self.graph, self.workload, self.coefficients, self.profile)
+    def on(self, cluster: ClusterSpec, workload: Workload | None = None) -> Simulator:
+        """The simulator of another cluster, or of another workload."""
+        return Simulator(cluster, self.graph, workload or self.workload, self.coefficients, self.profile)
 
     def cost(self, call: str, plan: CallPlan, kv_budget: float | None = None) -> CallCost:
         """Seconds of the call on `plan`. `kv_budget` are the bytes of KV cache that each device has for generation;

@@ -11,12 +11,10 @@ A call of a stream waits for weights of `ahead` further iterations ago; the sync
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from hybridflow.errors import ConfigError
 from hybridflow.planner.describe.cluster_spec import ClusterSpec, NodeSpec
@@ -24,9 +22,9 @@ from hybridflow.planner.describe.graph import Graph, WeightMove, moves
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, busiest
 from hybridflow.settings import require
 
-Order = Literal["ready", "program"]
 Latency = Mapping[int, float]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
+IN_FLIGHT = 2  # iterations that run at a time, more in a stream: the driver's loader holds the next one back
 _DONE = 1e-9  # share of a call's seconds that counts as finished (rounding)
 
 
@@ -102,31 +100,19 @@ class Contention:
 class GraphSchedule:
     """The nodes of a graph, so that one plan after the other can be timed without looking at the graph again.
 
-    `in_flight` iterations may run at a time (None: as many as the graph allows): the driver's loader holds the next
-    one back until then. With `order="ready"` a device takes the call that was ready first, as ReaL's runtime does, and
-    of those that became ready together one that can start at once; with "program" it takes calls in the order in which
-    the driver made them, as hosts here do. With `sharing`, calls that run at once slow each other down.
+    A device takes calls in the order in which the driver makes them, as hosts do. With `sharing`, calls that run at
+    once slow each other down.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        *,
-        iterations: int = 3,
-        in_flight: int | None = 2,
-        order: Order = "ready",
-        sharing: Contention | None = None,
-    ) -> None:
-        for name, count in (("iterations", iterations), ("in_flight", 1 if in_flight is None else in_flight)):
-            require(type(count) is int and count >= 1, f"{name}={count!r}: give a whole number of at least 1.")
-        ahead = max((call.ahead for call in graph.calls), default=0)
-        in_flight = in_flight and max(in_flight, 1 + ahead)
-        self.graph, self.iterations, self.in_flight, self.order = graph, iterations, in_flight, order
-        self.sharing = sharing
+    def __init__(self, graph: Graph, *, iterations: int = 3, sharing: Contention | None = None) -> None:
+        good = type(iterations) is int and iterations >= 1
+        require(good, f"iterations={iterations!r}: give a whole number of at least 1.")
+        self.in_flight = max(IN_FLIGHT, 1 + max((call.ahead for call in graph.calls), default=0))
+        self.graph, self.iterations, self.sharing = graph, iterations, sharing
         self.moves = moves(graph)
         self.nodes = _nodes(graph, self.moves)
         self.roots = [i for i, node in enumerate(self.nodes) if all(distance for _, distance in node.before)]
-        self.waiting, self.after = self._unrolled()
+        self.before = self._unrolled()
         self._within = [[j for j, distance in node.before if not distance] for node in self.nodes]
         # from a node to those of earlier iterations that it waits for, and of how many before
         closing = [(i, [(j, back) for j, back in node.before if back]) for i, node in enumerate(self.nodes)]
@@ -134,19 +120,16 @@ class GraphSchedule:
         moved = ((i, graph.calls[node.call]) for i, node in enumerate(self.nodes) if node.moved_from is not None)
         self._interrupting = [i for i, call in moved if call.continuous]
 
-    def _unrolled(self) -> tuple[list[int], list[list[int]]]:
-        """For every node of every iteration: how many it waits for, and which wait for it."""
-        count, total = len(self.nodes), len(self.nodes) * self.iterations
-        waiting, after = [0] * total, [[] for _ in range(total)]
+    def _unrolled(self) -> list[set[int]]:
+        """What each node of every iteration waits for."""
+        count, before = len(self.nodes), list[set[int]]()
         for iteration in range(self.iterations):
             for i, node in enumerate(self.nodes):
-                before = [(iteration - distance) * count + j for j, distance in node.before if iteration >= distance]
-                if self.in_flight is not None and i in self.roots and iteration >= self.in_flight:
-                    before += range((iteration - self.in_flight) * count, (iteration - self.in_flight + 1) * count)
-                waiting[iteration * count + i] = len(set(before))
-                for j in set(before):
-                    after[j].append(iteration * count + i)
-        return waiting, after
+                first = {(iteration - distance) * count + j for j, distance in node.before if iteration >= distance}
+                if i in self.roots and iteration >= self.in_flight:
+                    first |= {*range((iteration - self.in_flight) * count, (iteration - self.in_flight + 1) * count)}
+                before.append(first)
+        return before
 
     def run(
         self, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None = None
@@ -158,39 +141,18 @@ class GraphSchedule:
         if self._interrupting:  # the trainer's side of a sync counts in `least` only: rollouts do not wait for it
             masks = [mask & masks[i + 1] if i in self._interrupting else mask for i, mask in enumerate(masks)]
         if self.sharing is not None:
-            return ContendedRun(self, seconds, masks, shares).run()
-        count, total = len(self.nodes), len(self.waiting)
-        waiting, ready_at = self.waiting.copy(), [0.0] * total
-        starts, stops = [0.0] * total, [0.0] * total
+            return _contended(self, self.sharing, seconds, masks, shares or [1.0] * len(masks))
+        count = len(self.nodes)
+        starts, stops = list[float](), list[float]()
         taken: list[tuple[int, float]] = []  # latest first: devices, and until when they are busy
-        in_program = self.order == "program"
-        queue = [i for i in range(total) if in_program or not waiting[i]]
-        while queue:
-            at = queue[0] if in_program or len(queue) == 1 else self._next(queue, ready_at, masks, taken)
-            queue.remove(at)
-            start, mask = ready_at[at], masks[at % count]
-            if mask:
+        for at, before in enumerate(self.before):
+            start = max([stops[j] for j in before], default=0.0)
+            if mask := masks[at % count]:
                 start = max(start, _free_from(mask, taken))
-            stop = start + seconds[at % count]
-            starts[at], stops[at] = start, stop
-            if mask:
-                taken.insert(0, (mask, stop))
-            for other in self.after[at]:
-                waiting[other] -= 1
-                if stop > ready_at[other]:
-                    ready_at[other] = stop
-                if not waiting[other] and not in_program:
-                    queue.append(other)
+                taken.insert(0, (mask, start + seconds[at % count]))
+            starts.append(start)
+            stops.append(start + seconds[at % count])
         return starts, stops
-
-    def _next(self, queue: list[int], ready_at: list[float], masks: Sequence[int], taken: list) -> int:
-        """The node that was ready first; ties go to the earliest start, then to program order."""
-        first = min([ready_at[i] for i in queue])
-        together = [i for i in queue if ready_at[i] <= first]
-        if len(together) == 1:
-            return together[0]
-        count = len(masks)
-        return min(together, key=lambda i: (max(first, _free_from(masks[i % count], taken)), i))
 
     def per_iteration(
         self,
@@ -234,73 +196,44 @@ class GraphSchedule:
         return longest
 
 
-class ContendedRun:
-    """One run of a schedule with contention; arguments as for `GraphSchedule.run`."""
-
-    def __init__(
-        self, schedule: GraphSchedule, seconds: Sequence[float], masks: Sequence[int], shares: Sequence[float] | None
-    ) -> None:
-        assert schedule.sharing is not None
-        self.sharing, self.after, self.in_program = schedule.sharing, schedule.after, schedule.order == "program"
-        self.waiting, total = schedule.waiting.copy(), len(schedule.waiting)
-        self.seconds, self.masks = [*seconds] * schedule.iterations, [*masks] * schedule.iterations
-        shares = [*(shares or [1.0] * len(masks))] * schedule.iterations
-        self.loads = [self.sharing.load(mask, share) for mask, share in zip(self.masks, shares, strict=True)]
-        self.starts, self.stops = [0.0] * total, [0.0] * total
-        # nodes not begun, in the order in which they may claim devices
-        self.queue = [(0.0, i) for i in range(total) if self.in_program or not self.waiting[i]]
-        self.left: dict[int, float] = {}  # seconds that each running call still needs, alone
-        self.busy, self.now = 0, 0.0
-
-    def run(self) -> tuple[list[float], list[float]]:
-        """Start and stop of each node."""
-        self._begin()
-        while self.left:
-            loads = {i: self.loads[i] for i in self.left}
-            total = [sum(own) for own in zip(*loads.values(), strict=True)]
-            factors = {i: self.sharing.factor(own, total) for i, own in loads.items()}
-            passed = min(self.left[i] * factors[i] for i in self.left)
-            self.now += passed
-            for i, factor in factors.items():
-                self.left[i] -= passed / factor
-            for i in [i for i, left in self.left.items() if left <= _DONE * self.seconds[i]]:
-                del self.left[i]
-                self.busy &= ~self.masks[i]
-                self._end(i)
-            self._begin()
-        return self.starts, self.stops
-
-    def _begin(self) -> None:
-        """Start every call that waits for nothing and whose devices no earlier call claims.
-
-        Of those that became ready together, none claims a device before all that can start have started.
-        """
-        begun = True
-        while begun:  # nodes without duration let others begin at once
-            begun, claimed = False, self.busy
-            for _, together in groupby(list(self.queue), key=lambda entry: entry if self.in_program else entry[0]):
-                left = 0
-                for entry in together:
-                    i = entry[1]
-                    if self.waiting[i] or self.masks[i] & claimed:
-                        left |= self.masks[i]
-                        continue
-                    self.queue.remove(entry)
-                    self.starts[i], begun = self.now, True
-                    if self.seconds[i] > 0:
-                        self.left[i] = self.seconds[i]
-                        self.busy |= self.masks[i]
-                        claimed |= self.masks[i]
-                    else:
-                        self._end(i)
-                claimed |= left
-
-    def _end(self, i: int) -> None:
-        self.stops[i] = self.now
-        for other in self.after[i]:
-            self.waiting[other] -= 1
-            if not self.waiting[other] and not self.in_program:
-                insort(self.queue, (self.now, other))
+def _contended(
+    schedule: GraphSchedule,
+    sharing: Contention,
+    seconds: Sequence[float],
+    masks: Sequence[int],
+    shares: Sequence[float],
+) -> tuple[list[float], list[float]]:
+    """`GraphSchedule.run` with contention. Nodes wait for earlier ones only, so one pass in program order starts all
+    that can start."""
+    total, rounds = len(schedule.before), schedule.iterations
+    seconds, masks = [*seconds] * rounds, [*masks] * rounds
+    loads = [sharing.load(mask, share) for mask, share in zip(masks, [*shares] * rounds, strict=True)]
+    starts, stops, queue, now = [0.0] * total, [0.0] * total, [*range(total)], 0.0
+    done, left = set[int](), dict[int, float]()  # seconds that each running call still needs, alone
+    while queue or left:
+        claimed, waiting = sum(masks[i] for i in left), list[int]()
+        for i in queue:
+            if masks[i] & claimed or not done.issuperset(schedule.before[i]):
+                waiting.append(i)
+            elif seconds[i] > 0:
+                starts[i], left[i] = now, seconds[i]
+            else:
+                starts[i] = stops[i] = now
+                done.add(i)
+                continue
+            claimed |= masks[i]
+        queue = waiting
+        work = [sum(own) for own in zip(*(loads[i] for i in left), strict=True)]
+        factors = {i: sharing.factor(loads[i], work) for i in left}
+        passed = min((left[i] * factors[i] for i in left), default=0.0)
+        now += passed
+        for i, factor in factors.items():
+            left[i] -= passed / factor
+            if left[i] <= _DONE * seconds[i]:
+                del left[i]
+                stops[i] = now
+                done.add(i)
+    return starts, stops
 
 
 def simulate(
@@ -311,16 +244,17 @@ def simulate(
     reallocation: Reallocation | None = None,
     busy: Mapping[str, float] | None = None,
     latency: Mapping[str, float] = MappingProxyType({}),
-    **how,
+    iterations: int = 3,
+    sharing: Contention | None = None,
 ) -> Timeline:
-    """The timeline of `plan`, with the `seconds` of each call. Keywords as for `GraphSchedule`.
+    """The timeline of `plan`, with the `seconds` of each call. Other keywords as for `GraphSchedule`.
 
     `reallocation(group, source, target)` are the seconds that weights take from one call's layout to another's (None:
     they are there at once). Calls that the plan leaves out need no device, and take no time unless `seconds` names
     them. With `sharing`, `busy` are the shares of their seconds in which devices of calls work (default: 1).
     `latency` as for `GraphSchedule.least`. Errors: ConfigError when a call of a placed group has no plan or no seconds.
     """
-    schedule = GraphSchedule(graph, **how)
+    schedule = GraphSchedule(graph, iterations=iterations, sharing=sharing)
     for call in graph.calls:
         if call.name not in plan and call.group in graph.groups and call.kind != "function":
             raise ConfigError(f"the plan says nothing of {call.name}. It names {', '.join(plan)}.")

@@ -6,29 +6,13 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridflow.planner.elastic.state import Speeds
 from hybridflow.planner.stream_simulation import DecodingSpeed
 
 _KEPT, _LENGTHS, _SWITCHES, _ITERATIONS = 64, 8192, 3, 32
-
-
-def non_negative_fit(features: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients of at least 0 with the least sum of squared relative errors; values are above 0."""
-    scaled, best = features / values[:, None], np.zeros(features.shape[1])
-    least = float(len(values))
-    columns = range(features.shape[1])
-    for used in (list(some) for count in columns for some in combinations(columns, count + 1)):
-        found = np.linalg.lstsq(scaled[:, used], np.ones(len(values)), rcond=None)[0]
-        error = float(((scaled[:, used] @ found - 1.0) ** 2).sum())
-        if (found >= 0).all() and error < least * (1 - 1e-9):
-            best, least = np.zeros(features.shape[1]), error
-            best[used] = found
-    return best
 
 
 @dataclass
@@ -69,18 +53,21 @@ class Measured:
         self._others.setdefault(what, deque(maxlen=8)).append(seconds)
 
     def speeds(self) -> Speeds:
-        base, per_row, prefill = _fitted(self._decoding, 3)
+        base, per_row, prefill = fitted(self._decoding, 3)
         if base + per_row == 0:
             base = 1e-6  # nothing seen
-        train, per_token = _fitted(self._training, 2)
+        train, per_token = fitted(self._training, 2)
         others = {name: sum(seen) / len(seen) for name, seen in self._others.items()}
         return Speeds(
             DecodingSpeed(base=base, per_row=per_row, prefill=prefill, slots=self.slots), train, per_token, **others
         )
 
 
-def _fitted(seen: Sequence[tuple[float, ...]], count: int) -> list[float]:
+def fitted(seen: Sequence[tuple[float, ...]], count: int) -> list[float]:
+    """Coefficients of at least 0 of the first `count` values of each tuple for its last one, which is above 0."""
     if not seen:
         return [0.0] * count
-    rows = np.array(seen)
-    return non_negative_fit(rows[:, :-1], rows[:, -1]).tolist()
+    from scipy.optimize import nnls  # takes a while to import
+
+    rows = np.array(seen)  # the sum of squared relative errors is least
+    return nnls(rows[:, :-1] / rows[:, -1:], np.ones(len(rows)))[0].tolist()

@@ -182,13 +182,7 @@ def _speeds(
 def _minibatch(simulator: Simulator, calls: Sequence[Call], plan: CallPlan) -> tuple[float, float]:
     """Seconds per token of the calls on a mini-batch, and those that do not depend on tokens."""
     work = simulator.workload
-    more = Simulator(
-        simulator.cluster,
-        simulator.graph,
-        replace(work, rows=2 * work.rows),
-        simulator.coefficients,
-        simulator.profile,
-    )
+    more = simulator.on(simulator.cluster, replace(work, rows=2 * work.rows))
     few, many = (sum(one.cost(call.name, plan).seconds for call in calls) for one in (simulator, more))
     tokens = work.rows * work.tokens
     per_token = max(0.0, many - few) / tokens

@@ -27,7 +27,6 @@ from itertools import islice, product
 
 import numpy as np
 
-from hybridflow.planner.cost.timeline import Order
 from hybridflow.planner.describe.mesh import CallPlan, ExecutionPlan, Mesh, packings, powers, sizes
 from hybridflow.planner.search.deadline import NEVER, Deadline, TimeUpError
 from hybridflow.planner.search.problem import Problem
@@ -266,7 +265,8 @@ class AutoMapping:
 
             def seconds(generates: Generates, steps: int) -> float:
                 call = self.problem.graph.call(generates.call)
-                return self.problem.generation(call, CallPlan(mesh, generates.parallel), steps * self.problem.step)
+                plan = CallPlan(mesh, generates.parallel)
+                return self.problem.generation(call, plan, steps * self.problem.step).seconds
 
             self._ready[at] = self._front(keys, mesh).generating(seconds, self.problem.step)
         return self._ready[at]
@@ -338,16 +338,14 @@ class AutoMapping:
         return Mapped(meshes, seconds, plan, self.allocations, self.tried)
 
 
-def overlap_map(
-    problem: Problem, order: Order = "ready", search: AutoMapping | None = None, start: Mapped | None = None
-) -> Mapped | None:
+def overlap_map(problem: Problem, search: AutoMapping | None = None, start: Mapped | None = None) -> Mapped | None:
     """The placement of least `seconds` per iteration by its timeline, of those that are tried and of `start` (default:
     the best one by its stages). None when no placement keeps the constraints and fits into memory. `search` knows what
     it has found of the problem before."""
     search = search or AutoMapping(problem)
     if (mapped := start or search.best) is None:
         return None
-    limit, best = problem.timeline(mapped.plan, order=order).per_iteration, None
+    limit, best = problem.timeline(mapped.plan).per_iteration, None
     with suppress(TimeUpError):
         for sets in search.ways():
             search.check()
@@ -361,7 +359,7 @@ def overlap_map(
                         continue
                     search.tried += 1
                     found = search.mapped(0.0, sets, where, chosen)
-                    seconds = problem.timeline(found.plan, order=order).per_iteration
+                    seconds = problem.timeline(found.plan).per_iteration
                     if seconds < limit:
                         limit, best = seconds, (sets, where, chosen)
     return search.mapped(limit, *best) if best else replace(mapped, seconds=limit)

@@ -20,19 +20,18 @@ def space_size(problem: Problem, deadline: Deadline = NEVER) -> int:
     return math.prod(len(options) for options in options_of(problem, prune=False, deadline=deadline))
 
 
-def exact(problem: Problem, *, start: ExecutionPlan | None = None, deadline: Deadline = NEVER, **how) -> Found | None:
+def exact(problem: Problem, *, start: ExecutionPlan | None = None, deadline: Deadline = NEVER) -> Found | None:
     """The best of all execution plans; None when none can run.
 
     Calls are settled one after the other, the longest first. Settled calls bound what the rest can still reach: by the
     work of their devices, the shortest chain of calls through an iteration, and memory. A good `start` rules out more.
-    The result is `complete` unless the `deadline` came. Keywords for the timeline as for `GraphSchedule`.
-    Errors: TimeUpError when it comes before the search has begun.
+    The result is `complete` unless the `deadline` came. Errors: TimeUpError when it comes before the search has begun.
     """
     began = deadline.clock()
     options = options_of(problem, prune=False, also=[start] if start else [], deadline=deadline)
     if not all(options):
         return None
-    evaluator = Evaluator(problem, options, **how)
+    evaluator = Evaluator(problem, options)
     search = _Tree(evaluator, deadline)
     if start is not None and (state := evaluator.state(start)) is not None:
         search.look_at(state)
@@ -116,21 +115,19 @@ def mcmc(
     deadline: Deadline = NEVER,
     evaluations: float = math.inf,
     patience: float = math.inf,
-    **how,
 ) -> Found | None:
     """The best plan found until the `deadline` and within `evaluations` plans; None if none that can run was found.
 
     Rounds begin at `starts`, at the fastest option of each call (greedy), at the best plan so far and at random; each
     is a chain whose temperature falls, and ends with the best single changes. It stops after `patience` rounds without
     anything better (default: never, unless there are few plans). Equal seeds and `evaluations` give equal plans if time
-    does not run out. Keywords for the timeline as for `GraphSchedule`.
-    Errors: TimeUpError when the deadline comes before the search has begun.
+    does not run out. Errors: TimeUpError when the deadline comes before the search has begun.
     """
     began = deadline.clock()
     options = options_of(problem, also=starts, deadline=deadline)
     if not all(options):
         return None
-    evaluator = Evaluator(problem, options, **how)
+    evaluator = Evaluator(problem, options)
     given = [state for plan in starts if (state := evaluator.state(plan)) is not None]
     if math.prod(map(len, options)) <= ROUND:
         patience = min(patience, PATIENCE)

@@ -98,11 +98,11 @@ def _layouts(problem: Problem, calls: Sequence[Call], mesh: Mesh, prune: bool) -
 
 
 class Evaluator:
-    """Scores states over `options` (those of `options_of`). Keywords for the timeline as for `GraphSchedule`."""
+    """Scores states over `options` (those of `options_of`)."""
 
-    def __init__(self, problem: Problem, options: Sequence[Sequence[Option]], **how) -> None:
+    def __init__(self, problem: Problem, options: Sequence[Sequence[Option]]) -> None:
         self.problem, self.options, self.evaluations = problem, options, 0
-        self.schedule = GraphSchedule(problem.graph, sharing=problem.sharing, **how)
+        self.schedule = GraphSchedule(problem.graph, sharing=problem.sharing)
         self.calls = problem.calls
         number = {call.name: i for i, call in enumerate(self.calls)}
         self.homes = [number[problem.homes[call.group]] for call in self.calls]
@@ -157,15 +157,15 @@ class Evaluator:
         excess = float((self.memory(chosen, static) / self.capacity).max()) - 1.0
         broken = self._broken(chosen)
         good = excess <= 0 and not broken
-        factor = (1 + self.problem.margin) ** self._further(chosen) if self.problem.margin else 1.0
+        factor = (1 + self.problem.margin) ** self.problem.further(self.plan(state)) if self.problem.margin else 1.0
         factor *= 1.0 if good else _PENALTY + _PENALTY_RATE * (max(0.0, excess) + broken)
         seconds, masks = self.loads(state)
         latency: dict[int, float] = {}
         for node, call in self._generating:
-            plan, beside = chosen[call].plan, self._beside(chosen[call], static)
-            seconds[node] = self.problem.generation(self.calls[call], plan, beside)
-            if self.calls[call].continuous:
-                latency[node] = self.problem.latency(self.calls[call], plan, beside)
+            cost = self.problem.generation(
+                self.calls[call], chosen[call].plan, float((static * self.vector(chosen[call].plan.mesh)).max())
+            )
+            seconds[node], latency[node] = cost.seconds, cost.latency
         least = self.schedule.least(seconds, masks, latency)
         if least * factor >= limit:
             return None
@@ -203,11 +203,10 @@ class Evaluator:
     def moved(self, call: int, source: int, number: int, source_number: int) -> float:
         """Seconds in which weights get from one call's option to another's."""
         key = (source, source_number, call, number)
-        found = self._seconds.get(key)
-        if found is None:
+        if key not in self._seconds:
             here, there = self.options[call][number].plan, self.options[source][source_number].plan
-            found = self._seconds[key] = self.problem.reallocation(self.calls[call].group, there, here)
-        return found
+            self._seconds[key] = self.problem.reallocation(self.calls[call].group, there, here)
+        return self._seconds[key]
 
     def _static(self, chosen: Chosen) -> Floats:
         """[devices] Bytes that stay between calls."""
@@ -229,9 +228,6 @@ class Evaluator:
             np.maximum(active, more, out=active)
         return (self._static(chosen) if static is None else static) + active
 
-    def _beside(self, option: Option, static: Floats) -> float:
-        return float((static * self.vector(option.plan.mesh)).max())
-
     def vector(self, mesh: Mesh) -> Floats:
         """[devices]: 1 on the mesh, 0 elsewhere."""
         if mesh not in self._vectors:
@@ -239,11 +235,6 @@ class Evaluator:
             on[list(mesh.devices)] = 1.0
             self._vectors[mesh] = on
         return self._vectors[mesh]
-
-    def _further(self, chosen: Sequence[Option]) -> int:
-        """`Problem.further`."""
-        plans = {call.name: option.plan for call, option in zip(self.calls, chosen, strict=True)}
-        return self.problem.further(plans)
 
     def _broken(self, chosen: Sequence[Option]) -> int:
         rules, broken = self.problem.rules, 0

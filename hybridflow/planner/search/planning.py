@@ -19,7 +19,6 @@ from hybridflow.placement import Bar, CallLayout, CallPlacement, GroupPlacement,
 from hybridflow.planner.cost.hardware import DEFAULT, Coefficients
 from hybridflow.planner.cost.layer_profile import LayerProfile
 from hybridflow.planner.cost.simulator import Simulator
-from hybridflow.planner.cost.timeline import Order
 from hybridflow.planner.describe.cluster_spec import ClusterSpec
 from hybridflow.planner.describe.constraints import Constraint
 from hybridflow.planner.describe.graph import Call, Graph, moves
@@ -52,7 +51,6 @@ def plan(
     seed: int = 0,
     per_call: bool = True,
     search: Search = "auto",
-    order: Order = "program",
 ) -> Placement:
     """The placement with the least time per iteration that is found in `budget_s` seconds.
 
@@ -62,8 +60,7 @@ def plan(
     Each further layout of a group must shorten the iteration by more than the predictions' error
     (`Coefficients.error`). With `per_call=False` all calls of a group but generation have one layout. `search` asks
     for one search instead of those that suit the size: "auto_mapping", "exact" and "mcmc" (which start from that), or
-    "similarity", which puts all groups on all devices. `order` is how devices take their calls (see `GraphSchedule`):
-    hosts take them in program order.
+    "similarity", which puts all groups on all devices.
 
     Errors: ConfigError; PlacementError for constraints that contradict each other, and for a cluster that is too small
     (for which model, how much memory is missing, and the smallest cluster that fits).
@@ -76,7 +73,7 @@ def plan(
     if profile is not None:
         spec, coefficients = profile.measured(spec), profile.coefficients(coefficients)
     problem = Problem(Simulator(spec, graph, workload, coefficients, profile), tuple(constraints), coefficients.error)
-    found = _search(problem, search, deadline, seed, per_call, order)
+    found = _search(problem, search, deadline, seed, per_call)
     if found is None and search == "similarity":
         raise PlacementError(
             f"search='similarity' puts all groups on all {spec.size} devices, where they do not fit or constraints "
@@ -84,11 +81,11 @@ def plan(
         )
     if found is None:
         raise infeasibility_report(problem, per_call=per_call)
-    return placement_of(problem, *found, order=order)
+    return placement_of(problem, *found)
 
 
 def _search(
-    problem: Problem, search: Search, deadline: Deadline, seed: int, per_call: bool, order: Order
+    problem: Problem, search: Search, deadline: Deadline, seed: int, per_call: bool
 ) -> tuple[ExecutionPlan, str] | None:
     """The best plan of all that the search finds, and how it was found."""
     if search == "similarity":
@@ -97,19 +94,19 @@ def _search(
     of_calls = search != "auto_mapping" and (search != "auto" or per_call)
     mapping = AutoMapping(problem, deadline.part(7 / 8) if of_calls else deadline)
     first = mapping.first
-    mapped = [] if first is None else [overlap_map(problem, order, mapping, first), mapping.best]
+    mapped = [] if first is None else [overlap_map(problem, mapping, first), mapping.best]
     plans = [(one.plan, "one layout for each group") for one in mapped if one is not None]
     if of_calls or not plans:
-        plans += _search_calls(problem, search, [plan for plan, _ in plans], deadline, seed, order)
+        plans += _search_calls(problem, search, [plan for plan, _ in plans], deadline, seed)
 
     def rounded(one: tuple[ExecutionPlan, str]) -> float:  # of equals the earlier one: it moves fewer weights
-        return float(f"{problem.weighted(problem.timeline(one[0], order=order).per_iteration, one[0]):.6g}")
+        return float(f"{problem.weighted(problem.timeline(one[0]).per_iteration, one[0]):.6g}")
 
     return min(plans, key=rounded, default=None)
 
 
 def _search_calls(
-    problem: Problem, search: Search, starts: Sequence[ExecutionPlan], deadline: Deadline, seed: int, order: Order
+    problem: Problem, search: Search, starts: Sequence[ExecutionPlan], deadline: Deadline, seed: int
 ) -> list[tuple[ExecutionPlan, str]]:
     """Plans in which each call may have a layout of its own, and how they were found."""
     found, few = [], problem.cluster.size <= FEW
@@ -118,21 +115,21 @@ def _search_calls(
     with suppress(TimeUpError):
         if search == "exact" or (search == "auto" and few and space_size(problem, deadline) <= SMALL):
             until = deadline if search == "exact" else deadline.part(1 / 2)
-            best = exact(problem, start=starts[0] if starts else None, deadline=until, order=order)
+            best = exact(problem, start=starts[0] if starts else None, deadline=until)
             if best is not None:
                 found.append((best.plan, "all layouts tried" if best.complete else "many layouts tried in order"))
             if best is not None and best.complete:
                 return found
         if search != "exact":
-            best = mcmc(problem, starts=starts, seed=seed, deadline=deadline, patience=PATIENCE, order=order)
+            best = mcmc(problem, starts=starts, seed=seed, deadline=deadline, patience=PATIENCE)
             if best is not None:
                 found.append((best.plan, "random changes of layouts, kept where they help (MCMC)"))
     return found
 
 
-def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order: Order = "program") -> Placement:
+def placement_of(problem: Problem, found: ExecutionPlan, found_by: str) -> Placement:
     """An execution plan with everything that there is to say of it."""
-    timeline = problem.timeline(found, order=order)
+    timeline = problem.timeline(found)
     nodes, groups = tuple(node.count for node in problem.cluster.nodes), {}
     for group in problem.graph.groups:
         home, train, generate, share = found[problem.homes[group]], None, None, None
@@ -151,7 +148,7 @@ def placement_of(problem: Problem, found: ExecutionPlan, found_by: str, *, order
         group, moves = problem.graph.call(span.call).group, span.moves is not None
         bars.append(Bar(span.call, group, mesh.devices, span.start - first, span.stop - first, moves))
     calls, cluster = _calls(problem, found), str(problem.cluster)
-    others = partial(alternatives, problem, found, order=order)
+    others = partial(alternatives, problem, found)
     shape = stream_shape(problem, found, timeline.per_iteration)
     return Placement(nodes, groups, calls, timeline.per_iteration, cluster, found_by, tuple(bars), shape, others)
 

@@ -190,16 +190,9 @@ class Problem:
         kv_budget = self.costs.kv_budget(call.name, plan, beside) if call.kind == "generation" else None
         return self.costs.cost(call.name, plan, kv_budget)
 
-    def generation(self, call: Call, plan: CallPlan, beside: float) -> float:
-        """Seconds of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
+    def generation(self, call: Call, plan: CallPlan, beside: float) -> CallCost:
+        """The cost of a generation call where static bytes of all groups take `beside` of a device, rounded up to a
         64th of the smallest memory."""
-        return self._generation(call, plan, beside).seconds
-
-    def latency(self, call: Call, plan: CallPlan, beside: float) -> float:
-        """Seconds of the longest response of a stream; arguments as for `generation`."""
-        return self._generation(call, plan, beside).latency
-
-    def _generation(self, call: Call, plan: CallPlan, beside: float) -> CallCost:
         steps = math.ceil(beside / self.step - 1e-9)
         key = (call.name, plan.parallel, self.shape(plan.mesh), steps)
         if key not in self._known:
@@ -236,7 +229,7 @@ class Problem:
         for call in self.calls:
             here = plan[call.name]
             if call.kind == "generation":
-                found[call.name] = self.generation(call, here, max(static[d] for d in here.mesh.devices))
+                found[call.name] = self.generation(call, here, max(static[d] for d in here.mesh.devices)).seconds
             elif (option := self.option(call, here.mesh, here.parallel)) is not None:
                 found[call.name] = option.seconds
         for first, second in self.updates:
@@ -265,16 +258,14 @@ class Problem:
             self._known[key] = self.costs.cost_together(first, second, plan)
         return self._known[key]
 
-    def timeline(self, plan: ExecutionPlan, **how) -> Timeline:
-        """The timeline of `plan` with this problem's costs. Keywords as for `simulate`."""
+    def timeline(self, plan: ExecutionPlan) -> Timeline:
+        """The timeline of `plan` with this problem's costs."""
         busy = {call.name: self._cost(call, plan[call.name], 0.0).busy for call in self.calls} if self.sharing else None
-        static, latency = self.static(plan), {}
-        for call in self.calls:
-            if call.continuous:
-                beside = max(static[device] for device in plan[call.name].mesh.devices)
-                latency[call.name] = self.latency(call, plan[call.name], beside)
-        how = {"reallocation": self.reallocation, "sharing": self.sharing, "busy": busy, "latency": latency, **how}
-        return simulate(self.graph, plan, self.seconds(plan), **how)
+        static, streamed = self.static(plan), [(call, plan[call.name]) for call in self.calls if call.continuous]
+        beside = [max(static[device] for device in at.mesh.devices) for _, at in streamed]
+        latency = {c.name: self.generation(c, at, b).latency for (c, at), b in zip(streamed, beside, strict=True)}
+        seconds, how = self.seconds(plan), {"reallocation": self.reallocation, "sharing": self.sharing, "busy": busy}
+        return simulate(self.graph, plan, seconds, latency=latency, **how)
 
 
 def check_pin(pin: Pin, model: ModelSpec | None, backend: Backend, cluster: ClusterSpec, one_layout: bool) -> None:

@@ -174,7 +174,7 @@ def _fastest(
     found = []
     for row in rows.tolist():
         static = own.static + float(peers.values[row, STAGES])
-        took = sum(problem.generation(call, here, static) for call in generation)
+        took = sum(problem.generation(call, here, static).seconds for call in generation)
         found.append((own.seconds + took + float(peers.values[row, :STAGES].sum()), row))
     return min(found)
 

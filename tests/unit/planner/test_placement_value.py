@@ -116,9 +116,9 @@ def test_a_further_layout_must_win_by_the_error_of_predictions():
         problem = Problem(Simulator(ClusterSpec.of("a100:1x8"), graph, WORK), margin=margin)
         one = auto_map(problem)
         assert one is not None
-        found = mcmc(problem, starts=[one.plan], evaluations=300, order="program")
+        found = mcmc(problem, starts=[one.plan], evaluations=300)
         assert found is not None
-        at_most = problem.timeline(one.plan, order="program").per_iteration * (1 + 1e-5)
+        at_most = problem.timeline(one.plan).per_iteration * (1 + 1e-5)
         assert problem.weighted(found.seconds, found.plan) <= at_most
         assert margin < 1 or not problem.further(found.plan)
 

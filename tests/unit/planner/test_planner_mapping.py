@@ -98,7 +98,7 @@ def choices(problem: Problem, members: Sequence[str], mesh: Mesh) -> np.ndarray:
                 here = CallPlan(mesh, generate) if call.kind == "generation" else home
                 active = max(active, costs.active(call.name, here, home))
                 if call.kind == "generation":
-                    seconds[0] += problem.generation(call, here, static) + costs.reallocation(group, home, here)
+                    seconds[0] += problem.generation(call, here, static).seconds + costs.reallocation(group, home, here)
                 else:
                     seconds[2 if call.kind == "training" else 1] += costs.cost(call.name, here).seconds
         if static + active <= min(problem.capacity[device] for device in mesh.devices):

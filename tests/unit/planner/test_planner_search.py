@@ -87,7 +87,9 @@ def choices_of(problem: Problem, members: Sequence[str], mesh: Mesh):
                 here = CallPlan(mesh, generate) if call.kind == "generation" else home
                 stage = {"generation": 0, "training": 2}.get(call.kind, 1)
                 generates = call.kind == "generation"
-                took = problem.generation(call, here, static) if generates else costs.cost(call.name, here).seconds
+                took = (
+                    problem.generation(call, here, static).seconds if generates else costs.cost(call.name, here).seconds
+                )
                 seconds[stage] += took + costs.reallocation(group, home, here)
                 active = max(active, costs.active(call.name, here, home))
         if static + active <= min(problem.capacity):

@@ -43,16 +43,16 @@ def test_devices_of_a_host_share_its_cores():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(["ready", "program"]))
-def test_what_shares_nothing_runs_as_ever(data: st.DataObject, order):
+@given(st.data())
+def test_what_shares_nothing_runs_as_ever(data: st.DataObject):
     """A timeline of devices whose slowdown is 1 is that of devices that share nothing, if every call takes time."""
     starts = {call.name: data.draw(st.sampled_from([(0, 4), (0, 2), (2, 2), (0, 1), (3, 1)])) for call in GRAPH.calls}
     seconds = {name: data.draw(st.integers(1, 20)) / 2 for name in starts}
     layouts = {call.name: on(*starts[call.name]) for call in GRAPH.calls if call.group in GRAPH.groups}
     alone = Contention.of(ClusterSpec((replace(CORES.nodes[0], slowdown=((4.0, 1.0),)),), 1e9))
     assert alone is not None
-    expected = simulate(GRAPH, layouts, seconds, order=order)
-    found = simulate(GRAPH, layouts, seconds, order=order, sharing=alone)
+    expected = simulate(GRAPH, layouts, seconds)
+    found = simulate(GRAPH, layouts, seconds, sharing=alone)
     assert found.seconds == pytest.approx(expected.seconds)
     assert found.per_iteration == pytest.approx(expected.per_iteration)
     for mine, theirs in zip(found.spans, expected.spans, strict=True):
@@ -60,13 +60,13 @@ def test_what_shares_nothing_runs_as_ever(data: st.DataObject, order):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(["ready", "program"]))
-def test_sharing_takes_no_work_away(data: st.DataObject, order):
+@given(st.data())
+def test_sharing_takes_no_work_away(data: st.DataObject):
     """Two cores do the work of all devices in no less than its time on two cores, and a call in no less than alone."""
     starts = {call.name: data.draw(st.sampled_from([(0, 4), (0, 2), (2, 2), (0, 1), (3, 1)])) for call in GRAPH.calls}
     seconds = {name: data.draw(st.integers(1, 20)) / 2 for name in starts}
     layouts = {call.name: on(*starts[call.name]) for call in GRAPH.calls if call.group in GRAPH.groups}
-    found = simulate(GRAPH, layouts, seconds, order=order, sharing=Contention.of(CORES))
+    found = simulate(GRAPH, layouts, seconds, sharing=Contention.of(CORES))
     work = 0.0
     for span in found.spans:
         assert span.seconds >= seconds[span.call] * (1 - 1e-9)

@@ -115,7 +115,7 @@ def test_the_price_is_that_of_the_simulated_stream(rows: int, ratio: float, trai
         UPDATE: CallPlan(Mesh.of(0, train), Parallel(t=train)),
     }
     simulated = rows / simulate_stream(run_of(problem, plan, lengths, max_staleness)).rows_per_second
-    assert problem.timeline(plan, order="program").per_iteration == pytest.approx(simulated, rel=TOLERANCE)
+    assert problem.timeline(plan).per_iteration == pytest.approx(simulated, rel=TOLERANCE)
 
 
 def taking_turns(run: StreamRun) -> float:
@@ -164,7 +164,7 @@ def test_the_price_on_common_devices_is_that_of_taking_turns(rows: int, ratio: f
     problem = problem_of(max_staleness, rows, Lengths.of(lengths))
     plan = {GENERATE: CallPlan(Mesh.of(0, 8), Parallel(d=8)), UPDATE: CallPlan(Mesh.of(0, 8), Parallel(t=8))}
     expected = taking_turns(run_of(problem, plan, lengths, max_staleness))
-    assert problem.timeline(plan, order="program").per_iteration == pytest.approx(expected, rel=0.15)
+    assert problem.timeline(plan).per_iteration == pytest.approx(expected, rel=0.15)
 
 
 def test_the_plan_says_how_the_stream_runs():
@@ -177,7 +177,7 @@ def test_the_plan_says_how_the_stream_runs():
     start = f"stream: rollout generates on 4-7, {ahead}, while actor works on 0-3"
     assert stream_shape(problem, split, 40.0) == f"{start}: the longest responses limit; {idle}"
     assert f"{start}: rollout limits; idle: rollout 0%" in stream_shape(problem, split, generate)
-    turns = stream_shape(problem, common, problem.timeline(common, order="program").per_iteration)
+    turns = stream_shape(problem, common, problem.timeline(common).per_iteration)
     assert turns.startswith(f"stream: rollout generates on 0-7, {ahead}, and takes turns with actor on common devices")
     shares = [int(share) for share in re.findall(r"(\d+)%", turns)]
     assert sum(shares) == pytest.approx(100, abs=2), turns
@@ -187,7 +187,7 @@ def test_the_plan_says_how_the_stream_runs():
 @pytest.mark.parametrize(("rows", "max_staleness"), [(64, 0), (64, 1), (256, 1), (256, 3)])
 def test_the_split_that_is_found_is_the_best_of_all(rows: int, max_staleness: int):
     problem = problem_of(max_staleness, rows, (300, 2048), "a100:1x4")
-    found = exact(problem, order="program")
+    found = exact(problem)
     assert found is not None
     assert found.complete
     options, capacity = options_of(problem, prune=False), problem.capacity
@@ -200,5 +200,5 @@ def test_the_split_that_is_found_is_the_best_of_all(rows: int, max_staleness: in
             for device in option.plan.mesh.devices:
                 active[device] = max(active[device], option.active)
         if all(a + b <= c for a, b, c in zip(used, active, capacity, strict=True)):
-            least = min(least, problem.timeline(plan, order="program").per_iteration)
+            least = min(least, problem.timeline(plan).per_iteration)
     assert found.seconds == pytest.approx(least)

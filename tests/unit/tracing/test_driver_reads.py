@@ -49,9 +49,9 @@ def assert_order(graph: Graph, *edges: tuple[str, str, int]) -> None:
         for call in graph.calls
         if call.group in own
     }
-    for order, _ in itertools.product(("ready", "program"), range(5)):
+    for _ in range(5):
         seconds = {call.name: draw.random() for call in graph.calls}
-        found = simulate(graph, plan, seconds, order=order, reallocation=lambda *_: 0.5)
+        found = simulate(graph, plan, seconds, reallocation=lambda *_: 0.5)
         stops = {(span.call, span.iteration): span.stop for span in found.spans if span.moves is None}
         driver = {(edge.source, edge.target, edge.distance) for edge in graph.edges if edge.kind == "driver"}
         for source, target, distance in edges:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.planner.elastic.gain import gain, pays
-from hybridflow.planner.elastic.measured import Measured, non_negative_fit
+from hybridflow.planner.elastic.measured import Measured, fitted
 from hybridflow.planner.elastic.simulated_runs import ElasticRun, start_of
 from hybridflow.planner.elastic.state import Speeds
 from hybridflow.planner.stream_simulation import DecodingSpeed
@@ -26,15 +26,14 @@ def test_coefficients_of_exact_data_are_found(coefficients, kept, seed):
     values = features @ wanted
     if not wanted.any():
         return
-    found = non_negative_fit(features, values)
+    found = np.array(fitted(np.column_stack([features, values]).tolist(), 3))
     assert (found >= 0).all()
     assert features @ found == pytest.approx(values, rel=1e-6)
 
 
 @given(st.lists(st.tuples(POSITIVE, POSITIVE, POSITIVE), min_size=1, max_size=8))
 def test_no_coefficient_is_negative(rows):
-    data = np.array(rows)
-    found = non_negative_fit(data[:, :2], data[:, 2])
+    found = np.array(fitted(rows, 2))
     assert (found >= 0).all()
     assert np.isfinite(found).all()
 
