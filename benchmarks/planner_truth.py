@@ -4,7 +4,8 @@ Actor, critic, reference and reward model of benchmarks.iteration (0.6 M paramet
 share the machine's cores: 128 prompts of 16 tokens, exactly 64 response tokens, 2 mini-batches. First the layers are
 profiled, or a profile is read. Then the planner chooses a placement and predicts its time and that of nine others. All
 ten run in turn, three times: seconds per iteration in a pipelined loop, medians of the repeats. Prints a table and one
-JSON line.
+JSON line. `slower`: how much slower the machine was than while it was profiled, by the median placement;
+`median_error_at_one_speed` is the median error of the predictions times that.
 """
 
 from __future__ import annotations
@@ -180,9 +181,13 @@ def compare(found: Mapping[str, Placement], times: Mapping[str, list[float]]) ->
         rows[name]["repeats"] = [round(seconds, 3) for seconds in times[name]]
     fastest = sorted(rows, key=lambda name: rows[name]["measured"])
     errors = [abs(row["error"]) for row in rows.values()]
+    slower = statistics.median(1 / (1 + row["error"]) for row in rows.values())
+    relative = [abs((1 + row["error"]) * slower - 1) for row in rows.values()]
     return {
         "placements": rows,
         "median_error": round(statistics.median(errors), 3),
+        "slower": round(slower, 3),
+        "median_error_at_one_speed": round(statistics.median(relative), 3),
         "largest_error": round(max(errors), 3),
         "rank_of_chosen": fastest.index("chosen") + 1,
     }

@@ -168,3 +168,40 @@ def test_a_driver_is_planned_and_runs_as_found(cluster, closing, settle, policy,
         if found.generate is not None and "generate_sequences" not in away[name]:
             generation = group.grid.generation()
             assert (generation.p, generation.t) == found.generate
+
+
+@pytest.mark.parametrize(
+    "rule", [hf.planner.Apart("actor", "rollout"), hf.planner.Together("actor", "rollout")], ids=["apart", "together"]
+)
+def test_a_stream_is_planned_and_runs_as_found(cluster, closing, settle, policy, rule):
+    """Rollouts generate ahead on devices of their own, or take turns with the actor on common ones."""
+    settle()
+    groups: dict[str, Any] = {}
+    prompts = [{"prompt": "abc"}, {"prompt": "hello you"}] * 8
+
+    def driver(steps: int) -> list[tuple[dict[str, float], int]]:
+        pool = hf.ResourcePool([64])
+        sampling = hf.Sampling(max_tokens=6, seed=1)
+        groups["actor"] = actor = hf.ActorWorker.on(pool, model=policy, optim=hf.SGD(lr=0.1))
+        groups["rollout"] = rollout = hf.RolloutWorker.on(pool, model=policy, generate=hf.VLLM(sampling=sampling))
+        groups["reward"] = reward = hf.RewardWorker.on(pool, function=early_letters)
+        hf.sync_weights(actor, rollout)
+        figures = []
+        loader = hf.PromptLoader(prompts, batch_size=4, steps=steps)
+        for batch in hf.stream(loader, rollout, rows=8, n=2, max_staleness=1):
+            batch |= actor.compute_log_prob(batch)
+            batch |= reward.compute_reward(batch)
+            batch |= hf.compute_advantage(batch, "grpo")
+            figures.append((actor.update_actor(batch), batch))
+            hf.sync_weights(actor, rollout)
+        return [(one.get(), batch.get("response_ids", "policy_version").rows) for one, batch in figures]
+
+    planned = hf.auto(driver, cluster=ClusterSpec.this_machine(2, memory=16e9), constraints=(rule,), budget_s=0.5)
+    placement = planned.plan(3)
+    assert "at most 1 weight updates ahead" in str(placement)
+    assert ("takes turns" in str(placement)) == isinstance(rule, hf.planner.Together)
+    figures = planned(3)
+    assert [rows for _, rows in figures] == [8] * 3
+    assert all(one["actor/grad_norm"] > 0 for one, _ in figures)
+    for name, group in groups.items():
+        assert group.members == placement[name].devices
