@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridflow import Batch, Ragged
 from recipes.small_model import EOS, PAD, SmallModel
+from tests.example_templates import byte_tokenizer
 
 TEXT = SmallModel(characters=string.ascii_letters + " ")
 VOCABULARY, CONTEXT = len(TEXT.vocabulary), 64
@@ -54,6 +55,15 @@ def make_policy(directory: Path, *, seed: int = 0, tokenizer: bool = True, **siz
     LlamaForCausalLM(LlamaConfig(**(SIZES | sizes))).float().save_pretrained(directory)
     if tokenizer:
         TEXT.tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_chat(directory: Path) -> Path:
+    """A language model of bytes with a chat template, for conversations of 512 tokens."""
+    tokenizer = byte_tokenizer("qwen3")
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+    make_policy(directory, tokenizer=False, **sizes)
+    tokenizer.save_pretrained(directory)
     return directory
 
 

@@ -44,11 +44,11 @@ class RecentSessions:
 
 class ActingSession:
     """Of one rank of a generation replica; the agents run beside the first one. `under_way` is an upper bound of the
-    trajectories that have not ended, equal on all ranks."""
+    trajectories that have not ended, equal on all ranks like `_untaken`: some may have ended during a transfer."""
 
     def __init__(self, engine: GenerateEngine, checkpoint: str, numbers: Iterator[int]) -> None:
         self._engine, self._numbers = engine, numbers
-        self.under_way = 0
+        self.under_way, self._untaken = 0, False
         self._kept: set[str] = set()  # turns under way
         self._agent: Agent | None = None
         self._sessions = RecentSessions(checkpoint, 1)
@@ -64,10 +64,11 @@ class ActingSession:
             raise ConfigError(
                 "this session has unfinished rows, and trajectories have one of their own: withdraw_rows()."
             )
-        if self.under_way and (agent is None or self._agent is None or agent.described != self._agent.described):
+        same = agent is not None and self._agent is not None and agent.described == self._agent.described
+        if (self.under_way or self._untaken) and not same:
             raise ConfigError(
                 "this session has trajectories under way: give the same tools=, environment= or solve= with the same "
-                "settings until they have ended, or withdraw_rows() first."
+                "settings until they were returned, or withdraw_rows() first."
             )
 
     def start(self, agent: Agent, begun: Sequence[Row], batch: Batch, n: int) -> None:
@@ -87,7 +88,7 @@ class ActingSession:
 
         Errors: RewardError for one that failed, where the agent says so, on the first rank.
         """
-        start, turns = 0.0, self._turns
+        start, turns, self._untaken = 0.0, self._turns, False
 
         def reached() -> bool:
             nonlocal start
@@ -109,6 +110,7 @@ class ActingSession:
 
     def advance_while(self, going: Callable[[], bool]) -> None:
         """Go on as long as `going()` on the first rank. What the agents raise is raised by the next call."""
+        self._untaken = self._untaken or self.under_way > 0
         try:
             self._serve(lambda: not going())
         except Exception as error:
@@ -128,10 +130,10 @@ class ActingSession:
         found = [] if self._turns is None else self._turns.withdraw(row_ids, keep)
         if row_ids is None and not keep:
             self._engine.abandon(self._kept)
-            self.under_way = 0
+            self.under_way, self._untaken = 0, False
         return found
 
     def close(self) -> None:
         """End all trajectories and their processes. May be called twice."""
-        self.under_way, self._turns = 0, None
+        self.under_way, self._untaken, self._turns = 0, False, None
         self._sessions.close()

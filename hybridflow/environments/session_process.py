@@ -14,12 +14,12 @@ import json
 import pickle
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.environments.acting import Act, Ending, UserCalls, failure_of
 from hybridflow.environments.conversation import Conversation, Turn
 from hybridflow.environments.endpoint import Endpoint
@@ -33,26 +33,23 @@ BEAT = 1.0  # seconds between two signs of life
 @dataclass(frozen=True)
 class SessionProcess:
     """What a process needs: `act` for each row, the tokenizer of `checkpoint`, and `seconds` for each call of the
-    user's functions. `options` go to the chat template. A copy in another process has read the tokenizer."""
+    user's functions. `options` go to the chat template."""
 
     act: Act
     checkpoint: str
     stop_ids: tuple[int, ...]
     seconds: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
 
-    def __reduce__(self) -> tuple[Callable[..., SessionProcess], tuple[Any, ...]]:
-        return _loaded, (self.act, self.checkpoint, self.stop_ids, self.seconds, self.options)
+    def read(self) -> SessionProcess:
+        """With its tokenizer, to be sent to a process: to find out its class, that would have to import torch."""
+        return replace(self, tokenizer=_tokenizer(self.checkpoint))
 
     def __call__(self, connection: socket.socket) -> None:
         """Serve the host at the other end of `connection` until it closes it."""
         connection.setblocking(False)
         asyncio.run(_Running(self).serve(connection))
-
-
-def _loaded(act: Act, checkpoint: str, *rest: Any) -> SessionProcess:
-    _ = _tokenizer(checkpoint)
-    return SessionProcess(act, checkpoint, *rest)
 
 
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)
@@ -124,9 +121,9 @@ class _Running:
         return self._renderers(json.dumps(list(tools)))
 
     def _new_renderer(self, tools: str) -> ChatRenderer:
-        return ChatRenderer(
-            _tokenizer(self._given.checkpoint), self._given.stop_ids, json.loads(tools), self._given.options
-        )
+        given = self._given
+        assert given.tokenizer is not None, "sent without its tokenizer"
+        return ChatRenderer(given.tokenizer, given.stop_ids, json.loads(tools), given.options)
 
     def _say(self, *message: Any) -> None:
         data = json.dumps(message).encode()

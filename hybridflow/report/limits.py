@@ -1,8 +1,8 @@
 """What limits an iteration: its critical path, walked backwards over the events, and what each part of it was. Pure.
 
 The path begins at the last call to end. Before a call comes the call that ended last before its inputs had arrived.
-Time between two calls is a wait for data where the driver waited for its loader, and has no name elsewhere. A call that
-runs beside a longer one does not count, so the shares of all limits add up to at most 1.
+Time between two calls is a wait for data where the driver waited for its loader, and the driver's elsewhere. A call
+that runs beside a longer one does not count, so the shares of all limits add up to at most 1.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Device = tuple[str, int]
 _SLOW, _SKEW = 1.25, 1.15  # a device's time over that of its peers: slow; different at all
 _RECOMPUTED = 4 / 3  # an update may compute its forward passes twice
 _LEAST_MINIBATCHES = 4
+_LEAST_OF_DRIVER = 0.005  # of the time: messages take some between any two calls
 
 ADVICE = {
     "generation tail": "few responses still decode when the others have ended: lower max_tokens, or let the next batch "
@@ -29,6 +30,8 @@ ADVICE = {
     "preparation": "raise micro_tokens, place the frozen models on devices of their own, or leave one of them out",
     "update": "use more devices, micro_tokens, or less recomputation",
     "data": "the driver waits for its loader: give it workers=, or a simpler map=",
+    "driver": "no call runs meanwhile: let workers compute what the driver does, and read results (.get(), float(...)) "
+    "only where the loop needs them",
     "reward": "give the reward more processes, a time limit, or devices of its own",
     "slow host": "replace this machine, or look for other programs on it",
     "tiny mini-batches": "use fewer and larger mini-batches",
@@ -68,13 +71,17 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
         if call is None and any(before <= began <= after for began in parts_of_run):
             total -= after - before
             continue
-        split = parts.of(call) if call is not None else [("data", _overlap(waits, before, after))]
+        if call is not None:
+            split = parts.of(call)
+        else:
+            data = _overlap(waits, before, after)
+            split = [("data", data), ("driver", after - before - data)]
         for name, seconds in split:
             found[name] += seconds
     limits = [
         Limit(name, seconds / len(steps), seconds / total, parts.advice(name))
         for name, seconds in found.items()
-        if seconds > 0 and total > 0
+        if seconds > (_LEAST_OF_DRIVER * total if name == "driver" else 0) and total > 0
     ]
     return sorted(limits, key=lambda limit: -limit.seconds)
 

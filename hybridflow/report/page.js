@@ -33,12 +33,7 @@ function showLimits() {
     { name: "share", number: true, value: (limit) => limit.share, show: (limit) => percent(limit.share, 1) },
     { name: " ", value: (limit) => limit.share, show: (limit) => el("div", { className: "bar", style: { width: 120 * Math.min(Math.max(limit.share || 0, 0), 1) + "px" } }) },
     { name: "what would help", cut: true, value: (limit) => limit.advice },
-  ], run.limits), between(run.limits))));
-}
-
-function between(limits) {
-  const rest = 1 - limits.reduce((sum, limit) => sum + (limit.share || 0), 0);
-  return rest < 0.005 ? null : el("p", { className: "dim" }, `${percent(rest, 1)} of the time lie between calls: the driver's own work, and messages.`);
+  ], run.limits))));
 }
 
 function showMarks() {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,49 +13,11 @@ import torch
 import hybridflow as hf
 from hybridflow.errors import ConfigError, RewardError, WorkerError
 from tests import tiny_models
-from tests.example_templates import byte_tokenizer
+from tests.example_agents import Echo, Unsteady, forgets, twice
 
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz0123456789 .,:;")
 SAMPLING = hf.Sampling(max_tokens=40, seed=5, stop=LETTERS)
 PROMPTS = [{"prompt": text} for text in ("abc", "hello you", "xyz", "the end", "k", "a b c", "zz", "four")]
-
-
-def twice(number: int) -> int:
-    """Two times a number.
-
-    Args:
-        number: The number.
-    """
-    return 2 * number
-
-
-class Echo:
-    """Says what it heard; the reward is the length of what the model said."""
-
-    def reset(self, prompt: str, **row: Any) -> str:
-        self.prompt, self.turns = prompt, 0
-        return "Speak."
-
-    def step(self, text: str) -> tuple[str, float, bool]:
-        self.turns += 1
-        return f"heard {len(text)}", float(len(text) % 7), self.turns == 3
-
-
-class Unsteady(Echo):
-    """Fails or hangs for some prompts."""
-
-    def step(self, text: str) -> tuple[str, float, bool]:
-        if self.prompt == "xyz":
-            raise KeyError("lost")
-        if self.prompt == "zz":
-            time.sleep(60)
-        return super().step(text)
-
-
-async def forgets(row, model):
-    """Each turn begins anew, so the trajectory is three rows."""
-    said = [await model.generate([65 + turn, 66]) for turn in range(3)]
-    return {"reward": float(len(said[0].token_ids) % 5)}
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -69,17 +30,7 @@ LOG_PROBS = ("policy_version", "response_mask", "log_probs", "old_log_probs")
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("chat")
-    tokenizer = byte_tokenizer("qwen3")
-    tiny_models.make_policy(
-        directory,
-        tokenizer=False,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=512,
-    )
-    tokenizer.save_pretrained(directory)
-    return directory
+    return tiny_models.make_chat(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,50 +14,14 @@ import hybridflow as hf
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import ConfigError, PromptError, WorkerError
 from tests import tiny_models
-from tests.example_templates import byte_tokenizer
+from tests.example_agents import Broken, Echo, Here, Silent, asks_anew, elsewhere, speak, twice, unhinted, where
 
 SAMPLING = hf.Sampling(max_tokens=60, seed=5, n=2, stop=tuple("abcdefghijklmnopqrstuvwxyz0123456789 .,:;"))
 
 
-def twice(number: int) -> int:
-    """Two times a number.
-
-    Args:
-        number: The number.
-    """
-    return 2 * number
-
-
-class Echo:
-    """Says what it heard; the reward is the length of what the model said."""
-
-    def reset(self, prompt: str, **row: Any) -> str:
-        self.turns = 0
-        return "Speak."
-
-    def step(self, text: str) -> tuple[str, float, bool]:
-        self.turns += 1
-        return f"heard {len(text)}", float(len(text)), self.turns == 3
-
-
-class Broken(Echo):
-    def step(self, text: str) -> tuple[str, float, bool]:
-        raise KeyError("lost")
-
-
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("chat")
-    tokenizer = byte_tokenizer("qwen3")
-    tiny_models.make_policy(
-        directory,
-        tokenizer=False,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=512,
-    )
-    tokenizer.save_pretrained(directory)
-    return directory
+    return tiny_models.make_chat(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp=1", "tp=2"])
@@ -111,11 +74,6 @@ def test_a_turn_computes_its_new_tokens(rollout):
     assert found["prefill_tokens"].item() == len(found["prompt_ids"].values) + written + 2
 
 
-async def speak(row, model):
-    said = await model.generate(row["prompt_ids"])
-    return {"reward": 1.0, "tokens": len(said.token_ids)}
-
-
 @pytest.fixture(scope="module")
 def encoded(prompts) -> hf.Batch:
     return prompts.with_columns(prompt_ids=Ragged.from_rows([[65, 66], [67], [68, 69, 70]], torch.int64))
@@ -154,34 +112,11 @@ def test_failures_of_an_environment(rollout, prompts):
     assert rollout.generate_sequences(prompts, environment=Echo).get()["stop"] == ["done"] * 6
 
 
-async def where(row, model):
-    return {"reward": 1.0, "process": os.getpid()}
-
-
-async def elsewhere(row, model):
-    return {"reward": 0.5, "process": os.getpid()}
-
-
 def test_two_agents_keep_their_processes_between_calls(rollout, encoded):
     calls = [rollout.run(encoded, solve, n=1).get() for solve in (where, elsewhere, where, elsewhere)]
     first, second, again, last = ({one["process"] for one in call["environment_metrics"]} for call in calls)
     assert (first, second) == (again, last)
     assert first.isdisjoint(second)
-
-
-class Here:
-    """Can be pickled in the process that made it only."""
-
-    def __init__(self, process: int) -> None:
-        self.process = process
-
-    def __call__(self) -> Echo:
-        return Echo()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if os.getpid() != self.process:
-            raise ValueError("it stays here")
-        return Here, (self.process,)
 
 
 def test_an_agent_that_cannot_be_sent_on_is_an_error_of_all_ranks(rollout, prompts):
@@ -190,21 +125,11 @@ def test_an_agent_that_cannot_be_sent_on_is_an_error_of_all_ranks(rollout, promp
     assert rollout.generate_sequences(prompts, environment=Echo).get()["stop"] == ["done"] * 6
 
 
-class Silent(Echo):
-    def reset(self, **row: Any) -> str:
-        raise ValueError("no board")
-
-
 def test_a_trajectory_without_a_turn_is_a_masked_token(rollout, encoded):
     found = rollout.generate_sequences(encoded, environment=Silent, on_failure="retry").get()
     assert found["prompt_ids"].tolist() == [ids for ids in encoded["prompt_ids"].tolist() for _ in range(2)]
     assert found["response_mask"].tolist() == [[False]] * 6
     assert set(found["turns"].tolist()) == {0}
-
-
-def unhinted(number):
-    """A number."""
-    return number
 
 
 @pytest.mark.parametrize(
@@ -233,12 +158,6 @@ def test_tools_need_prompts_as_text(rollout, encoded):
         rollout.generate_sequences(encoded.without("prompt"), tools=[twice])
     with pytest.raises(ConfigError, match="async def solve"):
         rollout.run(encoded, twice)
-
-
-async def forgets(row, model):
-    """Three turns without what was said before, so each begins a row."""
-    said = [await model.chat([{"role": "user", "content": f"{row['prompt']} {turn}"}]) for turn in range(3)]
-    return float(len(said[-1]["content"]))
 
 
 def learned(actor: hf.WorkerGroup, batch: hf.BatchRef, loss: str = "gspo") -> tuple[torch.Tensor, dict[str, float]]:
@@ -298,7 +217,7 @@ def test_an_actor_trains_on_trajectories(hosts, chat, prompts, tmp_path):
         assert found["advantages"].values[kept].any()
         assert metrics["environment/turns"] == 3
         assert metrics["environment/failed"] == 0
-        forked = actor.run(prompts, forgets)
+        forked = actor.run(prompts, asks_anew)
         assert forked.rows == 18
         forked |= actor.compute_log_prob(forked)
         found = forked.get()

@@ -1,11 +1,14 @@
 """What is refused on the driver before a call with an agent, and which row of the engine continues which."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 
-from hybridflow.config import Sampling
+from hybridflow.batch.batch import Batch
+from hybridflow.config import Sampling, Until
 from hybridflow.engines.contract import Row
+from hybridflow.environments.acting_session import ActingSession
 from hybridflow.environments.agent import Agent, AgentTurns
 from hybridflow.environments.sessions import Asked, EndedTrajectory
 from hybridflow.errors import ConfigError
@@ -131,3 +134,27 @@ def test_a_turn_continues_the_row_that_has_its_tokens():
     said(anew, 2)
     assert turns.done() == [anew.name]
     assert turns.done() == []
+
+
+class SecondRank:
+    """Of a replica whose first rank ends all trajectories while weights are transferred."""
+
+    is_first, unfinished = False, ()
+
+    def serve(self, source: None, kept: set[str]) -> int:
+        return 0
+
+
+def test_trajectories_that_ended_during_a_transfer_have_to_be_taken():
+    rank: Any = SecondRank()
+    session, row = ActingSession(rank, "", count()), Row(3, 0, [1], Sampling(), 0)
+    own, other = Agent(tools=[add]), Agent(environment=Shop)
+    session.start(own, [row], Batch({"row_id": [3]}), 1)
+    session.advance_while(lambda: True)
+    assert session.under_way == 0
+    for asked in (other, None):
+        with pytest.raises(ConfigError, match="until they were returned"):
+            session.check(asked)
+    session.check(own)
+    assert session.advance(Until(rows=1)) is None
+    session.check(other)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hybridflow.report.limits import category, critical_path, find_limits
@@ -109,6 +109,20 @@ def test_waits_beside_work_do_not_count():
         run.wait(step, 0.9)
         run.now = end
     assert set(run.limits()) == {"update"}
+
+
+@given(st.floats(0.01, 10.0), st.floats(0.0, 1.0))
+def test_time_without_a_call_is_the_drivers_unless_it_waits_for_data(gap: float, waiting: float):
+    run = Run()
+    for step in (1, 2, 3):
+        run.call(step, "generate_sequences", 1.0, 1.0)
+        run.wait(step, gap * waiting)
+        run.now += gap * (1 - waiting)
+        run.call(step, "update_actor", 0.5, 0.5)
+    found, own, least = run.limits(), gap * (1 - waiting), 0.005 * (1.5 + gap)
+    assume(abs(own - least) > 0.001)
+    assert found.get("driver", 0.0) == pytest.approx(own if own > least else 0.0, abs=1e-6)
+    assert found.get("data", 0.0) == pytest.approx(gap * waiting, abs=1e-6)
 
 
 def test_the_slow_device_is_found_by_time_per_work():
