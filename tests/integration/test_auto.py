@@ -194,7 +194,7 @@ def test_a_stream_is_planned_and_runs_as_found(cluster, closing, settle, policy,
             batch |= hf.compute_advantage(batch, "grpo")
             figures.append((actor.update_actor(batch), batch))
             hf.sync_weights(actor, rollout)
-        return [(one.get(), batch.get("response_ids", "policy_version").rows) for one, batch in figures]
+        return [(one.get(), batch.get().rows) for one, batch in figures]
 
     planned = hf.auto(driver, cluster=ClusterSpec.this_machine(2, memory=16e9), constraints=(rule,), budget_s=0.5)
     placement = planned.plan(3)
