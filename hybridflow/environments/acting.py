@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -143,6 +144,9 @@ class ToolLoop:
     tools: tuple[Callable[..., Any], ...]
     max_turns: int
 
+    def __post_init__(self) -> None:
+        _ = self.schemas  # copies in processes have them: making one imports torch
+
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         return [schema_of(tool) for tool in self.tools]
@@ -177,6 +181,30 @@ class EnvironmentLoop:
     make: Callable[[], Any]
     max_turns: int
 
+    def __post_init__(self) -> None:
+        _ = self.schemas
+
+    @cached_property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Those of the tools, by name, as far as they are known before an environment is made."""
+        made = self._class
+        methods = {} if made is None or hasattr(made, "step") else public_methods(made)
+        return {
+            name: schema_of(types.MethodType(one, object()))
+            for name, one in methods.items()
+            if isinstance(one, types.FunctionType)
+        }
+
+    @property
+    def _class(self) -> type | None:
+        """That of the environments, where `make` is one or says so."""
+        made = getattr(self.make, "environment", self.make)
+        return made if isinstance(made, type) else None
+
+    def _schema(self, name: str, method: Callable[..., Any]) -> dict[str, Any]:
+        known = name in self.schemas and getattr(method, "__func__", None) is getattr(self._class, name)
+        return self.schemas[name] if known else schema_of(method)
+
     async def __call__(self, row: Mapping[str, Any], session: Conversation, caller: UserCalls) -> Ending:
         name = getattr(self.make, "__name__", type(self.make).__name__)
         one = await caller.call(name, self.make)
@@ -186,7 +214,7 @@ class EnvironmentLoop:
             if hasattr(one, "step"):
                 return await self._play(name, one, messages, session, caller)
             methods = public_methods(one)
-            tools = _Tools(methods, [schema_of(method) for method in methods.values()])
+            tools = _Tools(methods, [self._schema(*named) for named in methods.items()])
             ending = await _converse(messages, tools, self.max_turns, session, caller)
             reward = _reward(name, await caller.call(f"{name}.get_reward", one.get_reward))
             return Ending(ending.stop, reward)

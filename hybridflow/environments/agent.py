@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
@@ -21,11 +20,10 @@ from hybridflow.data.tokenizer import has_tokenizer, load_tokenizer
 from hybridflow.engines.contract import Row
 from hybridflow.engines.vllm.requests import stop_token_ids
 from hybridflow.engines.vllm.seeds import derived_seed
-from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLoop, public_methods
+from hybridflow.environments.acting import Act, EnvironmentLoop, Program, ToolLoop
 from hybridflow.environments.rendering import ChatRenderer
 from hybridflow.environments.session_process import SessionProcess
 from hybridflow.environments.sessions import Asked, EndedTrajectory, Sessions
-from hybridflow.environments.tools import schema_of
 from hybridflow.errors import ConfigError, HybridFlowError, PromptError, RewardError
 from hybridflow.settings import require
 
@@ -129,12 +127,8 @@ class Agent:
 
     def _schemas(self) -> list[dict[str, Any]]:
         if self.tools:
-            return [schema_of(tool) for tool in self.tools]
-        made = getattr(self.environment, "environment", self.environment)  # the class that it makes, where it says so
-        if not isinstance(made, type) or hasattr(made, "step"):
-            return []
-        methods = [getattr(made, name) for name in public_methods(made)]
-        return [schema_of(types.MethodType(one, object())) for one in methods if isinstance(one, types.FunctionType)]
+            return ToolLoop(tuple(self.tools), self.max_turns).schemas
+        return [] if self.environment is None else [*EnvironmentLoop(self.environment, self.max_turns).schemas.values()]
 
     def process(self, checkpoint: str) -> SessionProcess:
         stop_ids = tuple(stop_token_ids(Path(checkpoint)))

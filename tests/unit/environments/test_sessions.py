@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import sys
 import time
 from typing import Any
 
@@ -95,6 +96,46 @@ def test_tools_that_raise_answer_the_model_and_others_fail_alone(checkpoint):
     assert "CancelledError" in cancelled.failure
     assert [one.failure for one in fine] == [None, None]
     assert [one.trajectory.turns for one in fine] == [2, 2]
+
+
+def loaded(name: str) -> bool:
+    """Whether a module is imported.
+
+    Args:
+        name: The module.
+    """
+    return name in sys.modules
+
+
+class Laboratory:
+    """Its tool is a method."""
+
+    def reset(self, prompt: str) -> str:
+        return prompt
+
+    def loaded(self, name: str) -> bool:
+        """Whether a module is imported.
+
+        Args:
+            name: The module.
+        """
+        return loaded(name)
+
+    def get_reward(self) -> float:
+        return float(loaded("torch"))
+
+
+def test_processes_import_no_torch(checkpoint):
+    def says(row, turn, heard):
+        return call("loaded", name=row["name"]) if turn == 0 else heard.rpartition("<tool_response>\n")[2][:5]
+
+    rows = [{"prompt": "Look.", "name": name} for name in ("torch", "asyncio")]
+    tokenizer, _ = tokenizer_of("qwen3")
+    for act in (ToolLoop((loaded,), 2), EnvironmentLoop(Laboratory, 2)):
+        found = run(act, checkpoint, rows, says)
+        assert [one.failure for one in found] == [None, None]
+        texts = [tokenizer.raw.decode(one.trajectory.rows[0].token_ids) for one in found]
+        assert [("False" in text, "True" in text) for text in texts] == [(True, False), (False, True)]
 
 
 def test_an_environment_of_text(checkpoint):
