@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from hybridflow.environments.conversation import Conversation
@@ -145,7 +145,7 @@ class ToolLoop:
     max_turns: int
 
     def __post_init__(self) -> None:
-        _ = self.schemas  # copies in processes have them: making one imports torch
+        _ = self.schemas  # sent with it: transformers imports torch to make them
 
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
@@ -186,7 +186,7 @@ class EnvironmentLoop:
 
     @cached_property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Those of the tools, by name, as far as they are known before an environment is made."""
+        """The schemas of the tools by name; empty where the class of the environments is not known."""
         made = self._class
         methods = {} if made is None or hasattr(made, "step") else public_methods(made)
         return {
@@ -197,8 +197,10 @@ class EnvironmentLoop:
 
     @property
     def _class(self) -> type | None:
-        """That of the environments, where `make` is one or says so."""
+        """The class of the environments; None where `make` is a function that does not name it."""
         made = getattr(self.make, "environment", self.make)
+        while isinstance(made, partial):
+            made = made.func
         return made if isinstance(made, type) else None
 
     def _schema(self, name: str, method: Callable[..., Any]) -> dict[str, Any]:

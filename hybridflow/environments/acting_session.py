@@ -44,7 +44,8 @@ class RecentSessions:
 
 class ActingSession:
     """Of one rank of a generation replica; the agents run beside the first one. `under_way` is an upper bound of the
-    trajectories that have not ended, equal on all ranks like `_untaken`: some may have ended during a transfer."""
+    trajectories that have not ended. `_untaken`: trajectories may have ended during a weight transfer and wait for
+    `advance`. Both are equal on all ranks."""
 
     def __init__(self, engine: GenerateEngine, checkpoint: str, numbers: Iterator[int]) -> None:
         self._engine, self._numbers = engine, numbers
@@ -131,6 +132,8 @@ class ActingSession:
         if row_ids is None and not keep:
             self._engine.abandon(self._kept)
             self.under_way, self._untaken = 0, False
+            if self._turns is not None:
+                _ = self._turns.take()  # those that ended, too
         return found
 
     def close(self) -> None:

@@ -42,8 +42,8 @@ class SessionProcess:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
 
-    def read(self) -> SessionProcess:
-        """With its tokenizer, to be sent to a process: to find out its class, that would have to import torch."""
+    def with_tokenizer(self) -> SessionProcess:
+        """A copy to be sent to a process. To load the tokenizer there would import torch."""
         return replace(self, tokenizer=_tokenizer(self.checkpoint))
 
     def __call__(self, connection: socket.socket) -> None:

@@ -19,14 +19,14 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
 
     Errors: ConfigError for a function without them.
     """
-    from transformers.utils import get_json_schema
-
     name = getattr(tool, "__name__", None)
     if not callable(tool) or name is None:
         raise ConfigError(f"tools= has {tool!r}, which is no function. Give functions with type hints and a docstring.")
     given = getattr(tool, "json_schema", None)
     if isinstance(given, dict):
         return given
+    from transformers.utils import get_json_schema
+
     try:
         return get_json_schema(tool)
     except Exception as error:  # transformers raises several kinds for what it cannot read

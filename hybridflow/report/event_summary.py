@@ -149,10 +149,13 @@ class EventSummary:
         return sorted(out, key=lambda view: view["step"])
 
     def sampled_events(self) -> Iterator[dict[str, Any]]:
-        """The run records, and all events of up to `_LIMITS_STEPS` iterations in the middle, one after the other."""
+        """The run records, restarts, and all events of up to `_LIMITS_STEPS` iterations in the middle, one after the
+        other."""
         steps = sorted(step for step in self._extents if step > 0)
         first = max(len(steps) - _LIMITS_STEPS, 0) // 2
         yield from self.files.lines_at("events.jsonl", self._run_offsets)
+        restarts = [mark for mark in self.marks if mark["kind"] == "restart" and mark["seconds"] is not None]
+        yield from (mark | {"end": mark["start"] + mark["seconds"]} for mark in restarts)
         for step in steps[first : first + _LIMITS_STEPS]:
             found = self.files.lines_at("events.jsonl", self._offsets[step])
             yield from (event for event in found if Activity.of(event) is not None)

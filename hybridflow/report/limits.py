@@ -19,7 +19,7 @@ Device = tuple[str, int]
 _SLOW, _SKEW = 1.25, 1.15  # a device's time over that of its peers: slow; different at all
 _RECOMPUTED = 4 / 3  # an update may compute its forward passes twice
 _LEAST_MINIBATCHES = 4
-_LEAST_OF_DRIVER = 0.005  # of the time: messages take some between any two calls
+_LEAST_OF_DRIVER = 0.005  # share of the time below which it is no limit: messages between calls
 
 ADVICE = {
     "generation tail": "few responses still decode when the others have ended: lower max_tokens, or let the next batch "
@@ -61,6 +61,7 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
     used = set(steps)
     calls = _from_last_peer([e for e in everything if e["step"] in used])
     waits = [e for e in events if e["kind"] == "wait" and e.get("step") in used]
+    restarts = [e for e in events if e["kind"] == "restart"]
     parts = _Parts(calls, [e for e in events if e["kind"] == "switch" and e.get("step") in used])
     start, first = min(e["start"] for e in [*calls, *waits]), min(e["ready"] for e in calls)
     start = max([start, *(e["end"] for e in everything if e["step"] not in used and e["end"] <= first)])
@@ -74,8 +75,9 @@ def find_limits(events: Sequence[Record]) -> list[Limit]:
         if call is not None:
             split = parts.of(call)
         else:
-            data = _overlap(waits, before, after)
-            split = [("data", data), ("driver", after - before - data)]
+            data, lost = _overlap(waits, before, after), _overlap(restarts, before, after)
+            split = [("data", data), ("driver", after - before - data - lost)]
+            total -= lost
         for name, seconds in split:
             found[name] += seconds
     limits = [

@@ -25,6 +25,7 @@ class EventRecorder:
         session.iterations.listen()
         self._described: tuple[dict[str, list[str]], list[dict[str, Any]]] | None = None
         self._devices: list[dict[str, Any]] = []
+        self._began = time.time()  # a run that continues has no calls between its last ones and this
         self._ahead: int | None = None  # of the run's step before the session's iteration
         if session.groups.keys() - {CONTROLLER}:
             self._ask()  # hosts answer between two calls
@@ -79,9 +80,15 @@ class EventRecorder:
         now = (groups, self._devices)
         if now == self._described:
             return []
-        self._described = now
+        first, self._described = self._described is None, now
         roles = {name: _role(group) for name, group in session.groups.items()}
-        record = {"kind": "run", "step": step - 1, "time": time.time(), "devices": self._devices, "roles": roles}
+        record = {
+            "kind": "run",
+            "step": step - 1,
+            "time": self._began if first else time.time(),
+            "devices": self._devices,
+            "roles": roles,
+        }
         return [record | {"plan": self._plan()}]
 
     def _ask(self) -> None:

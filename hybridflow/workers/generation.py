@@ -377,7 +377,8 @@ class RowSession:
         for each replica.
 
         The replica forgets them, unless `keep`: a snapshot, for a checkpoint or for the loss of a host. Of a trajectory
-        there are `row_id` and `index` only: it begins anew.
+        there are `row_id` and `index` only: it begins anew. Without `row_ids`, trajectories that ended and were not
+        returned are forgotten, too.
         """
         del replica  # used by the driver only
         return self.rollout().withdraw(row_ids, keep)

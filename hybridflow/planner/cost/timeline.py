@@ -1,4 +1,4 @@
-"""Timelines: start and stop of each call over several iterations (ReaL, algorithm 1).
+"""Timelines: start and stop of each call over several iterations (ReaL, algorithm 1, in program order).
 
 Pure. A call waits for its inputs and for the devices of its mesh; overlapping meshes exclude each other. Weights
 trained in another layout are moved before the call, which occupies both meshes. Devices of a node may slow each other
@@ -24,7 +24,7 @@ from hybridflow.settings import require
 
 Latency = Mapping[int, float]
 Reallocation = Callable[[str, CallPlan, CallPlan], float]
-IN_FLIGHT = 2  # iterations that run at a time, more in a stream: the driver's loader holds the next one back
+IN_FLIGHT = 2  # iterations that the driver's loader lets run at a time; in a stream 1 + `ahead`, if that is more
 _DONE = 1e-9  # share of a call's seconds that counts as finished (rounding)
 
 
@@ -203,21 +203,21 @@ def _contended(
     masks: Sequence[int],
     shares: Sequence[float],
 ) -> tuple[list[float], list[float]]:
-    """`GraphSchedule.run` with contention. Nodes wait for earlier ones only, so one pass in program order starts all
-    that can start."""
+    """Start and stop of each node with contention: of the calls that run, the remaining work shrinks at their present
+    speed until one ends. Nodes wait for earlier ones only, so one pass in program order starts all that can start."""
     total, rounds = len(schedule.before), schedule.iterations
     seconds, masks = [*seconds] * rounds, [*masks] * rounds
     loads = [sharing.load(mask, share) for mask, share in zip(masks, [*shares] * rounds, strict=True)]
     starts, stops, queue, now = [0.0] * total, [0.0] * total, [*range(total)], 0.0
     done, left = set[int](), dict[int, float]()  # seconds that each running call still needs, alone
     while queue or left:
-        claimed, waiting = sum(masks[i] for i in left), list[int]()
+        claimed, waiting = sum(masks[i] for i in left), list[int]()  # calls that run have no device in common
         for i in queue:
             if masks[i] & claimed or not done.issuperset(schedule.before[i]):
                 waiting.append(i)
             elif seconds[i] > 0:
                 starts[i], left[i] = now, seconds[i]
-            else:
+            else:  # without duration: its devices stay free
                 starts[i] = stops[i] = now
                 done.add(i)
                 continue

@@ -158,3 +158,20 @@ def test_trajectories_that_ended_during_a_transfer_have_to_be_taken():
     session.check(own)
     assert session.advance(Until(rows=1)) is None
     session.check(other)
+
+
+def test_withdrawn_trajectories_are_not_returned(monkeypatch):
+    """On the first rank: one that had ended is forgotten, too."""
+    rank: Any = SecondRank()
+    monkeypatch.setattr(SecondRank, "is_first", True)
+    monkeypatch.setattr(SecondRank, "abandon", lambda self, kept: None, raising=False)
+    session, row = ActingSession(rank, "", count()), Row(3, 0, [1], Sampling(), 0)
+    own = Agent(tools=[add])
+    session.start(own, [row], Batch({"row_id": [3]}), 1)
+    session.advance_while(lambda: True)
+    turns: Any = session._turns
+    (key,) = turns._running
+    turns.ended[key] = turns._running.pop(key)
+    assert session.withdraw(None, keep=False) == []
+    session.check(Agent(environment=Shop))
+    assert session.advance(Until(rows=1)) == []

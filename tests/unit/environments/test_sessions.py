@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from hybridflow.environments.acting import EnvironmentLoop, Program, ToolLoop
@@ -131,8 +132,10 @@ def test_processes_import_no_torch(checkpoint):
 
     rows = [{"prompt": "Look.", "name": name} for name in ("torch", "asyncio")]
     tokenizer, _ = tokenizer_of("qwen3")
-    for act in (ToolLoop((loaded,), 2), EnvironmentLoop(Laboratory, 2)):
+    acts = ToolLoop((loaded,), 2), EnvironmentLoop(Laboratory, 2), EnvironmentLoop(partial(Laboratory), 2)
+    for act in acts:
         found = run(act, checkpoint, rows, says)
+        assert not any(one.ending.reward for one in found)
         assert [one.failure for one in found] == [None, None]
         texts = [tokenizer.raw.decode(one.trajectory.rows[0].token_ids) for one in found]
         assert [("False" in text, "True" in text) for text in texts] == [(True, False), (False, True)]

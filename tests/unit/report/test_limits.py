@@ -125,6 +125,22 @@ def test_time_without_a_call_is_the_drivers_unless_it_waits_for_data(gap: float,
     assert found.get("data", 0.0) == pytest.approx(gap * waiting, abs=1e-6)
 
 
+@pytest.mark.parametrize("what", ["restart", "continued"])
+def test_time_in_which_hosts_are_replaced_or_the_run_stands_still_does_not_count(what: str):
+    run = Run()
+    for step in (1, 2, 3, 4):
+        run.call(step, "generate_sequences", 1.0, 1.0)
+        if step == 3:
+            start, run.now = run.now, run.now + 60.0
+            if what == "restart":
+                run.events.append({"kind": "restart", "step": step, "what": "", "start": start, "end": run.now})
+            else:
+                run.events.append({"kind": "run", "step": step, "time": run.now - 1.0, "devices": [], "roles": {}})
+        run.call(step, "update_actor", 0.5, 0.5)
+    assert run.limits() == {"generation": pytest.approx(1.0), "update": pytest.approx(0.5)}
+    assert sum(limit.share for limit in find_limits(run.events)) == pytest.approx(1.0)
+
+
 def test_the_slow_device_is_found_by_time_per_work():
     """Rank 1 generates longer responses and is no slower; rank 2 is slow in all."""
     slow, busy = Run(), Run()
