@@ -30,8 +30,8 @@ ADVICE = {
     "preparation": "raise micro_tokens, place the frozen models on devices of their own, or leave one of them out",
     "update": "use more devices, micro_tokens, or less recomputation",
     "data": "the driver waits for its loader: give it workers=, or a simpler map=",
-    "driver": "no call runs meanwhile: let workers compute what the driver does, and read results (.get(), float(...)) "
-    "only where the loop needs them",
+    "driver": "no call runs, because of the driver's own work and of messages: let workers compute what it does, read "
+    "results (.get(), float(...)) only where the loop needs them, and give calls more rows",
     "reward": "give the reward more processes, a time limit, or devices of its own",
     "slow host": "replace this machine, or look for other programs on it",
     "tiny mini-batches": "use fewer and larger mini-batches",
