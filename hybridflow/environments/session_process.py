@@ -14,9 +14,9 @@ import json
 import pickle
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -40,24 +40,25 @@ class SessionProcess:
     stop_ids: tuple[int, ...]
     seconds: float
     options: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Tokenizer | None = None
 
-    def with_tokenizer(self) -> SessionProcess:
-        """A copy to be sent to a process. To load the tokenizer there would import torch."""
-        return replace(self, tokenizer=_tokenizer(self.checkpoint))
-
-    def __call__(self, connection: socket.socket) -> None:
-        """Serve the host at the other end of `connection` until it closes it."""
-        connection.setblocking(False)
-        asyncio.run(_Running(self).serve(connection))
+    @property
+    def main(self) -> Callable[[socket.socket], None]:
+        """What the process runs, with the tokenizer: to load it there would import torch."""
+        return partial(serve_agents, self, _tokenizer(self.checkpoint))
 
 
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 
 
+def serve_agents(given: SessionProcess, tokenizer: Tokenizer, connection: socket.socket) -> None:
+    """Serve the host at the other end of `connection` until it closes it."""
+    connection.setblocking(False)
+    asyncio.run(_Running(given, tokenizer).serve(connection))
+
+
 class _Running:
-    def __init__(self, given: SessionProcess) -> None:
-        self._given, self._caller = given, UserCalls(given.seconds)
+    def __init__(self, given: SessionProcess, tokenizer: Tokenizer) -> None:
+        self._given, self._tokenizer, self._caller = given, tokenizer, UserCalls(given.seconds)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, int], asyncio.Future[Turn]] = {}
         self._asked = 0
@@ -121,9 +122,7 @@ class _Running:
         return self._renderers(json.dumps(list(tools)))
 
     def _new_renderer(self, tools: str) -> ChatRenderer:
-        given = self._given
-        assert given.tokenizer is not None, "sent without its tokenizer"
-        return ChatRenderer(given.tokenizer, given.stop_ids, json.loads(tools), given.options)
+        return ChatRenderer(self._tokenizer, self._given.stop_ids, json.loads(tools), self._given.options)
 
     def _say(self, *message: Any) -> None:
         data = json.dumps(message).encode()

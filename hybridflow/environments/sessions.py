@@ -209,7 +209,7 @@ class Sessions:
 
     def _fork(self, level: int) -> _Process:
         if self._template is None or not self._template.alive:
-            self._template = Template(pickled(self._given.with_tokenizer()), self._workers, None, serves=True)
+            self._template = Template(pickled(self._given.main), self._workers, None, serves=True)
         worker = self._template.fork()
         worker.socket.setblocking(False)
         self._processes.append(_Process(worker, level, time.monotonic()))

@@ -136,17 +136,22 @@ def test_a_turn_continues_the_row_that_has_its_tokens():
     assert turns.done() == []
 
 
-class SecondRank:
-    """Of a replica whose first rank ends all trajectories while weights are transferred."""
+class EndingRank:
+    """Of a replica whose trajectories all end while weights are transferred."""
 
-    is_first, unfinished = False, ()
+    unfinished = ()
 
-    def serve(self, source: None, kept: set[str]) -> int:
+    def __init__(self, is_first: bool) -> None:
+        self.is_first = is_first
+
+    def serve(self, source: Any, kept: set[str]) -> int:
         return 0
+
+    def abandon(self, kept: set[str]) -> None: ...
 
 
 def test_trajectories_that_ended_during_a_transfer_have_to_be_taken():
-    rank: Any = SecondRank()
+    rank: Any = EndingRank(is_first=False)
     session, row = ActingSession(rank, "", count()), Row(3, 0, [1], Sampling(), 0)
     own, other = Agent(tools=[add]), Agent(environment=Shop)
     session.start(own, [row], Batch({"row_id": [3]}), 1)
@@ -160,11 +165,9 @@ def test_trajectories_that_ended_during_a_transfer_have_to_be_taken():
     session.check(other)
 
 
-def test_withdrawn_trajectories_are_not_returned(monkeypatch):
+def test_withdrawn_trajectories_are_not_returned():
     """On the first rank: one that had ended is forgotten, too."""
-    rank: Any = SecondRank()
-    monkeypatch.setattr(SecondRank, "is_first", True)
-    monkeypatch.setattr(SecondRank, "abandon", lambda self, kept: None, raising=False)
+    rank: Any = EndingRank(is_first=True)
     session, row = ActingSession(rank, "", count()), Row(3, 0, [1], Sampling(), 0)
     own = Agent(tools=[add])
     session.start(own, [row], Batch({"row_id": [3]}), 1)
