@@ -27,8 +27,8 @@ def cuda_problem(torch: str, cuda: str | None, driver: str, said: str = "") -> s
         )
     if needed and branch.isdigit() and int(branch) < needed:
         return (
-            f"{found}, and torch {torch} is built for CUDA {cuda}, which needs driver {needed} or newer. Install a newer "
-            f"driver, or NVIDIA's cuda-compat package for CUDA {cuda} on data center GPUs."
+            f"{found}, and torch {torch} is built for CUDA {cuda}, which needs driver {needed} or newer. Install a "
+            f"newer driver, or NVIDIA's cuda-compat package for CUDA {cuda} on data center GPUs."
         )
     return f"{found}, and torch {torch} (built for CUDA {cuda}) cannot use them: {said}. Try `nvidia-smi`, then reboot."
 

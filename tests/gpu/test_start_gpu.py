@@ -59,8 +59,8 @@ def test_every_host_computes_on_the_device_that_it_was_given(shown: str):
 
 def test_a_host_has_its_share_of_the_cores():
     """Ray would give it one."""
-    share = max(1, len(os.sched_getaffinity(0)) // torch.cuda.device_count())
-    ((*_, threads, variable),) = run(ABOUT.replace("DEVICES", "1"))["ranks"]
+    share, program = len(os.sched_getaffinity(0)), ABOUT.replace("DEVICES", "1")
+    ((*_, threads, variable),) = run(program, CUDA_VISIBLE_DEVICES="0")["ranks"]
     assert (threads, variable) == (share, str(share))
-    ((*_, threads, variable),) = run(ABOUT.replace("DEVICES", "1"), OMP_NUM_THREADS="3")["ranks"]
+    ((*_, threads, variable),) = run(program, OMP_NUM_THREADS="3")["ranks"]
     assert (threads, variable) == (3, "3")

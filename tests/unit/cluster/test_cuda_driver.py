@@ -12,7 +12,7 @@ from hybridflow.cluster.cuda_driver import cuda_problem, device_index
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (("2.13.0+cpu", None, "580.65.06"), r"580.65.06 .*2.13.0\+cpu is a CPU build.*hybridflow\[gpu\].*to run on the"),
+        (("2.13.0+cpu", None, "580.65.06"), r"580.65.06 .*2.13.0\+cpu is a CPU.*hybridflow\[gpu\].*to run on the"),
         (("2.13.0+cu130", "13.0", "570.124.06"), "570.124.06 .*built for CUDA 13.0, which needs driver 580 or newer"),
         (("2.13.0+cu126", "12.6", "470.82"), "needs driver 525 or newer"),
         (("2.13.0+cu130", "13.0", "580.65.06", "no CUDA-capable device"), "cannot use them: no CUDA-capable device"),
