@@ -216,7 +216,8 @@ class Host:
         member.context.method, member.context.failed_stage = call.method, ""
         member.calls[call.method] += 1
         try:
-            result = getattr(member.worker, call.method)(**settings)
+            with member.context.groups.checked():
+                result = getattr(member.worker, call.method)(**settings)
             return self._written(result, call) if call.writes else result, result
         except Exception as error:
             return self._failure(member, call.method, call, error), None

@@ -80,7 +80,7 @@ class OverlappedMove:
         sides = (source, destination, group, rank, bucket_bytes)
         self.transfers = [Transfer(plan.only(names), *sides) for names in parts]
         self._device = next(iter(destination.values())).device
-        self._stream = CopyStream(self._device)
+        self._stream = CopyStream(self._device, group)
 
     def run(self, steps: Iterable[int]) -> tuple[float, float]:
         """Move part k once `steps` has yielded k; return when all yielded parts have arrived.

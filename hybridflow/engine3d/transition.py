@@ -18,7 +18,7 @@ from hybridflow.engine3d.layout import Layout, equal_storages
 from hybridflow.engine3d.offloadable import MemoryAccount, TrackedMemory
 from hybridflow.engine3d.plan import BUCKET_BYTES, WeightPlan, plan
 from hybridflow.engine3d.transfer.buffers import same_memory
-from hybridflow.engine3d.transfer.handshake import holds, wire_device
+from hybridflow.engine3d.transfer.handshake import check_complete, holds, wire_device
 from hybridflow.engine3d.transfer.local_plan import LocalCopies, Storage
 from hybridflow.engine3d.transfer.transfer import Transfer
 from hybridflow.errors import LayoutError, WaitTimeoutError
@@ -199,4 +199,6 @@ def any_rank(condition: bool, group: dist.ProcessGroup | None) -> bool:
             f"ranks agree on how weights move, and one did not come: {error}. All ranks of the group have to make the "
             "same calls of their HybridEngine; look for an earlier error on the others."
         ) from error
-    return bool(found.item())
+    result = bool(found.item())  # waits for the device
+    check_complete(group)
+    return result

@@ -21,8 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hybridflow.engine3d.transfer.handshake import check_complete
 from hybridflow.engines.call_events import Stage, memory_used
 from hybridflow.topology import Coords, RankGrid
+
+# NCCL's watchdog aborts a late collective, which ends its kernel, and not the process: see `ProcessGroups.check`
+os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # it would write files and wait for the other ranks
 
 T = TypeVar("T")
 _BACKENDS = re.compile(r"\bgloo/|\bNCCL\b|caused pair closure")  # plain RuntimeErrors; most of gloo begin with a file
@@ -115,6 +120,21 @@ class ProcessGroups:
 
     def everyone(self, backend: str | None = None) -> dist.ProcessGroup:
         return self.new("all", range(len(self.ranks)), backend)
+
+    def check(self) -> None:
+        """Errors: WaitTimeoutError when NCCL has aborted one of the groups: results since then are undefined."""
+        if self.device.type == "cuda":
+            for group in self._built.values():
+                check_complete(group)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """`check` before and after the block; its error replaces one that the undefined results led to."""
+        self.check()
+        try:
+            yield
+        finally:
+            self.check()
 
     def when_closed(self, forget: Callable[[], object]) -> None:
         """Call `forget` when the groups are closed: a reference to a gloo group keeps its threads running."""

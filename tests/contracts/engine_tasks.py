@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def build(
     spec: Any = None,
     kept: bool = True,
 ) -> Any:
-    """The engine of `strategy` on the first `size` processes, with the groups that are kept there or with its own."""
+    """The engine of `strategy` on the first `size` processes, with the groups that are kept there or with its own.
+
+    It computes in float32 unless the strategy names a dtype: as on the CPU, so on CUDA."""
+    strategy = replace(strategy, dtype=strategy.dtype or "float32")
     context = world.context(name, strategy.grid(size), role="critic" if head == "value" else "actor", kept=kept)
     spec = spec or spec_of(path, head)  # type: ignore[arg-type]
     world.engines.append(build_engine(context, strategy, spec, path, optimizer))

@@ -14,6 +14,7 @@ from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
+from tests.contracts.rank_processes import DEVICE
 
 
 class Canon:
@@ -41,7 +42,7 @@ class Canon:
         return self.tensors[box.tensor][tuple(map(slice, box.start, box.stop))]
 
 
-def tensors(layout: Layout, rank: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+def tensors(layout: Layout, rank: int, dtype: torch.dtype, device: str = DEVICE.type) -> dict[str, Tensor]:
     """A tensor for every storage that the layout names, as large as its regions need; nothing is written yet."""
     out = {}
     for name, regions in layout.storages(rank).items():
@@ -62,11 +63,11 @@ class PlainTrainer:
         rank: int,
         dtype: torch.dtype,
         restorable: bool = False,
-        device: str = "cpu",
+        device: str = DEVICE.type,
     ) -> None:
         self.spec, self.grid, self.rank, self.restorable = spec, grid, rank, restorable
         self._layout, self._tensors = layout, tensors(layout, rank, dtype, device)
-        self.memory_ = Residency(self._tensors)
+        self.memory_ = Residency(self._tensors, torch.device(device))
         self.version, self.restored = 0, 0
         self.canon = Canon(spec)
         self.canon.write(layout, rank, self._tensors)
@@ -118,9 +119,12 @@ class PlainTrainer:
 class PlainGenerator:
     """Generation weights, and a note of when the cache slept and weights were announced."""
 
-    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, shares: bool = True, device: str = "cpu") -> None:
+    def __init__(
+        self, layout: Layout, rank: int, dtype: torch.dtype, shares: bool = True, device: str = DEVICE.type
+    ) -> None:
         self._layout, self._tensors, self._shares = layout, tensors(layout, rank, dtype, device), shares
         self.memory_: Residency | None = None
+        self._device = torch.device(device)
         self.shared: set[str] = set()
         self.asleep, self.changes = False, 0
 
@@ -132,7 +136,7 @@ class PlainGenerator:
 
     def memory(self) -> Residency:
         if self.memory_ is None:
-            self.memory_ = Residency(self._tensors, kept=self.shared)
+            self.memory_ = Residency(self._tensors, self._device, kept=self.shared)
         return self.memory_
 
     def share(self, name: str, tensor: Tensor) -> bool:

@@ -1,9 +1,13 @@
-"""A set of processes that share one gloo world and run whatever function they are sent, for whole test files."""
+"""A set of processes that share one torch world and run whatever function they are sent, for whole test files.
+
+They compute on the CPU, with gloo, or with TEST_DEVICE=cuda on one CUDA device each, with NCCL.
+"""
 
 from __future__ import annotations
 
 import datetime
 import gc
+import io
 import itertools
 import multiprocessing as mp
 import os
@@ -16,13 +20,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.topology import RankGrid
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 TIMEOUT = 120.0
 THREADS = 40
 OLD = 200_000
@@ -42,11 +47,12 @@ class KeptGroups(ProcessGroups):
 class World:
     """What a function running in one of the processes is given: its world rank and a way to form groups.
 
-    `engines` are closed when the function is done, as workers close theirs: what it forgot does not meet the next one.
+    It computes on `device`. `engines` are closed when the function is done, as workers close theirs: what it forgot
+    does not meet the next one.
     """
 
-    def __init__(self, rank: int, store: dist.Store) -> None:
-        self.rank, self.store = rank, store
+    def __init__(self, rank: int, store: dist.Store, device: torch.device) -> None:
+        self.rank, self.store, self.device = rank, store, device
         self.engines: list[Any] = []
         self._contexts: list[RankContext] = []
         self._kept: dict[range, KeptGroups] = {}
@@ -62,13 +68,13 @@ class World:
         rank, members = self.rank - first, range(first, first + grid.size)
         groups: ProcessGroups
         if not kept:
-            groups = ProcessGroups(self.store, name, members, rank, CPU, TIMEOUT)
+            groups = ProcessGroups(self.store, name, members, rank, self.device, TIMEOUT)
         elif members in self._kept:
             groups = self._kept[members]
         else:
             name = f"kept-{self._forgotten}-{members}"
-            groups = self._kept[members] = KeptGroups(self.store, name, members, rank, CPU, TIMEOUT)
-        self._contexts.append(RankContext(role, rank, grid, CPU, groups))
+            groups = self._kept[members] = KeptGroups(self.store, name, members, rank, self.device, TIMEOUT)
+        self._contexts.append(RankContext(role, rank, grid, self.device, groups))
         return self._contexts[-1]
 
     def close(self) -> None:
@@ -110,11 +116,28 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+class _OnHost(pickle.Pickler):
+    """Tensors arrive on the CPU: the memory of another process's device is gone when its function has returned."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return obj.cpu().__reduce_ex__(2) if isinstance(obj, torch.Tensor) and obj.is_cuda else NotImplemented
+
+
+def _sent(answer: tuple[bool, Any]) -> bytes:
+    buffer = io.BytesIO()
+    _OnHost(buffer).dump(answer)
+    return buffer.getvalue()
+
+
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    device, backend = DEVICE, "gloo"
+    if DEVICE.type == "cuda":
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=TIMEOUT))
-    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size)
-    world = World(rank, store)
+    dist.init_process_group(backend, store=dist.PrefixStore("world", store), rank=rank, world_size=size)
+    world = World(rank, store, device)
     while (message := pipe.recv_bytes()) != b"":
         try:
             function, args = pickle.loads(message)
@@ -122,7 +145,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         except Exception:
             answer = (False, traceback.format_exc())
         world.close()
-        pipe.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(_sent(answer))
     os._exit(0)  # nothing is left to be said, and taking an interpreter with these modules apart takes seconds
 
 
@@ -134,6 +157,8 @@ class RankProcesses:
     """
 
     def __init__(self, size: int) -> None:
+        if DEVICE.type == "cuda" and torch.cuda.device_count() < size:
+            pytest.skip(f"{size} ranks need {size} CUDA devices")
         self.size, self._names = size, itertools.count()
         self._start()
 

@@ -21,7 +21,8 @@ class OneRank(World):
     """The world of a single process; its model groups compute on `DEVICE`."""
 
     def context(self, name: str, grid: RankGrid, first: int = 0, role: str = "actor", **kept: Any) -> RankContext:
-        context = RankContext(role, 0, grid, DEVICE, ProcessGroups(self.store, name, [0], 0, DEVICE, TIMEOUT))
+        groups = ProcessGroups(self.store, name, [0], 0, self.device, TIMEOUT)
+        context = RankContext(role, 0, grid, self.device, groups)
         self._contexts.append(context)
         return context
 
@@ -33,7 +34,7 @@ def alone() -> Iterator[OneRank]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world, timeout = dist.PrefixStore("world", store), datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group(BACKEND, store=world, rank=0, world_size=1, timeout=timeout)
-    yield OneRank(0, store)
+    yield OneRank(0, store, DEVICE)
     dist.destroy_process_group()
 
 

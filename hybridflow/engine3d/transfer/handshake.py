@@ -53,6 +53,23 @@ def wire_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
+def check_complete(group: dist.ProcessGroup | None) -> None:
+    """Check that NCCL has aborted no operation of `group`, after the host has waited for the device.
+
+    An NCCL operation whose peer does not come is aborted by the watchdog after the group's timeout. The host's wait
+    then ends as if the operation were done, and what it wrote is undefined. Errors: WaitTimeoutError.
+    """
+    if group is None or dist.get_backend(group) != "nccl":
+        return
+    state = group._get_backend(torch.device("cuda")).get_error()  # pyright: ignore[reportAttributeAccessIssue]
+    if state.name != "SUCCESS":
+        raise WaitTimeoutError(
+            f"NCCL aborted an operation of {group.group_desc or group.group_name!r} on rank {group.rank()} of "
+            f"{group.size()} ({state.name.lower()}): another rank did not take part within the group's timeout. This "
+            "group cannot be used any more; look for an earlier error on the other ranks."
+        )
+
+
 def agree_dtypes(
     keys: Sequence[Key], mine: Mapping[Key, torch.dtype], group: dist.ProcessGroup | None
 ) -> dict[Key, torch.dtype]:
@@ -197,11 +214,15 @@ def _gather(mine: T, group: dist.ProcessGroup | None) -> Sequence[T]:
     everyone: list[T] = [mine] * group.size()
     try:
         dist.all_gather_object(everyone, mine, group=group)
-    except RuntimeError as error:
+    except Exception as error:  # an aborted NCCL operation gives anything to unpickle
+        check_complete(group)
+        if not isinstance(error, RuntimeError):
+            raise
         raise WaitTimeoutError(
             f"rank {group.rank()} prepares to move weights with {group.size() - 1} other ranks, and not all of them "
             f"came: {error}. All ranks of the group have to take part; look for an earlier error on the others."
         ) from error
+    check_complete(group)
     return everyone
 
 

@@ -24,7 +24,7 @@ from hybridflow.engine3d.offloadable import Memory
 from hybridflow.engine3d.plan import BUCKET_BYTES, Move, WeightPlan
 from hybridflow.engine3d.routing import IN_FLIGHT
 from hybridflow.engine3d.transfer.buffers import Message, Round, messages
-from hybridflow.engine3d.transfer.handshake import Handshake, wire_device
+from hybridflow.engine3d.transfer.handshake import Handshake, check_complete, wire_device
 from hybridflow.engine3d.transfer.local_plan import LocalCopies, LocalPlan, Storage, check_resident
 from hybridflow.engine3d.transfer.peer_memory import PeerMemory
 from hybridflow.errors import WaitTimeoutError
@@ -95,7 +95,7 @@ class Transfer:
         local = bound.local()
         self._copies = list(local.values())
         self._steps = make_steps(rounds, [one.messages for one in self._rounds], local)
-        self._stream = CopyStream(device)
+        self._stream = CopyStream(device, group)
         self._arenas: list[Tensor] = []
 
     @property
@@ -119,7 +119,7 @@ class Transfer:
 
     @torch.no_grad()
     def run(self, timeout: float | None = None) -> None:
-        """Move the weights.
+        """Move the weights; they have arrived when this returns, on CUDA too.
 
         `timeout` in seconds bounds the wait for each round (None: the process group's own). Errors: WaitTimeoutError
         when a peer is late or gone; the process group is unusable afterwards. LayoutError when a tensor has no memory.
@@ -147,8 +147,7 @@ class Transfer:
                     self._take_memory(*leaving.popleft(), timeout)
         while leaving:
             self._take_memory(*leaving.popleft(), timeout)
-        if timeout is not None:
-            self._stream.reached(self._stream.mark(), timeout)
+        self._stream.reached(self._stream.mark(), timeout)
         self._stream.join()
 
     def release(self) -> None:
@@ -275,14 +274,14 @@ def reached_by(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 class CopyStream:
-    """The queue of a transfer's copies and messages.
+    """The queue of a transfer's copies, and of its messages over `group`.
 
     On the host, calls complete before they return. On CUDA a separate stream runs beside the caller's: `follow` and
     `join` order the two, `mark` and `reached` report its progress to the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._device, self._group = device, group
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -311,14 +310,16 @@ class CopyStream:
         return None if self._stream is None else reached_by(self._stream)
 
     def reached(self, mark: torch.cuda.Event | None, timeout: float | None = None) -> None:
-        """Wait for `mark`, at most `timeout` seconds. Errors: WaitTimeoutError."""
+        """Wait for `mark`, at most `timeout` seconds (None: until NCCL aborts a late message).
+
+        Errors: WaitTimeoutError, also when a message before `mark` was aborted."""
         if mark is None:
             return
         if timeout is None:
             mark.synchronize()
-            return
-        end = time.monotonic() + timeout
+        end = time.monotonic() + (timeout or 0.0)
         while not mark.query():
             if time.monotonic() > end:
                 raise WaitTimeoutError(f"weights were not moved within {timeout} s on {self._device}.")
             time.sleep(0.0005)
+        check_complete(self._group)
