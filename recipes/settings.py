@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,12 @@ def directory(cfg: Any) -> Path:
 
 def tracker(cfg: Any) -> hf.Tracker:
     """The record of the run, in its directory, with the settings as config.yaml."""
-    config: Any = copy.deepcopy(cfg)
-    for optim, steps in _schedules(config):
+    given = OmegaConf.create(cfg)
+    for optim, steps in _schedules(given):
         if optim.total_steps == steps:  # as `read` found it: with other settings it is another number
             del optim.total_steps
-    return hf.Tracker(directory(cfg), to=tuple(cfg.track), total=cfg.steps, config=OmegaConf.to_container(config))
+    config: Any = OmegaConf.to_container(given)
+    return hf.Tracker(directory(cfg), to=tuple(cfg.track), total=cfg.steps, config=config)
 
 
 def checkpoints(cfg: Any) -> hf.Checkpoints:
