@@ -30,10 +30,10 @@ max_staleness: 2      # weight updates between the oldest token of a batch and i
 on_stale: wait        # drop: give up responses that take too long
 correction: token     # of the difference between policies; null: none
 minibatches: 2        # optimizer steps per iteration
-train_devices: [2]    # devices per node
-rollout_devices: [2]  # also per node
+train_devices: null   # devices per node; null: two, or the GPUs that are there
+rollout_devices: null # also per node; []: those that train
 clip: 0.2             # of the ratio of probabilities, in both directions
-actor: {train: {tp: 2}, optim: {lr: 5.0e-5, warmup_steps: 20}}
+actor: {train: {tp: null}, optim: {lr: 5.0e-5, warmup_steps: 20}}
 rollout: {generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}}}
 """)
 
@@ -47,9 +47,8 @@ def main(arguments: list[str]) -> None:
         pool, model=job.model, train=hf.Megatron(**cfg.actor.train), optim=hf.Adam(**cfg.actor.optim)
     )
     reward = hf.RewardWorker.on(pool, **job.reward)
-    rollout = hf.RolloutWorker.on(
-        hf.ResourcePool(cfg.rollout_devices), model=job.model, generate=hf.VLLM(**cfg.rollout.generate)
-    )
+    apart = hf.ResourcePool(cfg.rollout_devices) if cfg.rollout_devices else pool
+    rollout = hf.RolloutWorker.on(apart, model=job.model, generate=hf.VLLM(**cfg.rollout.generate))
     tracker, checkpoints = settings.tracker(cfg), settings.checkpoints(cfg)
     accuracy = Accuracy(rollout, reward, job, tracker, cfg.evaluate_every)
     stream = hf.stream(prompts, rollout, rows=cfg.rows, n=cfg.n, max_staleness=cfg.max_staleness, on_stale=cfg.on_stale)

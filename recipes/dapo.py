@@ -26,10 +26,10 @@ rows: 128             # responses in a batch, from groups whose rewards differ, 
 max_rounds: 4         # of drawing prompts
 overlong: 2           # the length penalty begins this number of tokens before max_tokens
 minibatches: 2        # optimizer steps per iteration
-devices: [2]          # devices per node
+devices: null         # devices per node; null: two, or the one GPU that is there
 clip: 0.2             # of the ratio of probabilities, downwards
 clip_high: 0.28       # upwards
-actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 """)
 

@@ -24,16 +24,16 @@ name: distill         # metrics, checkpoints and the trained model go to runs/<n
 steps: 40             # iterations
 batch_size: 64        # prompts
 minibatches: 2        # optimizer steps per iteration
-devices: [2]          # devices per node
+devices: null         # devices per node; null: two, or the one GPU that is there
 teacher: null         # a Hugging Face directory or hub name; null: a small model that answers right
 beta: 1.0             # 0: KL(teacher || student); 1: KL(student || teacher); between them GKD's divergence
 top_k: 0              # of the teacher's distribution; 0: the whole vocabulary
 supervised: false     # also learn the teacher's distribution on texts, in an update of their own
 texts: null           # these texts; null: prompts with their answers
 text_tokens: 64       # maximum length
-actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-4, warmup_steps: 5}}
-reference: {train: {tp: 2}}
+reference: {train: {tp: null}}
 """)
 
 

@@ -27,7 +27,7 @@ n: 32                 # trajectories per game
 turns: 4              # guesses
 shuffled: false       # draw the answers to guesses
 minibatches: 4        # optimizer steps per iteration
-devices: [2]          # devices per node
+devices: null         # devices per node; null: two, or the one GPU that is there
 actor: {train: {tp: 1}, generate: {tp: 1, sampling: {max_tokens: 2, seed: "${seed}"}}, optim: {lr: 1.0e-3}}
 """,
 )

@@ -23,12 +23,12 @@ steps: 40             # iterations
 batch_size: 16        # prompts
 n: 8                  # responses per prompt
 minibatches: 2        # optimizer steps per iteration
-devices: [2]          # devices per node
+devices: null         # devices per node; null: two, or the one GPU that is there
 kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
-actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
-reference: {train: {tp: 2}}
+reference: {train: {tp: null}}
 """)
 
 

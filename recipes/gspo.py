@@ -23,10 +23,10 @@ steps: 40             # iterations
 batch_size: 16        # prompts
 n: 8                  # responses per prompt
 minibatches: 2        # optimizer steps per iteration
-devices: [2]          # devices per node
+devices: null         # devices per node; null: two, or the one GPU that is there
 clip: 3.0e-4          # of the ratio of probabilities, downwards
 clip_high: 4.0e-4     # upwards
-actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
 """)
 

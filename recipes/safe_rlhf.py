@@ -22,7 +22,7 @@ name: safe_rlhf       # metrics, checkpoints and the trained model go to runs/<n
 steps: 40             # iterations
 batch_size: 128       # prompts per iteration
 minibatches: 2        # optimizer steps per iteration
-devices: [2]          # devices per node
+devices: null         # devices per node; null: two, or the one GPU that is there
 kl_coef: 0.02         # of the KL divergence from the reference
 clip: 0.2             # of the ratio of probabilities, in both directions
 cost: too_large       # a scorer as in reward=; this one is for arithmetic
@@ -31,11 +31,11 @@ lagrange_lr: 0.1      # of the multiplier of the costs
 texts: null           # texts for the language-model loss (PPO-ptx); null: prompts with their answers
 text_tokens: 64       # maximum length
 pretrain_coef: 0.05   # weight of the loss on texts
-actor: {train: {tp: 2}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
+actor: {train: {tp: null}, generate: {tp: 1, sampling: {max_tokens: 5, seed: "${seed}"}},
         optim: {lr: 5.0e-5, warmup_steps: 20}}
-critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
-cost_critic: {train: {tp: 2}, optim: {lr: 5.0e-4}}
-reference: {train: {tp: 2}}
+critic: {train: {tp: null}, optim: {lr: 5.0e-4}}
+cost_critic: {train: {tp: null}, optim: {lr: 5.0e-4}}
+reference: {train: {tp: null}}
 """)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import hybridflow as hf
 from hybridflow.command_line import check_sections, read_settings
 from hybridflow.errors import ConfigError
 from hybridflow.launch import run_directory
+from recipes.devices import fit_devices
 
 RUN = """
 seed: 1               # of prompts, sampling and initial values
@@ -25,8 +25,7 @@ held_out: null        # as prompts, for greedy accuracy before and after the run
 evaluate_every: 0     # iterations between further such evaluations, whose best checkpoint is kept; 0: none
 reward: exact         # exact, math, numeric, regex, code, FILE.py:FUNCTION, or the directory of a reward model
 data:                 # columns of prompts and references (unit tests for code), and options of datasets
-  {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null,
-   name: null, split: null, held_out_split: null}
+ {prompt: prompt, answer: answer, pattern: null, max_prompt_tokens: null, name: null, split: null, held_out_split: null}
 checkpoint_every: 20  # iterations; 0: none
 record_batches: false # keep generated batches as long as checkpoints, for hybridflow replay
 resume: auto          # auto: continue the run of this name if it has not ended; never: start anew; or a checkpoint
@@ -41,8 +40,9 @@ def defaults(own: str) -> tuple[str, str, str]:
 
 
 def read(defaults: Sequence[str], arguments: Sequence[str]) -> Any:
-    """A recipe's `defaults` changed by arguments: see `read_settings`. Errors: ConfigError."""
+    """A recipe's `defaults` changed by arguments: see `read_settings`, `fit_devices`. Errors: ConfigError."""
     cfg = read_settings(*defaults, arguments=arguments)
+    fit_devices(cfg)
     for optim, steps in _schedules(cfg):  # they end with the run, unless total_steps says otherwise
         optim.setdefault("total_steps", steps)
     check_sections(cfg)
@@ -70,7 +70,7 @@ def directory(cfg: Any) -> Path:
 
 def tracker(cfg: Any) -> hf.Tracker:
     """The record of the run, in its directory, with the settings as config.yaml."""
-    given = copy.deepcopy(cfg)
+    given = OmegaConf.create(cfg)
     for optim, steps in _schedules(given):
         if optim.total_steps == steps:  # as `read` found it: with other settings it is another number
             del optim.total_steps

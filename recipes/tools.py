@@ -26,7 +26,7 @@ batch_size: 16        # sums
 n: 16                 # trajectories per sum
 shuffled: false       # draw the tool's answers
 minibatches: 2        # optimizer steps per iteration
-devices: [2]          # devices per node
+devices: null         # devices per node; null: two, or the one GPU that is there
 actor: {train: {tp: 1}, generate: {tp: 1, sampling: {max_tokens: 20, seed: "${seed}"}}, optim: {lr: 1.0e-3}}
 """,
 )

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import Deadlines, RankCall, RankGroup
 from hybridflow.cluster.bound_settings import own_settings
+from hybridflow.cluster.cuda_driver import check_cuda, device_index
 from hybridflow.cluster.future import Failure, Status, failure_of, fetch, first_failure
 from hybridflow.cluster.liveness import LivenessServer
 from hybridflow.cluster.out_of_memory import DeviceUse, explain
@@ -38,7 +39,7 @@ from hybridflow.engines.agreement import agree_on
 from hybridflow.engines.call_events import CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.time_sharing import SharedStages
-from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError, PlacementError
+from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError
 
 logger = logging.getLogger(__name__)
 _CONNECT = datetime.timedelta(seconds=60)  # to a running store
@@ -62,7 +63,7 @@ class Host:
     _channels: dict[str, WeightChannel | Failure] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=10_000))
     _store: Any = None
-    _joined: bool = False
+    _unjoined: Exception | None = None
     _peak: int = 0
     _node: str = field(default_factory=socket.gethostname)
 
@@ -72,9 +73,9 @@ class Host:
     def __post_init__(self) -> None:
         for package in _CHATTY:
             warnings.filterwarnings("ignore", module=package)
-        if not self.use_cuda:
-            torch.set_num_threads(self.threads)
-        self.device = torch.device("cuda", 0) if self.use_cuda else torch.device("cpu")
+        torch.set_num_threads(self.threads)
+        index = device_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
         self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
 
     def address(self) -> tuple[str, int]:
@@ -82,9 +83,20 @@ class Host:
         return self._liveness.address
 
     def join(self, store: tuple[str, int]) -> None:
-        """Join the pool's torch world through the session's rendezvous store at this host and port."""
+        """Join the pool's torch world through the session's rendezvous store at this host and port.
+
+        The driver does not wait for this call: `create` raises its errors.
+        """
+        try:
+            self._join(store)
+        except Exception as error:
+            self._unjoined = error
+
+    def _join(self, store: tuple[str, int]) -> None:
         self._store = dist.TCPStore(*store, None, False, _CONNECT, wait_for_workers=False)
         self._store.set_timeout(self._peers)
+        if self.use_cuda:
+            check_cuda(self.device.index)
         backend = "cpu:gloo,cuda:nccl" if self.use_cuda else "gloo"
         # without device_id: torch would make every later nccl group by splitting this one, with all of its processes
         dist.init_process_group(
@@ -94,7 +106,6 @@ class Host:
             world_size=self.size,
             timeout=self._peers,
         )
-        self._joined = True
 
     @property
     def _peers(self) -> datetime.timedelta:
@@ -113,8 +124,8 @@ class Host:
         )
         member = self._members[ranks.key] = Member(role, rank, context, ranks.settings)
         try:
-            if self.size and not self._joined:
-                raise PlacementError("this host could not join the others of its pool; its log says why.")
+            if self._unjoined is not None:
+                raise self._unjoined
             # known at once: `drop` closes half-built ones too
             worker = member.worker = object.__new__(ranks.worker_class)
             worker.context = context
@@ -334,7 +345,8 @@ class Host:
         if not self.use_cuda:
             return {"node": self._node, "device": "cpu", "name": platform.machine(), "memory": None}
         found = torch.cuda.get_device_properties(self.device)
-        return {"node": self._node, "device": f"cuda:{_index()}", "name": found.name, "memory": found.total_memory}
+        index = (ray.get_gpu_ids() or [self.device.index])[0]  # on the node
+        return {"node": self._node, "device": f"cuda:{index}", "name": found.name, "memory": found.total_memory}
 
     def drop(self, name: str) -> Failure | None:
         """Forget a group and free its model; logs and returns a failure of its `close`."""
@@ -361,8 +373,3 @@ class Host:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._liveness.close()
-
-
-def _index() -> str:
-    """Ray shows a host one device, which it sees as number 0."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]

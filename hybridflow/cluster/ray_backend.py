@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.cluster.backend import CONTROLLER, Deadlines, HostProcess, RankCall, RankGroup, node_numbers
 from hybridflow.cluster.connection import Termination, connect
+from hybridflow.cluster.cuda_driver import check_build
 from hybridflow.cluster.future import Failure, as_done, fetch, first_failure
 from hybridflow.cluster.held_calls import HeldCall
 from hybridflow.cluster.host import Host
@@ -69,6 +70,12 @@ class RayBackend:
             self.accelerators = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
             self.has_cuda = any(self.accelerators)
             atexit.register(self.close)
+            if self.has_cuda and self.started_ray:
+                try:
+                    check_build()
+                except BaseException:
+                    self.close()
+                    raise
 
     @property
     def started_ray(self) -> bool:
@@ -107,20 +114,20 @@ class RayBackend:
 
     def _hosts(self, pool: str, per_node: Sequence[int], reserved: PlacementGroup) -> tuple[HostProcess, ...]:
         nodes = [node for node, count in enumerate(per_node) for _ in range(count)]
-        threads = 1 if self.started_ray else max(1, (os.cpu_count() or 1) // len(nodes))
+        machines = placement_group_table(reserved)["bundles_to_node_id"]
+        there = {node["NodeID"]: node for node in ray.nodes()}
         device = {"num_cpus": 0, "num_gpus": 1} if self.has_cuda else {"num_cpus": 1, "num_gpus": 0}
         hosts = []
         for rank, node in enumerate(nodes):
             where = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=node)
             options = {**device, "scheduling_strategy": where}
+            threads = self._threads(there[machines[node]]["Resources"], len(nodes))
             hosts.append(self._start(options, pool, rank, len(nodes), self.has_cuda, threads))
         addresses = [host.address.remote() for host in hosts]
         for host in hosts:
             host.join.remote(self._store_address)
-        machines = placement_group_table(reserved)["bundles_to_node_id"]
-        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
         processes = tuple(
-            HostProcess(host, address, node, machines[node], names.get(machines[node], ""))
+            HostProcess(host, address, node, machines[node], there[machines[node]]["NodeManagerHostname"])
             for host, address, node in zip(hosts, addresses, nodes, strict=True)
         )
         self.monitor.watch(pool, processes)
@@ -129,6 +136,13 @@ class RayBackend:
     def _start(self, options: dict[str, Any], pool: str, rank: int, size: int, use_cuda: bool, threads: int) -> Any:
         host = RemoteHost.options(runtime_env={"env_vars": self._environment(threads)}, **options)
         return host.remote(pool, rank, size, use_cuda, threads, self.deadlines)
+
+    def _threads(self, node: Mapping[str, float], hosts: int) -> int:
+        """Threads of a host on a node with these resources; with a GPU for offloaded optimizers, which step there."""
+        if not self.has_cuda:
+            return 1 if self.started_ray else max(1, (os.cpu_count() or 1) // hosts)
+        cores = len(os.sched_getaffinity(0)) if self.started_ray else int(node.get("CPU", 1))
+        return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // int(node["GPU"])))
 
     def _environment(self, threads: int) -> dict[str, str]:
         names = {
@@ -144,9 +158,7 @@ class RayBackend:
         if self.started_ray:  # one machine: else gloo listens at the host name's address, NCCL on its first interface
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             names |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        if not self.has_cuda:
-            names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        return names
+        return names | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
     def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
         self.monitor.forget(hosts)

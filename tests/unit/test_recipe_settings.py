@@ -373,3 +373,27 @@ def test_a_run_is_judged_by_its_first_and_last_iterations():
     assert not run_all.outcome("safe_rlhf", 1, [line | {"cost/mean": 0.3} for line in lines], 1.0).improved
     selected = [line | {"sampling/reward": 0.1} for line in lines]
     assert not run_all.outcome("dapo", 1, selected, 1.0).improved
+
+
+@pytest.mark.parametrize("recipe", run_all.ALL)
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 8])
+def test_sizes_that_are_not_given_fit_the_devices_that_are_there(recipe, gpus, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    defaults = importlib.import_module(f"recipes.{recipe}").DEFAULTS
+    cfg = settings.read(defaults, [])
+    pools = [cfg[name] for name in ("devices", "train_devices", "rollout_devices") if name in cfg]
+    assert not gpus or sum(map(sum, pools)) <= gpus
+    first = (gpus + len(pools) - 1) // len(pools) if gpus else 2
+    assert pools[0] == [min(2, first)]
+    for options in cfg.values():
+        if isinstance(options, DictConfig) and "train" in options and "tp" in options.train:
+            assert hf.Megatron(**options.train).grid(pools[0][0]).size == pools[0][0]
+            assert options.train.tp == (1 if recipe in ("tools", "game") else pools[0][0])
+
+
+@pytest.mark.parametrize(("devices", "tp"), [("[1]", 1), ("[3]", 1), ("[4]", 2), ("[8,8]", 2), ("[2,1]", 1)])
+def test_tensor_parallelism_that_is_not_given_follows_the_devices(devices, tp):
+    cfg = settings.read(ppo.DEFAULTS, [f"devices={devices}"])
+    assert (cfg.actor.train.tp, cfg.critic.train.tp, cfg.reference.train.tp) == (tp, tp, tp)
+    assert settings.read(ppo.DEFAULTS, [f"devices={devices}", "actor.train.tp=1"]).actor.train.tp == 1

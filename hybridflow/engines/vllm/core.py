@@ -103,6 +103,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         tensor_parallel_size=strategy.tp,
         pipeline_parallel_size=strategy.pp,
         distributed_executor_backend="external_launcher",  # every rank schedules; pipeline outputs go to all
+        disable_custom_all_reduce=True,  # it looks for its peers' devices, and a host sees its own only
         max_model_len=length,
         max_num_seqs=strategy.max_sequences,
         max_num_batched_tokens=max(_STEP_TOKENS, length),
