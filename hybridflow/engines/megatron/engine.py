@@ -148,7 +148,7 @@ class MegatronShards(FlatShards):
         padding = {name: self.storage[name][stop - start :] for name in padded if name in self.storage}
         for rows in padding.values():
             rows.zero_()
-        self.memory: Residency = _PaddedMemory(self.storage, padding)
+        self.memory: Residency = _PaddedMemory(self.storage, padding, context.device)
 
     def reduce(self) -> None:
         finalize_model_grads([self], None, pg_collection=self._groups)  # type: ignore[list-item]
@@ -171,8 +171,8 @@ class MegatronShards(FlatShards):
 class _PaddedMemory(Residency):
     """Zeroes the padding whose memory it gives back."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], padding: Mapping[str, Tensor]) -> None:
-        super().__init__(tensors)
+    def __init__(self, tensors: Mapping[str, Tensor], padding: Mapping[str, Tensor], device: torch.device) -> None:
+        super().__init__(tensors, device=device)
         self._padding = padding
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
