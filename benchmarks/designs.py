@@ -51,7 +51,7 @@ class WeakerTransition:
         gather, cut = plans(design, train.layout(), generate.layout(), train.grid)
         TrackedMemory(train.memory(), source, self._account, ())
         self._shard = TrackedMemory(generate.memory(), destination, self._account, destination)
-        self._whole = TrackedMemory(Residency(tensors), tensors, self._account, tensors)
+        self._whole = TrackedMemory(Residency(tensors, like.device), tensors, self._account, tensors)
         settings = (group, rank, bucket_bytes)
         self._transfers = [
             Transfer(gather, source, tensors, *settings, acquire=self._whole),

@@ -48,14 +48,12 @@ class Residency:
 
     `kept` names are never released: another owner shares their storage.
 
-    With `device`, storages on other devices are not released either: state that a CUDA model keeps in host memory stays
-    there and is freed with the last reference. Existing views become valid again with the memory; a tensor without
-    memory allows no new views.
+    Storages on devices of another type than `device` are not released either: state that a CUDA model keeps in host
+    memory stays there and is freed with the last reference. Existing views become valid again with the memory; a tensor
+    without memory allows no new views.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], kept: Collection[str] = (), device: torch.device | None = None
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, kept: Collection[str] = ()) -> None:
         self.device = device
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._names: dict[int, set[str]] = {}  # by storage
@@ -65,7 +63,7 @@ class Residency:
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
             key = storage._cdata
-            elsewhere = device is not None and storage.device.type != device.type
+            elsewhere = storage.device.type != device.type
             if key in kept_storages or elsewhere or not storage.resizable():
                 continue
             self._storages[name] = storage

@@ -53,7 +53,7 @@ class FlatGradients:
             kept = [torch.zeros(unit.share(self._ranks), dtype=torch.float32, device=kept_on) for unit in units]
             self._shares, self._open = kept, dict[int, Tensor]()
         self._kept = kept
-        self.memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, device=self._device)
+        self.memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, self._device)
         self.own = self.pieces(self._shares)
         self._missing: list[set[str]] = [set() for _ in units]  # parameters without a gradient so far
         self._sent: list[tuple[int, Tensor, Any, Tensor]] = []

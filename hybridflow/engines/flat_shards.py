@@ -70,7 +70,7 @@ class FlatShards:
         }
         places = {n: buffer[a:b] for unit, buffer in zip(units, self._buffers) for n, (a, b) in unit.modules.items()}
         named = _install(model, places)
-        self.memory: Residency = Residency(self.storage, device=device)
+        self.memory: Residency = Residency(self.storage, device)
         trained = any(parameter.requires_grad for parameter in named.values())
         self.gradients: Any = FlatGradients(
             named if trained else {},
@@ -140,7 +140,7 @@ class FlatShards:
         self.gradients.close()
         self.memory.release()
         if self.separate:
-            Residency(self.main, device=self.memory.device).release()
+            Residency(self.main, self.memory.device).release()
         self.main, self._own = {}, {}
 
 

@@ -224,7 +224,7 @@ class ShardOptimizer:
         kinds = self.storage() if self.torch.state else {"main": self.shards.main}
         own = {kind: tensors for kind, tensors in kinds.items() if self.shards.separate or kind != "main"}
         tensors = {f"{k}/{name}": tensor for k, v in own.items() for name, tensor in v.items()}
-        return Residency(tensors, device=self.shards.memory.device)
+        return Residency(tensors, self.shards.memory.device)
 
     def reload(self) -> None:
         if self._offloaded is not None:
@@ -247,6 +247,6 @@ class ShardOptimizer:
         self.zero_grad()
         values = [value for state in self.torch.state.values() for value in state.values()]
         tensors = {str(i): tensor for i, tensor in enumerate(values) if isinstance(tensor, Tensor)}
-        Residency(tensors, device=self.shards.memory.device).release()
+        Residency(tensors, self.shards.memory.device).release()
         self.torch.state.clear()
         self.torch.param_groups.clear()

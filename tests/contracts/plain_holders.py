@@ -66,7 +66,7 @@ class PlainTrainer:
     ) -> None:
         self.spec, self.grid, self.rank, self.restorable = spec, grid, rank, restorable
         self._layout, self._tensors = layout, tensors(layout, rank, dtype, device)
-        self.memory_ = Residency(self._tensors)
+        self.memory_ = Residency(self._tensors, torch.device(device))
         self.version, self.restored = 0, 0
         self.canon = Canon(spec)
         self.canon.write(layout, rank, self._tensors)
@@ -121,6 +121,7 @@ class PlainGenerator:
     def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, shares: bool = True, device: str = "cpu") -> None:
         self._layout, self._tensors, self._shares = layout, tensors(layout, rank, dtype, device), shares
         self.memory_: Residency | None = None
+        self._device = torch.device(device)
         self.shared: set[str] = set()
         self.asleep, self.changes = False, 0
 
@@ -132,7 +133,7 @@ class PlainGenerator:
 
     def memory(self) -> Residency:
         if self.memory_ is None:
-            self.memory_ = Residency(self._tensors, kept=self.shared)
+            self.memory_ = Residency(self._tensors, self._device, kept=self.shared)
         return self.memory_
 
     def share(self, name: str, tensor: Tensor) -> bool:

@@ -162,7 +162,7 @@ def test_padding_is_zero_whichever_way_weights_came(overlap):
     name = next(region.storage for region in layouts[1].regions(0) if "embed" in region.storage)
     storage = generate.storage()
     storage[name] = torch.full((128, TIED.hidden), float("nan"), dtype=BF16)
-    generate.memory_ = Dirty(storage)
+    generate.memory_ = Dirty(storage, torch.device("cpu"))
     engine = HybridEngine(train, generate, None, 0, overlap=overlap, bucket_bytes=BUCKET)
     if overlap:
         engine.step()

@@ -26,7 +26,7 @@ from hybridflow.errors import LayoutError
 from tests.contracts.rank_processes import forking
 from tests.example_layouts import SPEC, placed, whole
 from tests.integration.transfer_pairs import RANKS, empty, values_of
-from tests.integration.transfer_tasks import Watch, member
+from tests.integration.transfer_tasks import CPU, Watch, member
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_local_plan_goes_tensor_by_tensor():
     source = whole(SPEC)
     held = {name: tensor.clone() for name, tensor in values_of(source, 4).items()}
     got = {name: torch.full_like(tensor, 9) for name, tensor in held.items()}
-    before, after = Residency(held), Watch(got)
+    before, after = Residency(held, CPU), Watch(got, CPU)
     after.partner = before
     transfer = Transfer(plan(source, source), held, got, release=before, acquire=after)
     after.release()
@@ -200,7 +200,7 @@ def test_padding_of_memory_that_was_just_given_is_zero():
     source = whole(SPEC)
     values = values_of(source, 6)
     got = {name: torch.full((len(tensor) + 2, *tensor.shape[1:]), 9.0) for name, tensor in values.items()}
-    memory = Residency(got)
+    memory = Residency(got, CPU)
     transfer = Transfer(plan(source, source), dict(values), got, acquire=memory)
     transfer.run()
     assert all(bool((tensor[-2:] == 9).all()) for tensor in got.values())

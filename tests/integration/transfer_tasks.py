@@ -46,7 +46,7 @@ def tensors(group: dist.ProcessGroup, pair: Pair, rank: int, part: bool = True, 
     got = empty(pair.destination, rank, pair.dtypes[1])
     made = plan(pair.source, pair.destination, pair.node_of, rank=rank if part else None)
     sides = {"release": held, "acquire": got}
-    owners = {side: Residency(sides[side]) for side, wanted in memory.items() if wanted}
+    owners = {side: Residency(sides[side], CPU) for side, wanted in memory.items() if wanted}
     return held, got, owners, Transfer(made, held, got, group, rank, pair.bucket_bytes, **owners)
 
 
@@ -132,7 +132,7 @@ def layer_by_layer(group: dist.ProcessGroup, rank: int) -> list[int]:
     generation = Layout(tensors, RANKS, lambda r: rows(16 * (r // 2), 16 * (r // 2) + 16))
     held = {name: torch.full((8, 64), float(rank)) for name in tensors}
     got = {name: torch.zeros(16, 64) for name in tensors}
-    before, after = Residency(held), Watch(got)
+    before, after = Residency(held, CPU), Watch(got, CPU)
     after.partner = before
     limit = 4 * 8 * 64 * 4  # two rounds, in each of which a rank sends and receives its part of one tensor
     made = plan(train, generation, rank=rank)
@@ -259,7 +259,7 @@ def refused(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
             if case == "missing":
                 del got[norm]
             elif case == "no memory":
-                Residency({norm: got[norm]}).release()
+                Residency({norm: got[norm]}, CPU).release()
             elif case == "unreadable":
                 got = Unreadable(got)
             elif case == "other plan":
@@ -335,7 +335,7 @@ def killed_midway(groups: ProcessGroups, rank: int) -> str:
     values = {name: tensor.clone() for name, tensor in values_of(layout, 0).items()}
     held, got = (values, {}) if me == 2 else ({}, {name: torch.zeros_like(tensor) for name, tensor in values.items()})
     made = plan(layout.placed([2], 3), destination)
-    transfer = Transfer(made, held, got, group, me, 1 << 20, release=Dying(held) if me == 2 else None)
+    transfer = Transfer(made, held, got, group, me, 1 << 20, release=Dying(held, CPU) if me == 2 else None)
     try:
         transfer.run()
     except WaitTimeoutError as error:

@@ -18,7 +18,7 @@ from hybridflow.engines.vllm.layout import vllm_layout
 from hybridflow.models.spec import ModelSpec
 from hybridflow.topology import RankGrid
 from tests.contracts.plain_holders import PlainGenerator, PlainTrainer
-from tests.contracts.rank_processes import World
+from tests.contracts.rank_processes import CPU, World
 
 SPEC = ModelSpec(family="llama", hidden=32, intermediate=64, layers=8, heads=8, kv_heads=8, head_dim=8, vocab=128)
 TIED = ModelSpec(
@@ -88,5 +88,5 @@ def plain(dtype: torch.dtype = BF16, **options: Any) -> tuple[HybridEngine, Plai
     layouts = case.layouts()
     train = PlainTrainer(case.spec, layouts[0], case.grid, 0, dtype)
     generate = PlainGenerator(layouts[1], 0, BF16, shares=False)
-    train.memory_, generate.memory_ = Scarce(train.storage()), Scarce(generate.storage())
+    train.memory_, generate.memory_ = (Scarce(side.storage(), CPU) for side in (train, generate))
     return HybridEngine(train, generate, None, 0, bucket_bytes=BUCKET, **options), train, generate

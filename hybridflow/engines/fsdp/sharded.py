@@ -94,7 +94,7 @@ class Sharded:
         held = {name: tensor for found in pieces.values() for name, tensor in found.items()}
         self.storage: Mapping[str, Tensor] = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
         self.adapters = {name: tensor for name, tensor in held.items() if is_adapter(name)}
-        self.memory, self.separate = Residency(self.storage, device=context.device), False
+        self.memory, self.separate = Residency(self.storage, context.device), False
         self.gradients: Any = LocalGradients(self.parameters, views, context.device)
         trained = {
             piece for name, parameter in self.parameters.items() if parameter.requires_grad for piece in pieces[name]
@@ -153,7 +153,7 @@ class Sharded:
     def close(self) -> None:
         self.gradients.drop()
         self.memory.release()
-        Residency(self.adapters, device=self._device).release()
+        Residency(self.adapters, self._device).release()
 
 
 class LocalGradients:
@@ -180,13 +180,13 @@ class LocalGradients:
 
     @property
     def resident_bytes(self) -> int:
-        return Residency(self.tensors, device=self._device).total_bytes if self.resident else 0
+        return Residency(self.tensors, self._device).total_bytes if self.resident else 0
 
     def offload(self, zero: bool) -> None:
         if self._away is None:
             if zero:
                 self.drop()
-            self._away = Residency(self.tensors, device=self._device)
+            self._away = Residency(self.tensors, self._device)
             self._away.offload()
 
     def reload(self, zero: bool) -> None:

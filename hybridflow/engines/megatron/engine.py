@@ -172,7 +172,7 @@ class _PaddedMemory(Residency):
     """Zeroes the padding whose memory it gives back."""
 
     def __init__(self, tensors: Mapping[str, Tensor], padding: Mapping[str, Tensor], device: torch.device) -> None:
-        super().__init__(tensors, device=device)
+        super().__init__(tensors, device)
         self._padding = padding
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:

@@ -75,7 +75,7 @@ def memory(
     Running eagerly vLLM reads addresses from its tensors at every step, so their storages may come and go one by one.
     """
     if eager:
-        return Residency(tensors, kept=shared)
+        return Residency(tensors, model_runner(core).device, kept=shared)
     executor, buffers = core.model_executor, {}
     if tag == "weights":
         buffers = dict(model_runner(core).model.named_buffers())

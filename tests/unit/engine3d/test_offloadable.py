@@ -7,6 +7,8 @@ import torch
 
 from hybridflow.engine3d.offloadable import Residency
 
+CPU = torch.device("cpu")
+
 
 def fused() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """q, k and v in one buffer, and a norm of its own."""
@@ -18,7 +20,7 @@ def fused() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def test_memory_goes_and_comes_behind_the_same_tensors_and_views():
     weight = torch.nn.Parameter(torch.zeros(1000, 10))
     view = weight.detach()[5:7]
-    memory = Residency({"w": weight})
+    memory = Residency({"w": weight}, CPU)
     for i in range(30):
         memory.release()
         assert (memory.resident_bytes, weight.untyped_storage().nbytes(), memory.resident("w")) == (0, 0, False)
@@ -31,7 +33,7 @@ def test_memory_goes_and_comes_behind_the_same_tensors_and_views():
 
 def test_a_shared_storage_goes_with_its_last_name_and_comes_with_the_first():
     tensors, buffer = fused()
-    memory = Residency(tensors)
+    memory = Residency(tensors, CPU)
     assert memory.total_bytes == memory.resident_bytes == 48 + 12
     memory.release(["q", "k"])
     assert buffer.sum() == 66
@@ -50,7 +52,7 @@ def test_a_shared_storage_goes_with_its_last_name_and_comes_with_the_first():
 
 def test_releasing_and_acquiring_twice_changes_nothing():
     tensors, _ = fused()
-    memory = Residency(tensors)
+    memory = Residency(tensors, CPU)
     assert memory.acquire() == set()
     assert tensors["q"].tolist() == [0, 1, 2, 3]
     memory.release()
@@ -63,7 +65,7 @@ def test_releasing_and_acquiring_twice_changes_nothing():
 
 def test_kept_names_and_all_that_shares_their_storage_stay():
     tensors, buffer = fused()
-    memory = Residency(tensors, kept=["k", "a name of somebody else"])
+    memory = Residency(tensors, CPU, kept=["k", "a name of somebody else"])
     assert memory.total_bytes == 12
     memory.release()
     assert buffer.sum() == 66
@@ -76,7 +78,7 @@ def test_unknown_names_and_storages_that_cannot_be_resized_are_left_alone():
     import numpy as np
 
     foreign = torch.from_numpy(np.ones(4, dtype=np.float32))
-    memory = Residency({"foreign": foreign})
+    memory = Residency({"foreign": foreign}, CPU)
     assert memory.total_bytes == 0
     memory.release(["foreign", "nobody"])
     assert foreign.sum() == 4
@@ -86,7 +88,7 @@ def test_unknown_names_and_storages_that_cannot_be_resized_are_left_alone():
 @pytest.mark.parametrize("names", [None, ["q", "k", "v", "norm"]])
 def test_offloaded_values_come_back(names):
     tensors, buffer = fused()
-    memory = Residency(tensors)
+    memory = Residency(tensors, CPU)
     for _ in range(3):
         memory.offload(names)
         assert memory.resident_bytes == 0
@@ -97,7 +99,7 @@ def test_offloaded_values_come_back(names):
 
 def test_offloading_part_of_a_shared_storage_waits_for_the_rest():
     tensors, buffer = fused()
-    memory = Residency(tensors)
+    memory = Residency(tensors, CPU)
     memory.offload(["q"])
     assert memory.resident_bytes == 60
     buffer.add_(1)
@@ -113,7 +115,7 @@ def test_offloading_part_of_a_shared_storage_waits_for_the_rest():
 
 def test_releasing_what_was_offloaded_forgets_the_host_copy():
     tensors, _ = fused()
-    memory = Residency(tensors)
+    memory = Residency(tensors, CPU)
     memory.offload()
     memory.release(["norm"])
     assert memory.acquire() == {"norm"}
@@ -122,7 +124,7 @@ def test_releasing_what_was_offloaded_forgets_the_host_copy():
 
 def test_what_one_name_offloaded_survives_the_release_of_the_others():
     tensors, _ = fused()
-    memory = Residency(tensors)
+    memory = Residency(tensors, CPU)
     memory.offload(["q"])
     memory.release(["k", "v"])
     assert memory.resident_bytes == 12
@@ -138,13 +140,13 @@ def test_what_waits_elsewhere_stays_there():
     """Parameters of a model on CUDA that FSDP2 keeps in host memory are nothing that device memory could be had from,
     and their storage is not resized: it is pinned, and belongs to whoever copies from it."""
     waiting, here = torch.ones(4), torch.ones(3, device="meta")
-    memory = Residency({"waiting": waiting, "here": here}, device=torch.device("meta"))
+    memory = Residency({"waiting": waiting, "here": here}, torch.device("meta"))
     assert memory.total_bytes == 12
     memory.release()
     assert waiting.untyped_storage().nbytes() == 16
     assert memory.resident("waiting")
     assert not memory.resident("here")
-    memory = Residency({"waiting": waiting}, device=torch.device("cuda"))
+    memory = Residency({"waiting": waiting}, torch.device("cuda"))
     memory.offload()
     assert memory.total_bytes == memory.resident_bytes == 0
     assert memory.acquire() == set()
