@@ -317,6 +317,7 @@ class TrainEngine:
         "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum. State that does not exist yet is made, zero.
         """
         self._require("optimizer")
+        settle(self.device)  # an update may still be copied from main parameters in host memory
         return self._training().storage()
 
     def optimizer_counters(self) -> dict[str, Any]:
