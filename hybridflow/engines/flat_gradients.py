@@ -61,7 +61,7 @@ class FlatGradients:
         self._missing: list[set[str]] = [set() for _ in units]  # parameters without a gradient so far
         self._sent: list[tuple[int, Tensor, Any, Tensor]] = []
         self._aside = None if kept_on == self._device else torch.cuda.Stream(self._device)
-        self._adding: list[tuple[Tensor, torch.cuda.Event]] = []  # sums, until they are added to shares on the host
+        self._adding: list[tuple[Tensor, Any]] = []  # sums, until they are added to shares on the host
         self._settled, self._empty = (
             True,
             {*range(len(kept))} if self._aside is not None else set(),
