@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,3 +45,16 @@ def world(alone: OneRank) -> Iterator[OneRank]:
     """Engines and groups of the test before are closed."""
     yield alone
     alone.close()
+
+
+@pytest.fixture
+def expected_faults() -> Callable[[], list[str]]:
+    """What emulated CUDA found since the test began, here and in child processes: "kind: detail at place".
+
+    The test does not fail for it. Skipped on a real device, which checks nothing.
+    """
+    if "EMULATED_LOG" not in os.environ:
+        pytest.skip("a real device does not find faults")
+    log = Path(os.environ["EMULATED_LOG"])
+    start = log.stat().st_size
+    return lambda: [line for line in log.read_text()[start:].splitlines() if not line.startswith(" ")]

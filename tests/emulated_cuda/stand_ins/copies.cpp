@@ -35,17 +35,16 @@ void host_knows(const Clock& clock) {
 
 static std::string bytes_at(const void* pointer, size_t size) { return std::string((const char*)pointer, size); }
 
-// A copy that does not block the host; pageable memory on either side is copied before the call returns.
+// A copy that does not block the host. `arrives`: in pinned memory; `reads`: from pinned memory.
 static void copy_later(void* to, const void* from, size_t size, int stream, long count, bool arrives, bool reads) {
-  if (reads) lates.push_back({(char*)from, bytes_at(from, size), stream, count, false});
-  if (arrives && !capturing(stream)) memset(to, 0xA5, size);
-  bool recorded = capturing(stream);
+  bool recorded = capturing(stream);  // runs again, in replays, on their streams; only those reach the host's memory
+  if (reads && !recorded) lates.push_back({(char*)from, bytes_at(from, size), stream, count, false});
+  if (arrives && !recorded) memset(to, 0xA5, size);
   submit(stream, [=](int on) {
-    if (!arrives) {
-      memmove(to, from, size);
-    } else if (!recorded || !capturing(on)) {
-      lates.push_back({(char*)to, bytes_at(from, size), on, recorded ? clock_of(on)[on] : count, true});
-    }
+    long now = recorded ? clock_of(on)[on] : count;
+    if (!arrives) memmove(to, from, size);
+    if (recorded && !capturing(on) && reads) lates.push_back({(char*)from, bytes_at(from, size), on, now, false});
+    if (arrives && !capturing(on)) lates.push_back({(char*)to, bytes_at(from, size), on, now, true});
   });
 }
 

@@ -120,7 +120,10 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   if (it == by_stream.end()) return fail(cudaErrorInvalidValue);
   auto capture = it->second;
   auto error = outcome(*capture);
-  for (int joined : capture->streams) by_stream.erase(joined);
+  for (int joined : capture->streams) {
+    by_stream.erase(joined);
+    join(clock_of(HOST), clock_of(joined));  // its accesses race with none later: they did not happen
+  }
   captures.erase(capture->id);
   std::reverse(capture->overwritten.begin(), capture->overwritten.end());
   for (auto& [pointer, bytes] : capture->overwritten)
