@@ -1,4 +1,4 @@
-"""What vLLM needs to run here: its kernels in plain torch, and no Inductor."""
+"""What vLLM needs to run here: its kernels in plain torch, graphs without Inductor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from tests.emulated_cuda import graph_kernels, operators
 from tests.emulated_cuda.runtime import alias, current_stream, launch, quiet, touch
 from tests.emulated_cuda.vllm_kernels import OPERATORS, flash_attention
+
+GRAPH_SIZES = (1, 4, 16)  # rows of a decode step
 
 _libraries: list[torch.library.Library] = []
 
@@ -98,17 +100,17 @@ def no_warmup(module: ModuleType) -> None:
 
 
 def no_inductor(module: ModuleType) -> None:
-    """Neither Inductor nor graphs, but all else of an engine that is not eager, such as its sleep mode."""
+    """An engine that is not eager captures graphs of whole decode steps, which need no Inductor, for few sizes."""
     create = module.EngineArgs.create_engine_config
 
     def created(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.config import CompilationMode, CUDAGraphMode
 
-        config = create(self, *args, **kwargs)
-        compilation = config.compilation_config
-        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
-        compilation.cudagraph_capture_sizes = []
-        return config
+        if not self.enforce_eager:
+            compilation = self.compilation_config
+            compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
+            compilation.cudagraph_capture_sizes = [size for size in GRAPH_SIZES if size <= (self.max_num_seqs or 1)]
+        return create(self, *args, **kwargs)
 
     module.EngineArgs.create_engine_config = created
 
