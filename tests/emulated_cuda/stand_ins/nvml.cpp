@@ -83,6 +83,6 @@ API int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
   *count = 0;
   return 0;
 }
-API int nvmlDeviceGetGpuFabricInfoV() { return NOT_SUPPORTED; }
+API int nvmlDeviceGetGpuFabricInfoV() { return 0; }  // the caller's zeros: no fabric
 API int nvmlDeviceGetNvLinkRemoteDeviceType() { return NOT_SUPPORTED; }
 API int nvmlDeviceGetNvLinkRemotePciInfo_v2() { return NOT_SUPPORTED; }
