@@ -117,7 +117,8 @@ class FlatShards:
         pieces = sorted(self.gradients.own.items(), key=lambda item: self.storage[item[0]].ndim == 1)
         if counted := [piece for name, piece in pieces if self.counts(name)]:
             total += to_device([torch.stack(torch._foreach_norm(counted)).double().square_().sum()], total.device)[0]
-        dist.all_reduce(total, group=self._everyone)
+        if self._everyone.size() > 1:
+            dist.all_reduce(total, group=self._everyone)
         return total
 
     @torch.no_grad()

@@ -96,7 +96,9 @@ class ProcessGroups:
     ) -> dist.ProcessGroup:
         """The process group `name` of `members` (ranks of the model group, this one among them), built once.
 
-        Every member must ask for it, and no other process. `backend` defaults to gloo on CPU and nccl on CUDA.
+        Every member must ask for it, and no other process. `backend` defaults to gloo on CPU and nccl on CUDA, whose
+        communicators take device memory: a group of one rank makes none before its first collective. Without a reason
+        for a group of its own, such as another thread, take the one `of` these members.
         """
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         full = f"{self.name}/{name}/{'-'.join(map(str, members)) if len(members) < 64 else hash(tuple(members))}"
@@ -111,15 +113,19 @@ class ProcessGroups:
             dist.PrefixStore(f"{full}/{backend}", self.store),
             group_name=c10d.GroupName(f"{full}/{backend}"),
             timeout=datetime.timedelta(seconds=timeout or self.timeout),
-            device_id=self.device if backend == "nccl" else None,
+            device_id=self.device if backend == "nccl" and len(world) > 1 else None,
         )
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {world_rank: i for i, world_rank in enumerate(world)}
         self._built[(full, backend)] = group
         return group
 
+    def of(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The group in which these members compute together."""
+        return self.new("computing", members)
+
     def everyone(self, backend: str | None = None) -> dist.ProcessGroup:
-        return self.new("all", range(len(self.ranks)), backend)
+        return self.new("computing", range(len(self.ranks)), backend)
 
     def check(self) -> None:
         """Errors: WaitTimeoutError when NCCL has aborted one of the groups: results since then are undefined."""

@@ -279,7 +279,7 @@ class ActorWorker(RowSession, ModelWorker):
         total = negative_log_likelihood(out["log_probs"].values.double(), mask).sum()
         sums = torch.stack([total, mask.sum().double()]).to(self.context.device)
         peers = self.context.grid.group(self.context.rank, "d")
-        dist.all_reduce(sums, group=self.context.groups.new("loss", peers))
+        dist.all_reduce(sums, group=self.context.groups.of(peers))
         return {"actor/pretrain_loss": float(sums[0] / sums[1].clamp(min=1))}
 
     @register(

@@ -44,7 +44,7 @@ def build_model(
     first = min(spec.vocab, columns * context.coords.t)
     packing = {"packed": strategy.packed, "single": not shards.model.packable}
     split = Split(strategy.micro_tokens, vocab=spec.vocab, cost=spec.cost, **packing)
-    group = context.groups.new("tp", grid.group(context.rank, "t"))
+    group = context.groups.of(grid.group(context.rank, "t"))
     parts = step_groups(tensors | (adapter_tensors(spec, adapters.lora) if adapters else {}))
     return ShardedModel(
         shards=shards,

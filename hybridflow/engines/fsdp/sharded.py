@@ -150,7 +150,8 @@ class Sharded:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if grads:
             total += to_device([torch.stack(torch._foreach_norm(grads)).double().square_().sum()], self._device)[0]
-        dist.all_reduce(total, group=self._everyone)
+        if self._everyone.size() > 1:
+            dist.all_reduce(total, group=self._everyone)
         return total
 
     def updated(self, names: Collection[str]) -> None:
@@ -280,9 +281,9 @@ def make_mesh(context: RankContext, sizes: Sequence[int]) -> DeviceMesh:
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(*sizes)
     at = (ranks == context.rank).nonzero()[0].tolist()
     groups = []
-    for axis, name in enumerate(AXES):
+    for axis in range(len(AXES)):
         line = ranks[tuple(slice(None) if i == axis else at[i] for i in range(len(AXES)))]
-        groups.append(context.groups.new(name, line.tolist()))
+        groups.append(context.groups.of(line.tolist()))
     names = tuple(f"{axis} of {context.groups.name}" for axis in AXES)
     world_ranks = torch.tensor(context.groups.ranks, device="cpu")[ranks]
     mesh = DeviceMesh.from_group(groups, context.device.type, mesh=world_ranks, mesh_dim_names=names)

@@ -74,7 +74,7 @@ class Adapters:
         self._context, self._weights, self._decoder = context, weights, decoder
         self._modules = modules(spec, lora)
         first = context.rank // peers * peers
-        self._group = context.groups.new("lora", range(first, first + peers))
+        self._group = context.groups.of(range(first, first + peers))
         self._kept: dict[str, Tensor] | None = None  # frozen weights, while others are in their place
 
     def start(self) -> None:

@@ -89,16 +89,12 @@ def build_model(
 
 
 def process_group_collection(context: RankContext) -> ProcessGroupCollection:
-    """Every group that Megatron reads, for this rank. Groups with equal members are one group.
+    """Every group that Megatron reads, for this rank.
 
     There is neither context nor expert parallelism: those groups hold this rank alone. `embd` joins the two stages
     that have a copy of tied embeddings; without it Megatron would silently not add up their gradients.
     """
-    grid, rank, at = context.grid, context.rank, context.coords
-
-    def group(members: list[int]):
-        return context.groups.new("megatron", members)
-
+    grid, rank, at, group = context.grid, context.rank, context.coords, context.groups.of
     alone, everyone, model = group([rank]), group(grid.ranks()), group(grid.group(rank, "p", "t"))
     tp, pp, dp = group(grid.group(rank, "t")), group(grid.group(rank, "p")), group(grid.group(rank, "d"))
     ends = [grid.rank(0, at.t, at.d), grid.rank(-1, at.t, at.d)]

@@ -28,7 +28,7 @@ class StageMessages:
         before, after = ranks[at - 1] if at else None, ranks[at + 1] if at + 1 < len(ranks) else None
         self.first = before is None  # nothing comes from a stage before this one
         self._peers = {"forward": (before, after), "backward": (after, before)}  # to receive from, to send to
-        both = context.groups.new("megatron", members)
+        both = context.groups.of(members)
         own = context.groups.new("pipeline-backward", members) if context.device.type == "cuda" else both
         self._groups = {"forward": both, "backward": own}
         self._sent: dict[str, deque[tuple[dist.Work, Tensor]]] = {"forward": deque(), "backward": deque()}
