@@ -236,7 +236,7 @@ def vocabulary(world: World, name: str, size: int, temperature: float, seed: int
 
     context = world.context(name, RankGrid(t=size))
     group = context.groups.new("t", range(size))
-    logits, targets, weights = vocabulary_case(seed)
+    logits, targets, weights = (value.to(world.device) for value in vocabulary_case(seed))
     columns = -(-logits.shape[1] // size)
     first = world.rank * columns
     mine = logits[:, first : first + columns].clone().requires_grad_()

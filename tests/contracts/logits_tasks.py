@@ -30,7 +30,7 @@ def parts(world: World, name: str, size: int, seed: int) -> dict[str, Any]:
     """What `Logits` of this rank's columns give, and its gradient of a random function of that."""
     context = world.context(name, RankGrid(t=size))
     group = context.groups.new("t", range(size))
-    case = logits_case(seed)
+    case = {name: value.to(world.device) for name, value in logits_case(seed).items()}
     scores, teacher, ids, mask = case["logits"], case["teacher"], case["ids"], case["mask"]
     width, total = -(-scores.shape[1] // size), scores.shape[1]
     first, last = min(total, world.rank * width), min(total, (world.rank + 1) * width)
@@ -98,7 +98,7 @@ def distilled(
         engine = build(world, name, strategy, size, student, "lm", config.SGD(lr=0.0, clip_grad=0))
         if engine.last_stage:
             first, last = engine.tokens.vocabulary
-            engine.tokens.teacher = head_of(teacher)[first:last]
+            engine.tokens.teacher = head_of(teacher)[first:last].to(world.device)
         found: dict[str, Any] = {"written": written, "losses": []}
         for loss in [policy_loss(**options) for options in losses]:
             metrics = engine.forward_backward(rows, loss, loss.outputs, TEMPERATURE)
@@ -114,7 +114,7 @@ def poisoned(world: World, name: str, strategy: Any, size: int, student: Path, t
     """Steps by a teacher's columns that are not finite, at a token that counts and at one that does not."""
     engine = build(world, name, strategy, size, student, "lm", config.SGD(lr=0.1))
     first, last = engine.tokens.vocabulary
-    engine.tokens.teacher = head_of(teacher)[first:last]
+    engine.tokens.teacher = head_of(teacher)[first:last].to(world.device)
     rows = share(make_batch(), engine.grid, world.rank)
     mask = rows.peek("response_mask")
     counts = mask.values.nonzero()[:1, 0]

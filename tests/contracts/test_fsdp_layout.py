@@ -84,7 +84,7 @@ def on_a_mesh(world: World, name: str, label: str) -> dict[str, Any] | None:
     first = WORLD - replicate * shard * tp
     if world.rank < first:
         return None
-    model: Any = make_model(family, tied)
+    model: Any = make_model(family, tied).to(world.device)
     spec, before = spec_of(model), whole_tensors(model)
     mesh = make_mesh(world.context(label, RankGrid(d=WORLD - first), first), (replicate, shard, tp))
     wrap(model, mesh, root_stays_gathered=True)
@@ -92,7 +92,7 @@ def on_a_mesh(world: World, name: str, label: str) -> dict[str, Any] | None:
     found: dict[str, Any] = {"wrapped": holds_its_boxes(layout, world.rank - first, dtensor_storage(model), before)}
     if trains:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-        ids = torch.arange(12).reshape(2, 6)
+        ids = torch.arange(12, device=world.device).reshape(2, 6)
         model(ids).logits.float().square().mean().backward()
         optimizer.step()
         with torch.no_grad():

@@ -51,7 +51,7 @@ class Trained:
     ) -> None:
         self.head, self.tensors = head, spec_of(path, head).tensors()
         self.context = world.context(name, RankGrid(d=ranks), kept=True)
-        self.model: Any = load_model(path, head).to(dtype)
+        self.model: Any = load_model(path, head).to(world.device, dtype)
         self.shards = flat_shards(self.context, self.model, self.tensors, **settings)
         flat = [name for name, shape in self.tensors.items() if len(shape) == 1]
         self.optimizer = ShardOptimizer(
@@ -61,14 +61,15 @@ class Trained:
     def backward(self, seed: int = 0, counts: Sequence[int] | None = None, scale: float = 1.0) -> None:
         """The gradients of a mini-batch, of which some ranks and micro-batches have no rows."""
         batch, loss = make_batch(seed=seed), loss_of(self.head)
-        mine = share(batch, self.context.grid, self.context.rank, counts)
+        device = self.context.device
+        mine = share(batch, self.context.grid, self.context.rank, counts).to(device)
         middle = (mine.rows + 1) // 2
         for i, rows in enumerate((mine[:middle], mine[middle:])):
             self.shards.before_backward(last=i == MICRO_BATCHES - 1)
             if rows.rows:
                 scalar, _ = loss(reference(self.model, self.head, rows), rows, totals_of(batch))
             else:
-                scalar = self.model.model(torch.zeros(1, 1, dtype=torch.int64)).last_hidden_state[:0].sum()
+                scalar = self.model.model(torch.zeros(1, 1, dtype=torch.int64, device=device)).last_hidden_state[:0].sum()
             self.optimizer.scale_loss(scalar.float() * scale).backward()
         self.shards.after_pass()
         self.shards.reduce()
@@ -173,7 +174,7 @@ def bytes_held(world: World, name: str, path: Path, dtype: str, optimizer: Any, 
     for parameter in parameters:  # hooks run in the order in which they were registered
         parameter.register_post_accumulate_grad_hook(lambda _: during.append(_live_bytes(parameters, known)))
     trained.shards.before_backward()
-    scalar = trained.model(torch.zeros(1, 1, dtype=torch.int64)).logits.float().sum()
+    scalar = trained.model(torch.zeros(1, 1, dtype=torch.int64, device=world.device)).logits.float().sum()
     known.extend(gc.get_objects())  # what is there now is not looked at
     scalar.backward()
     trained.shards.after_pass()
@@ -279,7 +280,8 @@ def _move(
 
 def _in_layout(layout: Layout, other: Layout, held: Any, group: Any, rank: int) -> Boxes:
     regions = other.regions(rank)
-    storage = {region.storage: torch.full(region.box.shape, torch.nan) for region in regions}
+    device = next(iter(held.values())).device
+    storage = {region.storage: torch.full(region.box.shape, torch.nan, device=device) for region in regions}
     execute(plan(layout, other), held, storage, group, rank)
     return [(r.box.tensor, r.box.start, r.box.stop, r.view(storage[r.storage])) for r in regions]
 
@@ -301,11 +303,11 @@ class Branches(nn.Module):
 
 def any_order(world: World, name: str, stage: int, overlap: bool) -> tuple[bool, list[str]]:
     """Layers that are used in another order, and one that only some ranks use: sums are those of one process."""
-    model, alone = Branches(), Branches()
+    model, alone = Branches().to(world.device), Branches().to(world.device)
     tensors = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
     context = world.context(name, RankGrid(d=4))
     shards = flat_shards(context, model, tensors, stage=stage, overlap=overlap)
-    inputs = torch.randn(3, 4, 2, 8, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(3, 4, 2, 8, generator=torch.Generator().manual_seed(1)).to(world.device)
     for inputs_of_pass in inputs:
         shards.before_backward()
         model(inputs_of_pass[world.rank], odd=world.rank == 2).square().sum().backward()
