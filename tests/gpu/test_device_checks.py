@@ -116,6 +116,29 @@ def test_pinned_memory_overwritten_while_a_copy_reads_it(expected_faults: Faults
     assert ("race" in kinds(expected_faults)) == (not waits)
 
 
+def test_the_device_reads_what_it_wrote_to_pinned_memory():
+    """In the order of one stream, although neither copy has reached the host."""
+    pinned, x = torch.zeros(SIZE, pin_memory=True), ones()
+    for _ in range(3):
+        pinned.copy_(pinned.to("cuda", non_blocking=True) + x, non_blocking=True)
+    torch.cuda.synchronize()
+    assert pinned.unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_two_streams_and_pinned_memory(expected_faults: Faults, waits: bool):
+    pinned, x, stream = torch.zeros(SIZE, pin_memory=True), ones(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    pinned.copy_(x, non_blocking=True)
+    if waits:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        copied = pinned.to("cuda", non_blocking=True)
+    stream.synchronize()
+    assert copied.is_cuda
+    assert ("race" in kinds(expected_faults)) == (not waits)
+
+
 def test_an_index_on_the_cpu(expected_faults: Faults):
     assert ones()[torch.tensor([1])].is_cuda
     assert kinds(expected_faults) == {"host index"}

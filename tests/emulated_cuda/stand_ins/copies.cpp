@@ -1,5 +1,6 @@
-// Copies. Those to pinned memory arrive when the host has waited for them (0xA5 until then); pinned memory that a copy
-// reads must not change until then.
+// Copies. Those to pinned memory arrive when the host has waited for them (0xFF until then: not a number); pinned memory
+// that a copy reads must not change until then. The device sees its own copies at once.
+#include <algorithm>
 #include <cstring>
 
 #include "runtime.h"
@@ -16,35 +17,77 @@ static thread_local std::pair<int, long> waited = {HOST, 0};  // stream and laun
 
 bool has_waited(int stream) { return waited == std::make_pair(stream, clock_of(stream)[stream]); }
 
+// What the device reads in pinned memory: the host's bytes, and over them copies that have not arrived, of the first
+// `count` of `lates`.
+static std::string device_view(const char* pointer, size_t size, size_t count) {
+  std::string bytes(pointer, size);
+  for (size_t i = 0; i < count; i++) {
+    const Late& late = lates[i];
+    const char *start = std::max(pointer, (const char*)late.host);
+    const char *stop = std::min(pointer + size, (const char*)late.host + late.bytes.size());
+    if (late.arrives && start < stop) memcpy(&bytes[start - pointer], &late.bytes[start - late.host], stop - start);
+  }
+  return bytes;
+}
+
+static void check_unchanged(size_t index) {
+  const Late& late = lates[index];
+  if (device_view(late.host, late.bytes.size(), index) != late.bytes)
+    tell("race", "the host changed " + std::to_string(late.bytes.size()) + " pinned bytes that a copy was reading");
+}
+
+// Remove those that `is_over`, in order; `finish` may look at the ones before.
+template <typename IsOver, typename Finish>
+static void remove_lates(IsOver is_over, Finish finish) {
+  for (size_t i = 0; i < lates.size();) {
+    if (!is_over(lates[i])) {
+      i++;
+      continue;
+    }
+    finish(i);
+    lates.erase(lates.begin() + i);
+  }
+}
+
 void host_knows(const Clock& clock) {
   Clock& host = clock_of(HOST);
   join(host, clock);
-  std::vector<Late> waiting;
-  for (auto& late : lates) {
-    size_t size = late.bytes.size();
-    if (host[late.stream] < late.launch) {
-      waiting.push_back(std::move(late));
-    } else if (late.arrives) {
-      memcpy(late.host, late.bytes.data(), size);
-    } else if (memcmp(late.host, late.bytes.data(), size)) {
-      tell("race", "the host changed " + std::to_string(size) + " pinned bytes that a copy was reading");
-    }
-  }
-  lates = std::move(waiting);
+  remove_lates([&](const Late& late) { return host[late.stream] >= late.launch; },
+               [&](size_t i) {
+                 if (lates[i].arrives) {
+                   memcpy(lates[i].host, lates[i].bytes.data(), lates[i].bytes.size());
+                 } else {
+                   check_unchanged(i);
+                 }
+               });
 }
 
-static std::string bytes_at(const void* pointer, size_t size) { return std::string((const char*)pointer, size); }
+// From now on the device writes these pinned bytes: what read them before is done.
+static void overwrite(char* to, size_t size) {
+  auto overlaps = [=](const Late& late) {
+    return !late.arrives && late.host < to + size && to < late.host + late.bytes.size();
+  };
+  remove_lates(overlaps, check_unchanged);
+  memset(to, 0xFF, size);
+}
 
 // A copy that does not block the host. `arrives`: in pinned memory; `reads`: from pinned memory.
 static void copy_later(void* to, const void* from, size_t size, int stream, long count, bool arrives, bool reads) {
   bool recorded = capturing(stream);  // runs again, in replays, on their streams; only those reach the host's memory
-  if (reads && !recorded) lates.push_back({(char*)from, bytes_at(from, size), stream, count, false});
-  if (arrives && !recorded) memset(to, 0xA5, size);
+  if (arrives && !recorded) overwrite((char*)to, size);
   submit(stream, [=](int on) {
     long now = recorded ? clock_of(on)[on] : count;
-    if (!arrives) memmove(to, from, size);
-    if (recorded && !capturing(on) && reads) lates.push_back({(char*)from, bytes_at(from, size), on, now, false});
-    if (arrives && !capturing(on)) lates.push_back({(char*)to, bytes_at(from, size), on, now, true});
+    if (arrives) {
+      if (capturing(on)) return;
+      if (recorded) overwrite((char*)to, size);
+      lates.push_back({(char*)to, std::string((const char*)from, size), on, now, true});
+    } else if (reads) {
+      std::string bytes = device_view((const char*)from, size, lates.size());
+      memcpy(to, bytes.data(), size);
+      if (!capturing(on)) lates.push_back({(char*)from, std::move(bytes), on, now, false});
+    } else {
+      memmove(to, from, size);
+    }
   });
 }
 
@@ -69,7 +112,11 @@ static cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t ha
   }
   await_stream(stream);
   LOCKED;
-  memmove(to, from, size);
+  if (on_device && pinned) {
+    memcpy(to, device_view((const char*)from, size, lates.size()).data(), size);
+  } else {
+    memmove(to, from, size);
+  }
   if (on_device == from_device) return cudaSuccess;
   if (blocking) {
     tell("blocking copy", std::to_string(size));

@@ -72,10 +72,19 @@ API cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaFreeHost(void* pointer) {
+static bool unpin(void* pointer) {
   wait_for(all_needs(), true);
   LOCKED;
-  pinned_blocks().erase((char*)pointer);
+  auto it = pinned_blocks().find((char*)pointer);
+  if (it == pinned_blocks().end()) return false;
+  host_knows(joined_clocks());
+  forget_accesses(pointer, it->second.size);
+  pinned_blocks().erase(it);
+  return true;
+}
+
+API cudaError_t cudaFreeHost(void* pointer) {
+  if (!unpin(pointer)) return fail(cudaErrorInvalidValue);
   free(pointer);
   return cudaSuccess;
 }
@@ -87,9 +96,7 @@ API cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
 }
 
 API cudaError_t cudaHostUnregister(void* pointer) {
-  LOCKED;
-  pinned_blocks().erase((char*)pointer);
-  return cudaSuccess;
+  return unpin(pointer) ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
 API cudaError_t cudaHostGetDevicePointer(void** device_pointer, void* pointer, unsigned) {

@@ -74,7 +74,7 @@ static void note(std::vector<Access>& accesses, int stream, long count, bool wri
 }
 
 void access(const void* pointer, size_t size, int stream, bool write, const char* operation) {
-  if (!size || !block_of(device_blocks(), pointer)) return;
+  if (!size || !(block_of(device_blocks(), pointer) || block_of(pinned_blocks(), pointer))) return;
   if (capturing(stream)) record_access(pointer, size, stream, write, operation);
   if (!checked) return;
   char *start = (char*)pointer, *stop = start + size, *at = start;
