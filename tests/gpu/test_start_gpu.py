@@ -1,4 +1,7 @@
-"""The start of a run on CUDA devices: which device and how many threads a host has. Each program is one of its own."""
+"""The start of a run on CUDA devices: what a host has of its node, and what a device cannot hold.
+
+Sessions are programs of their own, as those of users are.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.tiny_models import make_policy
 
 pytestmark = pytest.mark.gpu
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -31,12 +37,12 @@ hf.shutdown()
 """
 
 
-def run(program: str, **environment: str) -> Any:
+def run(program: str, *arguments: str, **environment: str) -> Any:
     """The last line that the program prints, as JSON."""
     known = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RAY_ADDRESS")}
     paths = os.pathsep.join([*sys.path, os.getcwd()])
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         env={**known, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
@@ -64,3 +70,30 @@ def test_a_host_has_its_share_of_the_cores():
     assert (threads, variable) == (share, str(share))
     ((*_, threads, variable),) = run(program, OMP_NUM_THREADS="3")["ranks"]
     assert (threads, variable) == (3, "3")
+
+
+CROWDED = """
+import json, sys
+import hybridflow as hf
+
+pool = hf.ResourcePool(1)
+model, fraction = sys.argv[1], float(sys.argv[2])
+hf.ReferenceWorker.on(pool, model=model)
+try:
+    generate = hf.VLLM(memory_fraction=fraction, eager=True, max_length=64)
+    hf.ActorWorker.on(pool, model=model, optim=hf.Adam(lr=1e-3), generate=generate)
+    print(json.dumps("placed"))
+except hf.errors.PlacementError as error:
+    print(json.dumps(str(error)))
+hf.shutdown()
+"""
+
+
+def test_groups_that_the_device_cannot_hold_are_refused_when_they_are_placed(tmp_path: Path):
+    """Their own state needs the ten thousandth of the device that generation leaves."""
+    model = make_policy(tmp_path / "policy", hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
+    said = run(CROWDED, str(model), "0.9999")
+    assert "actor does not fit on its devices: while actor generates, a device of" in said
+    assert "actor optimizer" in said
+    assert "reference weights" in said
+    assert run(CROWDED, str(model), "0.2") == "placed"

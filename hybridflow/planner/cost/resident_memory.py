@@ -75,7 +75,7 @@ class PlacedGroup:
             # the transition frees what it can restore; sharded weights stay where generation's are narrower
             if not self.backend.sharded or generate.dtype == "float32":
                 found["weights"] = 0.0
-            found |= {kind: 0.0 for kind in (() if offload is True else offload or ())}
+            found |= dict.fromkeys(() if offload is True else offload or (), 0.0)
             found[f"VLLM(memory_fraction={generate.memory_fraction:g})"] = generate.memory_fraction * device
         return {kind: size for kind, size in found.items() if size}
 
