@@ -97,3 +97,19 @@ def test_groups_that_the_device_cannot_hold_are_refused_when_they_are_placed(tmp
     assert "actor optimizer" in said
     assert "reference weights" in said
     assert run(CROWDED, str(model), "0.2") == "placed"
+
+
+def test_the_self_test_of_doctor():
+    """Two engines that capture graphs, one after the other, cut over two devices where there are two."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridflow.self_test"],
+        env={**environment, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    devices = min(2, torch.cuda.device_count())
+    assert f"three iterations of GRPO and two engines on {devices} device" in done.stdout
