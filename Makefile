@@ -16,13 +16,17 @@ BENCHMARKS := controller iteration generation transition reallocation packing tr
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help quickstart recipes test lint format docs bench clean
+PYTEST = -m pytest -q --durations=15 --timeout=300 --numprocesses=$(WORKERS) --dist=loadgroup
+
+.PHONY: help quickstart recipes test test-cuda test-all lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart [SEED=1]    PPO on a small model, start to finish, on this machine"
 	@echo "make recipes [SEEDS='1 2 3']  every recipe on that model, and a table of what each reached"
 	@echo "make test [TESTS=path] [WORKERS=2] [ARGS=...]   the tests (pytest), on two processes"
+	@echo "make test-cuda [TESTS=path]   tests/gpu on a GPU, or on emulated CUDA (2.1 GB, needs g++)"
+	@echo "make test-all               both"
 	@echo "make lint                   ruff and pyright"
 	@echo "make format                 let ruff rewrite what it can"
 	@echo "make docs                   the documentation as a site, in build/site"
@@ -42,7 +46,13 @@ recipes: $(RUN_ENV)
 	@$(PY) recipes/run_all.py $(SEEDS) $(ARGS)
 
 test: $(DEV_ENV)
-	$(PY) -m pytest $(TESTS) -q --durations=15 --timeout=300 --numprocesses=$(WORKERS) --dist=loadgroup $(ARGS)
+	$(PY) $(PYTEST) $(TESTS) $(ARGS)
+
+test-cuda: TESTS = tests/gpu
+test-cuda: $(DEV_ENV)
+	$(PY) -m tests.emulated_cuda $(PYTEST) $(TESTS) $(ARGS)
+
+test-all: test test-cuda
 
 lint: $(DEV_ENV)
 	$(PY) -m ruff check $(CODE)

@@ -5,7 +5,7 @@ Shapes: B rows, T trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +68,6 @@ class Trajectories:
         """Ragged [B] per response token as ragged [T], differentiable."""
         own = tokens if self.order.equal(torch.arange(len(self.order))) else tokens.index(self.order)
         return Ragged(own.values, own.offsets[torch.cat([self.sizes.new_zeros(1), self.sizes.cumsum(0)])])
-
-    def outputs(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """A model's outputs of rows that lie in this order, for a loss."""
-        return {name: self.joined(value) if isinstance(value, Ragged) else value for name, value in found.items()}
 
     def split(self, found: Batch, mask: Ragged) -> Batch:
         """Columns [T] as columns [B]: values per response token to their rows, others to each row of the trajectory.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridflow.batch import columns as kinds
 from hybridflow.batch.columns import Column
+from hybridflow.batch.pinned import to_device
 from hybridflow.batch.ragged import Ragged
 from hybridflow.batch.row_selection import masked_rows, row_numbers, selected_rows
 from hybridflow.batch.row_split import RowPlan
@@ -220,13 +221,14 @@ class Batch:
 
     # Memory
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """All tensors on `device` (offsets of ragged columns stay on the CPU)."""
-        device = torch.device(device)
-        made = {
-            name: column if isinstance(column, list) else column.to(device, non_blocking=non_blocking)
-            for name, column in self._columns.items()
-        }
+    def to(self, device: torch.device | str) -> Batch:
+        """All tensors on `device` (offsets of ragged columns stay on the CPU). The host does not wait for CUDA."""
+        named = {name: column for name, column in self._columns.items() if not isinstance(column, list)}
+        flat = [column.values if isinstance(column, Ragged) else column for column in named.values()]
+        moved = dict(zip(named, to_device(flat, torch.device(device)), strict=True))
+        made: dict[str, Column] = dict(self._columns)
+        for name, column in named.items():
+            made[name] = column.with_values(moved[name]) if isinstance(column, Ragged) else moved[name]
         shared = {name for name in self._shared if _memory(made[name]) == _memory(self.peek(name))}
         return Batch._of(made, self._rows, shared, self.chunk_rows)
 
@@ -319,7 +321,7 @@ class Batch:
         column = self.peek(name)
         if isinstance(column, list):
             raise BatchError(f"split(balance={name!r}): a column of Python objects has no weights. Name a ragged one.")
-        return column.lengths if isinstance(column, Ragged) else column
+        return column.offsets.diff() if isinstance(column, Ragged) else column
 
 
 def _memory(column: Column) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow import markup
+from hybridflow.batch.pinned import to_device
 from hybridflow.errors import BatchError
 
 _SHOWN = 6  # rows of a table
@@ -20,11 +21,12 @@ _SHOWN = 6  # rows of a table
 class Ragged:
     """B rows of lengths `lengths`: `values` [N, *F] any dtype, `offsets` [B+1] int64 on the CPU, offsets[0] == 0.
 
-    Arithmetic goes through `values` and `with_values`; a `Ragged` itself is immutable and rows are views.
+    Arithmetic goes through `values` and `with_values`; a `Ragged` itself is immutable and rows are views. What is
+    combined with values (`lengths`, `row_index`) is on their device; the offsets tell the host how long rows are.
     Errors: BatchError when offsets do not fit the values.
     """
 
-    __slots__ = ("offsets", "values")
+    __slots__ = ("_moved_offsets", "offsets", "values")
 
     def __init__(self, values: Tensor, offsets: Tensor) -> None:
         if offsets.ndim != 1 or len(offsets) < 1 or offsets.dtype != torch.int64:
@@ -36,6 +38,7 @@ class Ragged:
         if bool((offsets[1:] < offsets[:-1]).any()):
             raise BatchError(f"offsets must not decrease, got {offsets.tolist()[:20]}.")
         self.values, self.offsets = values, offsets
+        self._moved_offsets: Tensor | None = None
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor | Sequence[int]) -> Ragged:
@@ -60,8 +63,15 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64."""
-        return self.offsets.diff()
+        """[B] int64, on the device of the values."""
+        return self._own_offsets.diff()
+
+    @property
+    def _own_offsets(self) -> Tensor:
+        """`offsets` on the device of the values."""
+        if self._moved_offsets is None:
+            (self._moved_offsets,) = to_device([self.offsets], self.values.device)
+        return self._moved_offsets
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,14 +87,17 @@ class Ragged:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[Tensor]:
-        return list(self.values.split(self.lengths.tolist()))
+        return list(self.values.split(self.offsets.diff().tolist()))
 
     def tolist(self) -> list[list]:
         return [row.tolist() for row in self.rows()]
 
     def with_values(self, values: Tensor) -> Ragged:
         """The same rows with other values [N, *G]."""
-        return Ragged(values, self.offsets)
+        made = Ragged(values, self.offsets)
+        if values.device == self.values.device:
+            made._moved_offsets = self._moved_offsets
+        return made
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Ragged:
         return self.with_values(function(self.values))
@@ -97,8 +110,9 @@ class Ragged:
     def index(self, rows: Tensor | Sequence[int]) -> Ragged:
         """The rows at indices `rows` [K] int64, copied, in that order."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
-        lengths = self.lengths[rows]
-        return Ragged.from_lengths(self.values[spans(self.offsets[:-1][rows], lengths)], lengths)
+        lengths = self.offsets.diff()[rows]
+        (taken,) = to_device([spans(self.offsets[:-1][rows], lengths)], self.values.device)
+        return Ragged.from_lengths(self.values[taken], lengths)
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
@@ -109,16 +123,17 @@ class Ragged:
             return parts[0]
         if len(dtypes := {str(part.dtype).removeprefix("torch.") for part in parts}) > 1:
             raise BatchError(f"ragged parts of different types cannot be joined: {' and '.join(sorted(dtypes))}.")
-        return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+        return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.offsets.diff() for p in parts]))
 
     def row_index(self) -> Tensor:
-        """[N] int64: the row that each value belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        """[N] int64, on the device of the values: the row that each value belongs to."""
+        lengths, total = self.lengths, len(self.values)
+        return torch.repeat_interleave(torch.arange(len(self), device=lengths.device), lengths, output_size=total)
 
     def row_sum(self) -> Tensor:
         """[B, *F]: the sum of each row (0 for an empty one), in the values' dtype, differentiable."""
         out = self.values.new_zeros(len(self), *self.values.shape[1:])
-        return out.index_add(0, self.row_index().to(self.values.device), self.values)
+        return out.index_add(0, self.row_index(), self.values)
 
     def expand(self, per_row: Tensor) -> Tensor:
         """[N, *F]: a per-row tensor [B, *F] repeated for every value of the row."""
@@ -126,12 +141,12 @@ class Ragged:
 
     def pad(self, value: float | int | bool = 0, length: int | None = None) -> Tensor:
         """[B, L, *F] right-padded to the longest row (or `length`). For display and inside engines only."""
-        width = int(self.lengths.max()) if len(self) else 0
+        width = int(self.offsets.diff().max()) if len(self) else 0
         width = width if length is None else length
         out = self.values.new_full((len(self), width, *self.values.shape[1:]), value)
         if len(self.values):
             rows = self.row_index()
-            out[rows, torch.arange(len(self.values)) - self.offsets[:-1][rows]] = self.values
+            out[rows, torch.arange(len(rows), device=rows.device) - self._own_offsets[rows]] = self.values
         return out
 
     def to(self, *args, **kwargs) -> Ragged:
@@ -150,12 +165,12 @@ class Ragged:
         )
 
     def __repr__(self) -> str:
-        lengths = self.lengths
+        lengths = self.offsets.diff()
         span = f"{int(lengths.min())}..{int(lengths.max())}" if len(self) else "-"
         return f"Ragged({len(self)} rows, lengths {span}, {str(self.dtype).removeprefix('torch.')})"
 
     def _repr_html_(self) -> str:
-        rows = [(str(i), str(int(n)), value_text(self.row(i))) for i, n in enumerate(self.lengths[:_SHOWN])]
+        rows = [(str(i), str(int(n)), value_text(self.row(i))) for i, n in enumerate(self.offsets.diff()[:_SHOWN])]
         return markup.table(repr(self), ("row", "length", "values"), rows, markup.more(len(self), _SHOWN))
 
 

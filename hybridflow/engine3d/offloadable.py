@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybridflow.batch.pinned import settle
+
 
 class Memory(Protocol):
     """Releasable memory of named tensors; implemented by `Residency` and, for vLLM, `PooledMemory`.
@@ -79,9 +81,7 @@ class Residency:
 
     def release(self, names: Iterable[str] | None = None) -> None:
         """Free the memory of `names`; a shared storage is freed with its last name."""
-        for storage, key, name in self._found(names):
-            self._away[key].discard(name)
-            self._drop(storage, key, name)
+        self._free(names, keep=False)
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
         """Returns all names with undefined content, including those that share a storage with `names`."""
@@ -91,7 +91,7 @@ class Residency:
                 storage.resize_(self._sizes[key])
                 self.resident_bytes += self._sizes[key]
                 if (host := self._host.pop(key, None)) is not None:
-                    _bytes(storage).copy_(host)
+                    _bytes(storage).copy_(host, non_blocking=True)
                 else:
                     fresh |= self._names[key]
             self._held[key].add(name)
@@ -105,24 +105,33 @@ class Residency:
 
     def offload(self, names: Iterable[str] | None = None) -> None:
         """Host memory is pinned on CUDA systems. A storage is freed with its last name, offloaded or released."""
-        for storage, key, name in self._found(names):
-            if name in self._held[key]:
-                self._away[key].add(name)
-                self._drop(storage, key, name)
+        self._free(names, keep=True)
 
-    def _drop(self, storage: torch.UntypedStorage, key: int, name: str) -> None:
-        held, wanted = self._held[key], self._away[key]
-        if name in held:
+    def _free(self, names: Iterable[str] | None, keep: bool) -> None:
+        freed: list[tuple[torch.UntypedStorage, int]] = []
+        for storage, key, name in self._found(names):
+            held, wanted = self._held[key], self._away[key]
+            if not keep:
+                wanted.discard(name)
+            elif name in held:
+                wanted.add(name)
+            if name not in held:
+                if not wanted:
+                    self._host.pop(key, None)
+                continue
             held.discard(name)
             if not held:
-                if wanted:
-                    pin = storage.device.type == "cuda"
-                    host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=pin)
-                    self._host[key] = host.copy_(_bytes(storage))
-                storage.resize_(0)
-                self.resident_bytes -= self._sizes[key]
-        elif not wanted:
-            self._host.pop(key, None)
+                freed.append((storage, key))
+        for storage, key in freed:
+            if self._away[key]:
+                pin = storage.device.type == "cuda"
+                host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=pin)
+                self._host[key] = host.copy_(_bytes(storage), non_blocking=True)
+        if any(self._away[key] for _, key in freed):
+            settle(self.device)
+        for storage, key in freed:
+            storage.resize_(0)
+            self.resident_bytes -= self._sizes[key]
 
     def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
         wanted = self._storages if names is None else [name for name in names if name in self._storages]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridflow.batch.pinned import settle
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.units import Unit
 
@@ -29,7 +30,8 @@ class FlatGradients:
 
     `own` are, by name, the flat pieces of this rank's shares [n/N]; `memory` is what is kept between backward passes:
     with `whole` the buffers [n] (`buffers`), else the shares alone. `devices` are those of buffers and of shares. With
-    `overlap` a unit is sent while the previous one is computed: two whole units exist at a time.
+    `overlap` a unit is sent while the previous one is computed: two whole units exist at a time. CUDA adds to shares in
+    host memory on a stream of its own: the host neither adds nor waits, before `reduce`.
     """
 
     def __init__(
@@ -50,13 +52,20 @@ class FlatGradients:
             self._shares, self._open = [buffer.view(self._ranks, -1)[self._rank] for buffer in kept], {}
             self._open.update(enumerate(kept))
         else:
-            kept = [torch.zeros(unit.share(self._ranks), dtype=torch.float32, device=kept_on) for unit in units]
+            flat: dict[str, Any] = {"dtype": torch.float32, "device": kept_on, "pin_memory": kept_on != self._device}
+            kept = [torch.zeros(unit.share(self._ranks), **flat) for unit in units]
             self._shares, self._open = kept, dict[int, Tensor]()
         self._kept = kept
         self.memory = Residency({str(i): buffer for i, buffer in enumerate(kept)}, self._device)
         self.own = self.pieces(self._shares)
         self._missing: list[set[str]] = [set() for _ in units]  # parameters without a gradient so far
         self._sent: list[tuple[int, Tensor, Any, Tensor]] = []
+        self._aside = None if kept_on == self._device else torch.cuda.Stream(self._device)
+        self._adding: list[tuple[Tensor, Any]] = []  # sums, until they are added to shares on the host
+        self._settled, self._empty = (
+            True,
+            {*range(len(kept))} if self._aside is not None else set(),
+        )  # shares that count as zero
         self._next = -1  # the unit that is sent next; all ranks send from the last to the first
         # the collector does not see through hooks: they must not refer to an owner of their parameters
         arrived = weakref.WeakMethod(self._arrived)
@@ -123,10 +132,10 @@ class FlatGradients:
         if buffer is None:
             buffer = self._buffer(unit)
         if self._ranks == 1:
-            self._shares[unit].add_(buffer.to(self._shares[unit].device))
-            return
-        sums = buffer.new_empty(len(buffer) // self._ranks)
-        self._sent.append((unit, sums, self._reduce_scatter(sums, buffer), buffer))
+            self._add(unit, buffer)
+        else:
+            sums = buffer.new_empty(len(buffer) // self._ranks)
+            self._sent.append((unit, sums, self._reduce_scatter(sums, buffer), buffer))
         del buffer
         self._receive(self._in_flight)
 
@@ -135,7 +144,31 @@ class FlatGradients:
         while len(self._sent) > left:
             unit, sums, work, _ = self._sent.pop(0)
             work.wait()
-            self._shares[unit].add_(sums.to(self._shares[unit].device))
+            self._add(unit, sums)
+        while len(self._adding) > left:  # then their memory may be used again
+            torch.cuda.current_stream(self._device).wait_event(self._adding.pop(0)[1])
+
+    def _add(self, unit: int, sums: Tensor) -> None:
+        """Add to this rank's share."""
+        share = self._shares[unit]
+        if self._aside is None:
+            share.add_(sums)
+            return
+        self._aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._aside):
+            total = sums if unit in self._empty else share.to(self._device, non_blocking=True).add_(sums)
+            share.copy_(total, non_blocking=True)
+        self._adding.append((sums, self._aside.record_event()))
+        self._settled, self._empty = False, self._empty - {unit}
+
+    def _settle(self) -> None:
+        """Shares in host memory may be read and written."""
+        self._receive(0)
+        if not self._settled:
+            settle(self._device)
+            self._settled = True
+        for unit in self._empty:
+            self._shares[unit].zero_()
 
     def _reduce_scatter(self, share: Tensor, buffer: Tensor) -> Any:
         """Starts `share` [n/N] := this rank's part of the sum of all ranks' `buffer` [n], which it may be a part of."""
@@ -148,6 +181,7 @@ class FlatGradients:
         May be called again, and backward passes may follow.
         """
         self.after_backward()
+        self._settle()
         if not self._whole or self._ranks == 1:
             return
         works = [self._reduce_scatter(own, buffer) for own, buffer in zip(self._shares, self._kept, strict=True)]
@@ -164,12 +198,12 @@ class FlatGradients:
         self.reduce()
         whole = [self._buffer(i) for i in range(len(self._units))]
         for buffer, share in zip(whole, self._shares, strict=True):
-            dist.all_gather_single(buffer, share.to(self._device), group=self._group)
+            dist.all_gather_single(buffer, share.to(self._device, non_blocking=True), group=self._group)
         return self._views(whole)
 
     def drop(self) -> None:
         """Gradients are zero from here on, also after a backward pass that failed half-way."""
-        self._receive(0)
+        self._settle()
         self._next = -1
         if not self._whole:
             self._open.clear()
@@ -177,6 +211,9 @@ class FlatGradients:
             parameter.grad = None
         if not self.resident:
             self.memory.release()
+            return
+        if self._aside is not None:
+            self._empty = {*range(len(self._kept))}
             return
         for buffer in self._kept:
             buffer.zero_()

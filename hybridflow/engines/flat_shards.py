@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridflow.batch.pinned import settle, to_device
 from hybridflow.engine3d.offloadable import Residency
 from hybridflow.engines.flat_gradients import FlatGradients
 from hybridflow.engines.process_groups import RankContext
@@ -101,7 +102,10 @@ class FlatShards:
 
     def main_gradients(self) -> dict[str, Tensor]:
         """On the device of `main`; views where they are there already."""
-        return {name: piece.to(self._host) for name, piece in self.gradients.own.items()}
+        found = {name: piece.to(self._host, non_blocking=True) for name, piece in self.gradients.own.items()}
+        if any(found[name] is not piece for name, piece in self.gradients.own.items()):
+            settle(self.memory.device)
+        return found
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts the gradient of a parameter that several ranks hold alike."""
@@ -112,14 +116,15 @@ class FlatShards:
         total = torch.zeros((), dtype=torch.float64, device=self.memory.device)
         pieces = sorted(self.gradients.own.items(), key=lambda item: self.storage[item[0]].ndim == 1)
         if counted := [piece for name, piece in pieces if self.counts(name)]:
-            total += torch.stack(torch._foreach_norm(counted)).double().square_().sum().to(total.device)
+            total += to_device([torch.stack(torch._foreach_norm(counted)).double().square_().sum()], total.device)[0]
         dist.all_reduce(total, group=self._everyone)
         return total
 
     @torch.no_grad()
     def updated(self, names: Collection[str]) -> None:
         if self.separate and (mine := [name for name in names if name in self.main]):
-            torch._foreach_copy_([self._own[name] for name in mine], [self.main[name] for name in mine])
+            mains = [self.main[name] for name in mine]
+            torch._foreach_copy_([self._own[name] for name in mine], mains, non_blocking=True)
         if (ranks := self._group.size()) == 1:
             return
         units = zip(self._units, self._buffers, strict=True)
@@ -134,7 +139,8 @@ class FlatShards:
     @torch.no_grad()
     def parameters_changed(self) -> None:
         if self.separate and self.main:
-            torch._foreach_copy_(list(self.main.values()), list(self._own.values()))
+            torch._foreach_copy_(list(self.main.values()), list(self._own.values()), non_blocking=True)
+            settle(self.memory.device)
 
     def close(self) -> None:
         self.gradients.close()

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.pinned import to_device
 from hybridflow.batch.ragged import Ragged
 from hybridflow.errors import BatchError, ModelError, of_row
 from hybridflow.models.spec import Cost
@@ -65,8 +67,7 @@ class Sequences:
     def to(self, device: torch.device) -> Sequences:
         if self.positions.device == device:
             return self
-        moved = (x.to(device, non_blocking=True) for x in (self.offsets, self.positions))
-        return Sequences(self.lengths, *moved)
+        return Sequences(self.lengths, *to_device([self.offsets, self.positions], device))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class MicroBatch:
     `index` [N] int64 are positions in the flattened `ids`, `targets` [N] the tokens that they predict, `lengths` [R]
     how many of them belong to each row. A micro-batch without positions still reads one, which `selected` = 0 drops:
     every stage must run. Packed, `sequences` says where the rows lie in ids [1, S] (the last of them may be padding up
-    to a multiple); padded it is None, and causal attention never looks at what stands behind a row.
+    to a multiple); padded it is None, and causal attention never looks at what stands behind a row. `columns` are what
+    a loss reads of the rows.
     """
 
     rows: Tensor
@@ -85,6 +87,7 @@ class MicroBatch:
     targets: Tensor
     lengths: Tensor
     sequences: Sequences | None = None
+    columns: Batch | None = None
 
     @property
     def selected(self) -> int:
@@ -106,9 +109,9 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        ids, index, targets = (x.to(device, non_blocking=True) for x in (self.ids, self.index, self.targets))
-        sequences = self.sequences and self.sequences.to(device)
-        return replace(self, ids=ids, index=index, targets=targets, sequences=sequences)
+        ids, index, targets = to_device([self.ids, self.index, self.targets], device)
+        sequences, columns = (part if part is None else part.to(device) for part in (self.sequences, self.columns))
+        return replace(self, ids=ids, index=index, targets=targets, sequences=sequences, columns=columns)
 
 
 @dataclass(frozen=True)
@@ -263,10 +266,10 @@ class Split:
 
 
 def in_order(micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Ragged:
-    """Outputs of each micro-batch ([selected] each) as the batch's rows in order, on the CPU."""
+    """Outputs of each micro-batch ([selected] each, on the CPU) as the batch's rows in order."""
     order = torch.cat([micro.rows for micro in micro_batches]).argsort()
     lengths = torch.cat([micro.lengths for micro in micro_batches])
-    return Ragged.from_lengths(torch.cat([part.cpu() for part in parts]), lengths).index(order)
+    return Ragged.from_lengths(torch.cat([*parts]), lengths).index(order)
 
 
 def _positions(ragged: Ragged, row: Tensor) -> Tensor:

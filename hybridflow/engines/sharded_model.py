@@ -143,7 +143,8 @@ class PlainLoop:
         self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
     ) -> list[Any]:
         self._shards.model.eval()
-        found = [read(micro, self._head(micro, hidden)) for micro in self._padded(micro_batches)]
+        everything = (micro.to(self._device) for micro in self._padded(micro_batches))
+        found = [read(micro, self._head(micro, hidden)) for micro in everything]
         self._shards.after_pass()
         return found[: len(micro_batches)]
 
@@ -157,13 +158,13 @@ class PlainLoop:
         everything = self._padded(micro_batches)
         for left, micro in zip(reversed(range(len(everything))), everything, strict=True):
             self._shards.before_backward(last=not left)
-            loss(micro, self._head(micro)).backward()
+            moved = micro.to(self._device)
+            loss(moved, self._head(moved)).backward()
         self._shards.after_pass()
 
     def _padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """On the device, with empty ones at the end: as many as the replica with the most has."""
-        missing = self._replicas.most(len(micro_batches)) - len(micro_batches)
-        return [micro.to(self._device) for micro in (*micro_batches, *[self._empty()] * missing)]
+        """With empty ones at the end: as many as the replica with the most has."""
+        return [*micro_batches, *[self._empty()] * (self._replicas.most(len(micro_batches)) - len(micro_batches))]
 
     def _head(self, micro: MicroBatch, hidden: bool = False) -> Tensor:
         """The output of the head at the positions of a micro-batch, [N or 1, C], or its input."""

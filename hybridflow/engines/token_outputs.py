@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithms.logits import Columns, Logits
+from hybridflow.algorithms.logits import BLOCK_BYTES, Columns, Logits
 from hybridflow.algorithms.losses.distillation import TEACHER
-from hybridflow.algorithms.masked import response_mask, token_column
+from hybridflow.algorithms.masked import response_mask, token_column, with_bool_mask
 from hybridflow.algorithms.trajectories import trajectories_of
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ragged import Ragged
@@ -24,6 +25,8 @@ from hybridflow.engines.contract import Output
 from hybridflow.engines.micro_batches import MicroBatch, Positions, Split
 from hybridflow.errors import BatchError, ModelError, of_row
 from hybridflow.models.hf_spec import Decoder
+
+_BLOCK_BYTES = 4 * BLOCK_BYTES  # larger ones: a device launches fewer kernels
 
 
 class TokenOutputs:
@@ -93,10 +96,20 @@ class TokenOutputs:
         whole = None if loss is None else trajectories_of(loss, batch)
         return self.split.micro_batches(prompts, responses, at, whole and whole.rows)
 
+    @staticmethod
+    def with_columns(micro: MicroBatch, batch: Batch, loss: Callable[..., Any]) -> MicroBatch:
+        """A micro-batch of `micro_batches(batch, loss=loss)` with what `loss` reads: a trajectory is one row where it
+        has terms of them."""
+        rows = with_bool_mask(batch if micro.rows.equal(torch.arange(batch.rows)) else batch.reorder(micro.rows))
+        if (whole := trajectories_of(loss, rows)) is not None:
+            assert whole.order.equal(torch.arange(len(rows))), "rows of a trajectory follow each other"
+            rows = whole.join(rows)
+        return replace(micro, columns=rows, lengths=token_column(rows, "response_ids").lengths)
+
     def ragged(
-        self, micro: MicroBatch, head: Tensor, rows: Batch, names: Sequence[Output], temperature: float
+        self, micro: MicroBatch, head: Tensor, names: Sequence[Output], temperature: float
     ) -> dict[str, Ragged | Logits]:
-        """Each asked output of a micro-batch with these `rows`, for a loss: ragged [R], or `Logits`."""
+        """Each asked output of a micro-batch `with_columns`, for a loss: ragged [R], or `Logits`."""
         asked, found = [name for name in names if name not in ("logits", "ref_logits")], dict[str, Ragged | Logits]()
         if len(asked) == len(names):
             flat = self.read(micro, head, names, temperature)
@@ -105,7 +118,8 @@ class TokenOutputs:
             flat = {name: logits.entropy() if name == "entropy" else logits.log_probs(micro.targets) for name in asked}
         if "ref_logits" in names:
             assert self.teacher is not None
-            states = token_column(rows, TEACHER).values.to(self.teacher.device)
+            assert micro.columns is not None
+            states = token_column(micro.columns, TEACHER).values
             found["ref_logits"] = Logits(states, self.columns, temperature, weight=self.teacher)
         return found | {name: Ragged.from_lengths(value, micro.lengths) for name, value in flat.items()}
 
@@ -156,7 +170,8 @@ def vocab_parallel_log_probs(
 
 class _VocabParallel(torch.autograd.Function):
     """With p = softmax(x / T), l = log p[target] and H the entropy: dl/dx = (onehot - p) / T and
-    dH/dx = -p (log p + H) / T. Only p is kept."""
+    dH/dx = -p (log p + H) / T. Only the logits are kept: p exists for a block of tokens at a time, and again in the
+    backward pass."""
 
     @staticmethod
     def forward(ctx, logits_NV, targets_N, first, group, temperature, entropy):
@@ -167,35 +182,51 @@ class _VocabParallel(torch.autograd.Function):
         )
         if split:
             dist.all_reduce(peak_N1, dist.ReduceOp.MAX, group=group)
-        x_NV = logits_NV.float() - peak_N1
-        if temperature != 1.0:
-            x_NV /= temperature
         local_N = targets_N - first
-        rows_M = ((local_N >= 0) & (local_N < columns)).nonzero()[:, 0]
-        columns_M = local_N[rows_M]
-        sums_3N = x_NV.new_zeros(3, n)
-        sums_3N[1, rows_M] = x_NV[rows_M, columns_M]
-        p_NV = x_NV.exp() if entropy else x_NV.exp_()
-        sums_3N[0] = p_NV.sum(-1)
-        if entropy:
-            sums_3N[2] = x_NV.mul_(p_NV).sum(-1)
+        inside_N = (local_N >= 0) & (local_N < columns)
+        column_N1 = torch.where(inside_N, local_N, 0)[:, None]
+        sums_3N = peak_N1.new_zeros(3, n)
+        for at in _blocks(logits_NV):
+            x_nV = _shifted(logits_NV, peak_N1, temperature, at)
+            if columns:
+                sums_3N[1, at] = torch.where(inside_N[at], x_nV.gather(1, column_N1[at])[:, 0], 0.0)
+            p_nV = x_nV.exp() if entropy else x_nV.exp_()
+            sums_3N[0, at] = p_nV.sum(-1)
+            if entropy:
+                sums_3N[2, at] = x_nV.mul_(p_nV).sum(-1)
         if split:
             dist.all_reduce(sums_3N, group=group)
         total_N, picked_N, weighted_N = sums_3N
         log_total_N = total_N.log()
         entropy_N = log_total_N - weighted_N / total_N if entropy else total_N.new_zeros(0)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(p_NV.div_(total_N[:, None]), rows_M, columns_M, entropy_N)
-            ctx.temperature, ctx.entropy, ctx.dtype = temperature, entropy, logits_NV.dtype
+            ctx.save_for_backward(logits_NV, peak_N1, total_N, inside_N, column_N1, entropy_N)
+            ctx.temperature, ctx.entropy = temperature, entropy
         return picked_N - log_total_N, entropy_N
 
     @staticmethod
     def backward(ctx, d_log_probs_N, d_entropy_N):  # type: ignore[override]
-        p_NV, rows_M, columns_M, entropy_N = ctx.saved_tensors
-        d_NV = p_NV * -d_log_probs_N[:, None]
-        d_NV[rows_M, columns_M] += d_log_probs_N[rows_M]
-        if ctx.entropy:
-            d_NV += (torch.special.entr(p_NV) - p_NV * entropy_N[:, None]) * d_entropy_N[:, None]
-        if ctx.temperature != 1.0:
-            d_NV /= ctx.temperature
-        return d_NV.to(ctx.dtype), None, None, None, None, None
+        logits_NV, peak_N1, total_N, inside_N, column_N1, entropy_N = ctx.saved_tensors
+        d_NV, chosen_N1 = torch.empty_like(logits_NV), torch.where(inside_N, d_log_probs_N, 0.0)[:, None]
+        for at in _blocks(logits_NV):
+            p_nV = _shifted(logits_NV, peak_N1, ctx.temperature, at).exp_().div_(total_N[at, None])
+            d_nV = p_nV * -d_log_probs_N[at, None]
+            if logits_NV.shape[1]:
+                d_nV.scatter_(1, column_N1[at], d_nV.gather(1, column_N1[at]) + chosen_N1[at])
+            if ctx.entropy:
+                d_nV += (torch.special.entr(p_nV) - p_nV * entropy_N[at, None]) * d_entropy_N[at, None]
+            d_NV[at] = d_nV if ctx.temperature == 1.0 else d_nV.div_(ctx.temperature)
+        return d_NV, None, None, None, None, None
+
+
+def _blocks(logits_NV: Tensor) -> list[slice]:
+    """Tokens in parts whose [n, V] in float32 are `_BLOCK_BYTES`; up to four exist at once."""
+    n, columns = logits_NV.shape
+    size = max(1, _BLOCK_BYTES // (4 * max(1, columns)))
+    return [slice(start, start + size) for start in range(0, n, size)]
+
+
+def _shifted(logits_NV: Tensor, peak_N1: Tensor, temperature: float, at: slice) -> Tensor:
+    """[n, V] float32: (logits - peak) / temperature."""
+    x_nV = logits_NV[at].float() - peak_N1[at]
+    return x_nV if temperature == 1.0 else x_nV.div_(temperature)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hybridflow import config
 from hybridflow.algorithms.losses.loss import LossFunction
-from hybridflow.algorithms.trajectories import trajectories_of
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.pinned import settle, to_host
 from hybridflow.batch.ragged import Ragged
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engine3d.offloadable import Residency
@@ -133,9 +133,14 @@ class TrainEngine:
         """
         self._require("parameters")
         micro_batches = self.tokens.micro_batches(batch, at)
-        found = self._model.loop.infer(micro_batches, read, hidden)
+
+        def to_host_read(micro: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
+            return {name: to_host(value) for name, value in read(micro, rows).items()}
+
+        found = self._model.loop.infer(micro_batches, to_host_read, hidden)
         if not self.last_stage:
             return None
+        settle(self.device)
         return {name: in_order(micro_batches, [part[name] for part in found]) for name in found[0]}
 
     @property
@@ -162,18 +167,18 @@ class TrainEngine:
         self.tokens.check(batch, outputs, temperature)
         _, micro_batches = self._announced.get(id(batch)) or (batch, self.tokens.micro_batches(batch, loss=loss))
         self._check.begin(batch, loss)
-        totals = self._replicas.totals(batch) if last_stage else None
+        totals = None
+        if last_stage:
+            totals = self._replicas.totals(batch)
+            micro_batches = [self.tokens.with_columns(micro, batch, loss) for micro in micro_batches]
         metrics: list[dict[str, Tensor]] = []
 
         def share(micro: MicroBatch, head_NC: Tensor) -> Tensor:
             nothing = head_NC.flatten()[:0].sum().float()  # keeps the graph for a micro-batch without rows or tokens
             if not len(micro.rows):
                 return nothing
-            rows = batch if micro.rows.equal(torch.arange(batch.rows)) else batch.reorder(micro.rows)
-            found = self.tokens.ragged(micro, head_NC, rows, outputs, temperature)
-            if (whole := trajectories_of(loss, rows)) is not None:
-                found, rows = whole.outputs(found), whole.join(rows)
-            given = self._check.share(loss, found, rows.to(self.device), totals)  # type: ignore[arg-type]
+            found = self.tokens.ragged(micro, head_NC, outputs, temperature)
+            given = self._check.share(loss, found, micro.columns, totals)  # type: ignore[arg-type]
             if given is None:
                 return nothing
             metrics.append(given[1])
@@ -312,6 +317,7 @@ class TrainEngine:
         "exp_avg_sq" of Adam or "momentum_buffer" of SGD with momentum. State that does not exist yet is made, zero.
         """
         self._require("optimizer")
+        settle(self.device)  # an update may still be copied from main parameters in host memory
         return self._training().storage()
 
     def optimizer_counters(self) -> dict[str, Any]:

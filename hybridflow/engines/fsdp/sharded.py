@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from hybridflow.batch.pinned import settle, to_device
 from hybridflow.config import FSDP
 from hybridflow.engine3d.layout import Box
 from hybridflow.engine3d.offloadable import Residency
@@ -88,6 +89,11 @@ class Sharded:
             # only other ranks may have a gradient: experts without a token here, a replica without rows
             module.set_reduce_scatter_unused_params(True)
         model.to_empty(device="cpu" if strategy.offload else context.device)
+        self._offloads = strategy.offload
+        for module in self._modules() if strategy.offload else ():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.__class__ = _OffloadedParam
         model.make_buffers(context.device)
         self.parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         pieces = {name: views(name, local_tensor(parameter)) for name, parameter in self.parameters.items()}
@@ -124,13 +130,16 @@ class Sharded:
     def reduce(self) -> None:
         """Complete the gradients before a step. FSDP2 has summed them over data parallel ranks; query and key norms
         still need a sum over tensor parallel ranks, each of which has only its own heads' gradients."""
+        if self._offloads:
+            settle(self._device)
         if not self._per_head:
             return
         shared = [grad for name, grad in self.gradients.tensors.items() if name in self._per_head and grad.numel()]
         if shared:
-            flat = torch.cat([grad.flatten() for grad in shared]).to(self._device)
+            (flat,) = to_device([torch.cat([grad.flatten() for grad in shared])], self._device)
             dist.all_reduce(flat, group=self.tp)
-            for grad, total in zip(shared, flat.split([grad.numel() for grad in shared]), strict=True):
+            totals = flat.to(shared[0].device).split([grad.numel() for grad in shared])
+            for grad, total in zip(shared, totals, strict=True):
                 grad.copy_(total.view_as(grad))
 
     def main_gradients(self) -> dict[str, Tensor]:
@@ -140,7 +149,7 @@ class Sharded:
         grads = [grad for name, grad in self.main_gradients().items() if name in self._counted]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if grads:
-            total += torch.stack(torch._foreach_norm(grads)).double().square_().sum().to(self._device)
+            total += to_device([torch.stack(torch._foreach_norm(grads)).double().square_().sum()], self._device)[0]
         dist.all_reduce(total, group=self._everyone)
         return total
 
@@ -154,6 +163,12 @@ class Sharded:
         self.gradients.drop()
         self.memory.release()
         Residency(self.adapters, self._device).release()
+
+
+class _OffloadedParam(FSDPParam):
+    """FSDP2 waits for the copy of each gradient to host memory, in the backward pass; `Sharded.reduce` for all."""
+
+    grad_offload_event = property(lambda self: None, lambda self, event: None)  # type: ignore[assignment]
 
 
 class LocalGradients:

@@ -26,6 +26,7 @@ class StageMessages:
         members = context.grid.group(context.rank, "p")
         at, ranks = context.coords.p, [context.groups.ranks[member] for member in members]
         before, after = ranks[at - 1] if at else None, ranks[at + 1] if at + 1 < len(ranks) else None
+        self.first = before is None  # nothing comes from a stage before this one
         self._peers = {"forward": (before, after), "backward": (after, before)}  # to receive from, to send to
         both = context.groups.new("megatron", members)
         own = context.groups.new("pipeline-backward", members) if context.device.type == "cuda" else both

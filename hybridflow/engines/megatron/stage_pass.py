@@ -24,8 +24,8 @@ from hybridflow.planner.pipeline.schedule import Instruction
 
 
 class StagePass:
-    """`forward(micro-batch)` of the model on this stage gives its output; `loss`, on the last stage only, makes it the
-    scalar whose gradients are added up.
+    """`forward(micro-batch)` of the model on this stage gives its output; `read`, on the last stage only, makes it the
+    scalar whose gradients are added up, or in `infer` the result.
 
     `failed(error)` receives the first error of a computation, and says whether the pass can continue without it; else,
     and for an error of communication, the instruction raises.
@@ -38,11 +38,11 @@ class StagePass:
         micro_batches: Sequence[MicroBatch],
         device: torch.device,
         forward: Callable[[MicroBatch], Tensor],
-        loss: Callable[[MicroBatch, Tensor], Tensor] | None,
+        read: Callable[[MicroBatch, Tensor], Any] | None,
         failed: Callable[[Exception], bool],
     ) -> None:
         self.micro_batches, self._model, self._messages = micro_batches, model, messages
-        self._device, self._forward, self._loss, self._failed = device, forward, loss, failed
+        self._device, self._forward, self._read, self._failed = device, forward, read, failed
         self._broken = False
         self._arriving: dict[tuple[Direction, int], tuple[dist.Work, Tensor]] = {}
         self._inputs: dict[int, Tensor | None] = {}
@@ -61,8 +61,7 @@ class StagePass:
             if arrived is not None:  # until it is sent
                 self._inputs[each.micro] = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
         elif verb == "receive":
-            buffer = self._buffer(each.micro)
-            self._arriving[direction, each.micro] = self._messages.receive(direction, buffer), buffer  # type: ignore[index]
+            self._receive(direction, each.micro)  # type: ignore[arg-type]
         elif direction == "forward":
             self._messages.send("forward", self._outputs[each.micro])
         else:
@@ -76,6 +75,19 @@ class StagePass:
             if each.kind != "finish":
                 self.run(each)
         self.end()
+
+    def infer(self) -> list[Any]:
+        """The forwards alone, each message announced one earlier: the results of `read`."""
+        found, count = [], len(self.micro_batches)
+        for micro in range(-1, count):
+            if micro + 1 < count and not self._messages.first:
+                self._receive("forward", micro + 1)
+            if micro >= 0:
+                found.append(self._run_forward(micro, self._arrived("forward", micro), gradients=False))
+                if self._read is None:
+                    self._messages.send("forward", found.pop())
+        self._messages.flush()
+        return found
 
     def end(self) -> None:
         """After the last instruction."""
@@ -94,14 +106,17 @@ class StagePass:
                 self._outputs = {other: out.detach() for other, out in self._outputs.items()}  # frees activations
         return None
 
-    def _run_forward(self, micro: int, arrived: Tensor | None) -> Tensor:
+    def _run_forward(self, micro: int, arrived: Tensor | None, gradients: bool = True) -> Any:
         if arrived is not None:
-            arrived.requires_grad_()
-            self._model.set_input_tensor([arrived])
+            self._model.set_input_tensor([arrived.requires_grad_(gradients)])
         moved = self.micro_batches[micro].to(self._device)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(gradients):
             out = self._forward(moved)
-            return out if self._loss is None else self._loss(moved, out[0])
+            return out if self._read is None else self._read(moved, out[0])
+
+    def _receive(self, direction: Direction, micro: int) -> None:
+        buffer = self._buffer(micro)
+        self._arriving[direction, micro] = self._messages.receive(direction, buffer), buffer
 
     def _arrived(self, direction: Direction, micro: int) -> Tensor | None:
         """The message that was announced; None where a stage has no such neighbour."""

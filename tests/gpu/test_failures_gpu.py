@@ -1,0 +1,172 @@
+"""What fails on CUDA devices: too little memory and lost hosts, in every phase of an iteration, on real hosts.
+
+After it the run goes on: the same call succeeds, and computes what a run without the failure computes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybridflow as hf
+from hybridflow import VLLM, Megatron
+from hybridflow.errors import DeviceMemoryError, HostLostError, WaitTimeoutError
+from hybridflow.protocols import ONE_TO_ALL, register
+from tests.tiny_models import make_policy, make_prompts, make_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+GREEDY = hf.Sampling(max_tokens=6, greedy=True)
+LEFT = 1 << 20  # bytes that the ballast leaves free: less than a block of the allocator
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+PHASES = ("generate", "update", "log_prob", "sync")
+
+
+class Ballast:
+    """Memory of another user of the device."""
+
+    role = "ballast"
+    held: torch.Tensor | None = None
+
+    @register(ONE_TO_ALL, blocking=True)
+    def fill(self, leave: int) -> None:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        self.held = torch.empty(max(0, free - leave), dtype=torch.uint8, device=self.context.device)
+
+    @register(ONE_TO_ALL, blocking=True)
+    def free(self) -> None:
+        self.held = None
+        torch.cuda.empty_cache()
+
+
+class Mortal(hf.ActorWorker):
+    """The host of its rank 1 dies in the call that a file in the model's directory names, once."""
+
+    def dies_in(self, call: str) -> None:
+        mark = self.checkpoint / "dies"
+        if self.context.rank == 1 and mark.exists() and mark.read_text() == call:
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _step(self, last: bool) -> dict[str, float]:
+        self.dies_in("update")
+        return super()._step(last)
+
+    def weights_storage(self) -> Any:
+        self.dies_in("sync")
+        return super().weights_storage()
+
+    def rollout(self) -> Any:
+        self.dies_in("generate")
+        return super().rollout()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[hf.ResourcePool]:
+    hf.init(peer_timeout=200.0, collective_timeout=30.0)
+    yield hf.ResourcePool([2])
+    hf.shutdown()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_policy(tmp_path / "policy", **WIDE)
+
+
+@pytest.fixture
+def ballast(pool) -> Iterator[hf.WorkerGroup]:
+    group = hf.place(Ballast, pool)
+    yield group
+    group.free()
+    group.close()
+
+
+@pytest.fixture
+def groups(pool, model) -> Iterator[dict[str, hf.WorkerGroup]]:
+    """An actor and a reference that takes its weights; they end with the test."""
+    generate = VLLM(memory_fraction=0.3, max_sequences=16, sampling=GREEDY, eager=True)
+    settings = {"model": model, "train": Megatron(tp=2)}
+    found = {
+        "actor": Mortal.on(pool, generate=generate, optim=hf.Adam(lr=1e-3), name="actor", **settings),
+        "reference": hf.ReferenceWorker.on(pool, offload=True, **settings),
+    }
+    yield found
+    for group in found.values():
+        group.close()
+
+
+def run(phase: str, groups: dict[str, hf.WorkerGroup]) -> list[float]:
+    """Numbers that the call of this phase gives."""
+    actor, rows = groups["actor"], hf.BatchRef.from_batch(make_rows(8))
+    if phase == "generate":
+        return actor.generate_sequences(make_prompts(8)).get()["response_ids"].values.tolist()
+    if phase == "log_prob":
+        return actor.compute_log_prob(rows).get()["old_log_probs"].values.tolist()
+    if phase == "sync":
+        hf.sync_weights(actor, groups["reference"]).get()
+        return groups["reference"].compute_ref_log_prob(rows).get()["ref_log_probs"].values.tolist()
+    found = actor.update_actor(rows).get()
+    return [found["actor/loss"], found["actor/grad_norm"]]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_too_little_memory_is_named_and_the_run_goes_on(groups, ballast, phase):
+    run("generate", groups)  # the first calls allocate what stays
+    rows = hf.BatchRef.from_batch(make_rows(8))
+    groups["actor"].compute_log_prob(rows).get()
+    ballast.fill(LEFT)
+    with pytest.raises(DeviceMemoryError, match=r"ran out of device memory.*actor parameters.*Change one of"):
+        run(phase, groups)
+    ballast.free()
+    after = [run(each, groups) for each in PHASES]
+    assert all(len(numbers) > 0 for numbers in after)
+    assert after == [run(each, groups) for each in PHASES[:1]] + after[1:]
+
+
+def test_too_little_memory_to_build_a_group(pool, ballast, model):
+    """And all of its bytes are free again."""
+    ballast.fill(LEFT)
+    with pytest.raises(DeviceMemoryError, match=r"large\.__init__ ran out of device memory"):
+        hf.ActorWorker.on(pool, model=model, train=Megatron(), optim=hf.Adam(lr=1e-3), name="large")
+    ballast.free()
+    actor = hf.ActorWorker.on(pool, model=model, train=Megatron(), optim=hf.Adam(lr=1e-3), name="small")
+    assert actor.update_actor(make_rows(8)).get()["actor/grad_norm"] > 0
+    actor.close()
+
+
+@pytest.mark.parametrize("phase", ["generate", "update", "sync"])
+def test_a_host_that_dies_is_replaced(pool, model, tmp_path, phase):
+    """NCCL's peers of a dead rank wait in their kernels; recovery does not wait for them."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{letter}"}}\n' for letter in "abcdefgh"))
+    loader = hf.PromptLoader(prompts, batch_size=4, steps=3)
+    generate = VLLM(memory_fraction=0.3, max_sequences=16, sampling=GREEDY, eager=True)
+    settings = {"model": model, "train": Megatron(tp=2)}
+    actor = Mortal.on(pool, generate=generate, optim=hf.Adam(lr=1e-3), name="actor", **settings)
+    reference = hf.ReferenceWorker.on(pool, **settings)
+    checkpoints = hf.Checkpoints(tmp_path / "checkpoints", every=1, resume="auto")
+    lost = 0
+    while True:
+        try:
+            for batch in checkpoints.resume(loader):
+                if checkpoints.done == 1 and not lost:
+                    (model / "dies").write_text(phase)
+                found = actor.generate_sequences(batch)
+                found |= actor.compute_log_prob(found)
+                found = hf.BatchRef.from_batch(found.get().with_columns(rewards=torch.arange(4.0)))
+                found |= hf.compute_advantage(found, "reinforce_plus_plus")
+                actor.update_actor(found).get()
+                hf.sync_weights(actor, reference).get()
+                checkpoints.step()
+            break
+        except (HostLostError, WaitTimeoutError):
+            lost += 1
+    assert (lost, checkpoints.done) == (1, 3)
+    for group in (actor, reference):
+        group.close()

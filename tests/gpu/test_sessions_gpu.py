@@ -1,0 +1,186 @@
+"""Drivers on CUDA devices: groups of every engine on real hosts, moves between layouts and pools, streams, lost hosts.
+
+The device computes in bfloat16, as users' models do. On one device what needs two is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybridflow as hf
+from hybridflow import FSDP, VLLM, LoRA, Megatron, ZeRO
+from hybridflow.resizing import GroupSizes
+from tests.tiny_models import make_classifier, make_policy, make_prompts, make_rows
+
+pytestmark = pytest.mark.gpu
+DEVICES = torch.cuda.device_count()
+FRACTION = 0.1
+ADAM = hf.Adam(lr=1e-3)
+two = pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
+
+
+def vllm(**settings: Any) -> VLLM:
+    return VLLM(**{"memory_fraction": FRACTION, "max_sequences": 16, "sampling": hf.Sampling(max_tokens=6), **settings})
+
+
+ACTORS: dict[str, dict[str, Any]] = {
+    "fsdp": {"train": FSDP(), "generate": vllm(eager=True)},
+    "fsdp-offload": {
+        "train": FSDP(offload=True, recompute=True),
+        "generate": vllm(eager=True),
+        "offload": ("generation",),
+    },
+    "fsdp-optimizer": {"train": FSDP(), "generate": vllm(), "offload": ("optimizer", "gradients")},
+    "fsdp-overlap": {"train": FSDP(), "generate": vllm(eager=True), "overlap": True},
+    "fsdp-lora": {"train": FSDP(lora=LoRA(rank=4)), "generate": vllm()},
+    "zero-1": {"train": ZeRO(stage=1), "generate": vllm(eager=True)},
+    "zero-2-offload": {
+        "train": ZeRO(stage=2, offload=True),
+        "generate": vllm(eager=True),
+        "offload": ("generation",),
+    },
+    "zero-3": {"train": ZeRO(stage=3), "generate": vllm()},
+    "megatron": {"train": Megatron(), "generate": vllm()},
+    "megatron-tp": {
+        "train": Megatron(tp=2, sequence_parallel=True),
+        "generate": vllm(eager=True),
+        "overlap": True,
+    },
+    "megatron-pp": {"train": Megatron(pp=2), "generate": vllm(), "offload": ("optimizer",)},
+    "vllm-tp": {"train": Megatron(tp=2), "generate": vllm(tp=2)},
+    "vllm-pp": {"train": Megatron(pp=2), "generate": vllm(pp=2, eager=True)},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return make_policy(directory / "policy"), make_classifier(directory / "critic")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    hf.init(peer_timeout=200.0, collective_timeout=60.0)
+    yield
+    hf.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pool(session) -> hf.ResourcePool:
+    return hf.ResourcePool([min(DEVICES, 2)])
+
+
+@pytest.fixture
+def place(request) -> Any:
+    """Groups that end with the test."""
+
+    def on(worker: Any, pool: Any, **settings: Any) -> hf.WorkerGroup:
+        group = worker.on(pool, **settings)
+        request.addfinalizer(group.close)
+        return group
+
+    return on
+
+
+def iteration(actor: hf.WorkerGroup, critic: hf.WorkerGroup | None = None, seed: int = 0) -> dict[str, float]:
+    prompts = make_prompts(8, seed=seed).with_columns(rewards=torch.arange(8.0))
+    batch = actor.generate_sequences(prompts)
+    batch |= actor.compute_log_prob(batch)
+    found = {}
+    if critic is None:
+        batch |= hf.compute_advantage(batch, "reinforce_plus_plus")
+    else:
+        batch |= critic.compute_values(batch)
+        batch |= hf.compute_advantage(batch, "gae", gamma=1.0, lam=0.95)
+        found |= critic.update_critic(batch, minibatches=2).get()
+    return found | actor.update_actor(batch, minibatches=2).get()
+
+
+def check_learns(metrics: dict[str, float]) -> None:
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/skipped"] == 0
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_an_actor_and_a_critic_share_their_devices(pool, models, place, tmp_path, name):
+    """Two iterations; then the state is saved, and the actor generates again after it was loaded."""
+    settings = ACTORS[name]
+    if DEVICES < 2 and max(settings["train"].grid(2).t, settings["train"].grid(2).p) > 1:
+        pytest.skip("needs two CUDA devices")
+    train = FSDP() if isinstance(settings["train"], FSDP) else settings["train"]
+    actor = place(hf.ActorWorker, pool, model=models[0], optim=ADAM, **settings)
+    critic = place(hf.CriticWorker, pool, model=models[1], train=train, optim=ADAM)
+    for seed in range(2):
+        metrics = iteration(actor, critic, seed)
+        check_learns(metrics)
+        assert metrics["critic/grad_norm"] > 0
+    hf.save(tmp_path / "state", [actor, critic])
+    hf.load(tmp_path / "state", [actor, critic])
+    actor.save(tmp_path / "saved")
+    assert actor.generate_sequences(make_prompts(4)).rows == 4
+    assert (tmp_path / "saved" / "config.json").is_file()
+
+
+@two
+def test_an_actor_moves_between_layouts_and_generates_in_each(session, models, place):
+    """Each move closes the generation engine and builds another one in the same processes."""
+    pool = hf.ResourcePool([2])
+    actor = place(hf.ActorWorker, pool, model=models[0], train=Megatron(tp=2), generate=vllm(), optim=ADAM)
+    check_learns(iteration(actor))
+    for strategy, generate in ((Megatron(pp=2), vllm()), (FSDP(), vllm(tp=2)), (Megatron(tp=2), vllm(eager=True))):
+        hf.reallocate(actor, strategy=strategy, generate=generate)
+        check_learns(iteration(actor))
+
+
+@two
+def test_weights_travel_to_a_rollout_on_another_device(session, models, place, tmp_path):
+    """A rollout answers as the actor does, before and after an update; a stream of its responses trains the actor."""
+    pool = hf.ResourcePool([2])
+    greedy = vllm(sampling=hf.Sampling(max_tokens=6, greedy=True), dtype="float32")
+    train = Megatron(dtype="float32")
+    actor = place(hf.ActorWorker, pool[:1], model=models[0], train=train, generate=greedy, optim=hf.Adam(lr=0.05))
+    rollout = place(hf.RolloutWorker, pool[1:], model=models[0], generate=greedy)
+    before = rollout.generate_sequences(make_prompts(8)).get()["response_ids"]
+    check_learns(iteration(actor))
+    moved = hf.sync_weights(actor, rollout).get()
+    assert moved["bytes"] > 0
+    after = rollout.generate_sequences(make_prompts(8)).get()["response_ids"]
+    assert not torch.equal(before.values, after.values)
+    assert torch.equal(actor.generate_sequences(make_prompts(8)).get()["response_ids"].values, after.values)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{letter}"}}\n' for letter in "abcdefgh"))
+    loader = hf.PromptLoader(prompts, batch_size=4, steps=2)
+    for batch in hf.stream(loader, rollout, rows=8, n=2, max_staleness=1):
+        batch |= actor.compute_log_prob(batch)
+        batch = hf.BatchRef.from_batch(batch.get().with_columns(rewards=torch.arange(8.0)))
+        batch |= hf.compute_advantage(batch, "reinforce_plus_plus")
+        check_learns(actor.update_actor(batch).get())
+        hf.sync_weights(actor, rollout)
+
+
+@two
+@pytest.mark.parametrize("strategy", [Megatron(dtype="float32"), FSDP(dtype="float32")], ids=["megatron", "fsdp"])
+def test_a_group_whose_size_changes_trains_as_one_whose_size_does_not(session, models, place, strategy):
+    pool = hf.ResourcePool([2])
+    elastic = place(hf.ActorWorker, pool[:1], model=models[0], train=strategy, optim=ADAM, name="elastic")
+    constant = place(hf.ActorWorker, pool[:1], model=models[0], train=strategy, optim=ADAM, name="constant")
+    sizes = GroupSizes(elastic, pool, (1, 2))
+    for seed, size in enumerate((2, 1, 2)):
+        sizes.resize(size)
+        one, other = (actor.update_actor(make_rows(8, seed=seed)).get() for actor in (elastic, constant))
+        assert one["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-5)
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+
+
+def test_a_model_is_measured(session, models):
+    """`hybridflow profile`: layers on the device at hand, generation included."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "hybridflow", "profile", str(models[0]), "--help"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=100, check=False).returncode == 0
