@@ -36,7 +36,7 @@ from hybridflow.cluster.row_refs import CallOrigin, RankRows
 from hybridflow.cluster.store import Manifest, Reader, write
 from hybridflow.cluster.weight_channels import ChannelSpec, Member, Setup, TransferTask, WeightChannel, incomplete
 from hybridflow.engines.agreement import agree_on
-from hybridflow.engines.call_events import CallWork, Event, bytes_of, events_of, memory_used, work_of
+from hybridflow.engines.call_events import MAPPED, CallWork, Event, bytes_of, events_of, memory_used, work_of
 from hybridflow.engines.process_groups import ProcessGroups, RankContext
 from hybridflow.engines.time_sharing import SharedStages
 from hybridflow.errors import BatchError, DeviceMemoryError, HybridFlowError, MissingColumnError
@@ -74,6 +74,7 @@ class Host:
         for package in _CHATTY:
             warnings.filterwarnings("ignore", module=package)
         torch.set_num_threads(self.threads)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # vLLM's import does: training computes the same without it
         index = device_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.device = torch.device("cuda", index) if self.use_cuda else torch.device("cpu")
         self.reader, self._liveness = Reader(self.deadlines.peers), LivenessServer(ray.util.get_node_ip_address())
@@ -173,7 +174,7 @@ class Host:
             sizes = bytes_of(inputs.values()), bytes_of((output,))
         failure = result if isinstance(result, Failure) else None
         own = (call.step, call.seq, member.role, call.method, self.pool, self.rank, start, ready, end)
-        memory = before, memory_used(self.device), torch.cuda.max_memory_allocated() if self.use_cuda else None
+        memory = before, memory_used(self.device), MAPPED.peak() if self.use_cuda else None
         event = Event("call", *own, *sizes, *memory, failure is not None, call.phase, work)
         events, skipped = (*events_of(context.stages, event), event), tuple(context.skipped)
         self._events.extend(events)
@@ -184,8 +185,7 @@ class Host:
     def _new_peak(self, context: RankContext) -> int:
         """Memory now. A call's peak is measured from here."""
         if self.use_cuda and torch.cuda.is_initialized():
-            context.peak = self._peak = max(self._peak, torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
+            context.peak = self._peak = max(self._peak, MAPPED.peak(restart=True))
         return memory_used(self.device)
 
     def _work(self, member: Member, call: RankCall, inputs: dict[str, Any], output: Any) -> CallWork:
@@ -243,12 +243,13 @@ class Host:
     def _failure(
         self, member: Member, method: str, call: RankCall | None, error: Exception, upstream: bool = False
     ) -> Failure:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
             error = self._memory_error(member, method, error)
         origin = CallOrigin(member.role, member.rank, method, self._node, member.context.step)
         return failure_of(error, origin, None if call is None else call.span, upstream)
 
-    def _memory_error(self, member: Member, method: str, error: torch.OutOfMemoryError) -> DeviceMemoryError:
+    def _memory_error(self, member: Member, method: str, error: Exception) -> DeviceMemoryError:
+        """The error with an account of the device."""
         free, total = torch.cuda.mem_get_info() if self.use_cuda else (0, 0)
         resident: Counter[tuple[str, str]] = Counter()  # a role may have ranks of several sizes here
         for each in self._members.values():
@@ -264,7 +265,8 @@ class Host:
         }
         use = DeviceUse(total, free, resident, {role: share for role, share in shares.items() if share is not None})
         stage = member.context.failed_stage
-        found = DeviceMemoryError(explain(member.role, method, stage, use, member.settings, str(error)))
+        advises = isinstance(error, DeviceMemoryError)
+        found = DeviceMemoryError(explain(member.role, method, stage, use, member.settings, str(error), advises))
         return found.with_traceback(error.__traceback__)
 
     @ray.method(num_returns=2)

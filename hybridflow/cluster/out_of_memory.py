@@ -40,9 +40,11 @@ class DeviceUse:
     planned: Mapping[str, float]
 
 
-def explain(role: str, method: str, stage: str, use: DeviceUse, settings: Mapping[str, Any], said: str) -> str:
+def explain(
+    role: str, method: str, stage: str, use: DeviceUse, settings: Mapping[str, Any], said: str, advises: bool = False
+) -> str:
     """The message for a call of `role` that ran out of memory in `stage` (or ""); `settings` are those of its group,
-    `said` is torch's message."""
+    `said` is torch's message, or one of our own that `advises` what to change."""
     there = [f"{group} {kind} {_gib(size)}" for (group, kind), size in sorted(use.resident.items()) if size]
     rest = use.total - use.free - sum(use.resident.values())
     there.append(f"all else (activations, buffers, other processes) {_gib(max(0, rest))}")
@@ -50,15 +52,18 @@ def explain(role: str, method: str, stage: str, use: DeviceUse, settings: Mappin
         f"{group} VLLM(memory_fraction={share:g}) = {_gib(share * use.total)}" for group, share in use.planned.items()
     ]
     phase = f"{role}.{method}{f' ({stage})' if stage else ''}"
+    account = (
+        f"The device has {_gib(use.total)}, of which {_gib(use.free)} are free. In it: {', '.join(there)}. "
+        f"Planned for generation: {', '.join(planned) or 'nothing'}."
+    )
+    if advises:
+        return f"{phase}: {said} {account}"
     named = [
         _WORDS[name] + (f" (now {now})" if (now := _now(name, settings)) is not None else "")
         for name in _settings_of(method, stage, settings, use)
     ]
-    return (
-        f"{phase} ran out of device memory: {' '.join(said.split())[:200].rstrip('. ')}. "
-        f"The device has {_gib(use.total)}, of which {_gib(use.free)} are free. In it: {', '.join(there)}. "
-        f"Planned for generation: {', '.join(planned) or 'nothing'}. Change one of: {'; '.join(named)}."
-    )
+    said = " ".join(said.split())[:200].rstrip(". ")
+    return f"{phase} ran out of device memory: {said}. {account} Change one of: {'; '.join(named)}."
 
 
 def _settings_of(method: str, stage: str, settings: Mapping[str, Any], use: DeviceUse) -> list[str]:

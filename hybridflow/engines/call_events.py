@@ -53,8 +53,9 @@ class Event:
 
     `kind` is "call", "transfer" (weights between groups), "switch" (the actor's weights between training and
     generation, inside a call) or "stage" (another named part of a call); parts are called `<method>/<part>`. `rank`
-    is the device in its pool, `step` the iteration of a loader's loop (None outside of one). Memory is what torch has
-    allocated on CUDA, with its `peak`, and the process's resident memory on the CPU. `phase` is the operation's kind.
+    is the device in its pool, `step` the iteration of a loader's loop (None outside of one). Memory is that of
+    `MappedMemory` on CUDA, with its `peak`, and the process's resident memory on the CPU. `phase` is the operation's
+    kind.
     """
 
     kind: str
@@ -100,10 +101,38 @@ def bytes_of(values: Iterable[Any]) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Batch))
 
 
+class MappedMemory:
+    """What torch has allocated on this process's CUDA device, except tensors whose memory is unmapped: torch counts
+    those of a sleeping vLLM too."""
+
+    def __init__(self) -> None:
+        self._unmapped = self._peak = 0
+
+    def set_unmapped(self, size: int) -> None:
+        """From here on `size` bytes of what torch has allocated have no memory."""
+        _ = self.peak()
+        self._unmapped = size
+        torch.cuda.reset_peak_memory_stats()
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated() - self._unmapped
+
+    def peak(self, restart: bool = False) -> int:
+        """Since the latest call with `restart`."""
+        peak = self._peak = max(self._peak, torch.cuda.max_memory_allocated() - self._unmapped)
+        if restart:
+            self._peak = 0
+            torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+MAPPED = MappedMemory()
+
+
 def memory_used(device: torch.device) -> int:
-    """Bytes that torch has allocated on a CUDA device; on the CPU the resident memory of this process."""
+    """Bytes that a CUDA device holds for torch; on the CPU the resident memory of this process."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        return MAPPED.now()
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE

@@ -18,6 +18,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
+from hybridflow.engines.contract import TrainState
 from hybridflow.engines.vllm.requirements import check as check_vllm
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocols import ONE_TO_ALL, THREE_D_PROTO, OperationKind, Settings, register
@@ -158,6 +159,8 @@ class ActorWorker(RowSession, ModelWorker):
         from hybridflow.engines.vllm.engine import VLLMEngine
 
         context = self.context
+        waits: list[TrainState] = [name for name in self._offload if name != "generation"]
+        self.engine.offload(waits)  # first: vLLM sizes its KV cache by what is free
         generator = VLLMEngine(context, self.strategy, context.grid.generation(), self.spec, self.checkpoint)
         self.generation = Generation(generator, self.strategy, self.checkpoint)
         several, everyone = context.grid.size > 1, range(context.grid.size)
@@ -172,6 +175,7 @@ class ActorWorker(RowSession, ModelWorker):
             overlap_group=context.groups.new("overlap", everyone) if several and self._overlap else None,
             nodes=context.nodes,
         )
+        self.engine.reload(waits)
 
     def close_generation(self, keep_weights: bool = True) -> None:
         if self.hybrid is not None and keep_weights:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses.loss import Loss
@@ -21,6 +20,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config import Megatron, Optimizer, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.agreement import REDUCTIONS, agree
+from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.checkpoint.reader import Checkpoint
 from hybridflow.engines.checkpoint.writer import read_beside, save_checkpoint
 from hybridflow.engines.contract import UNINITIALIZED, Output, TrainState
@@ -326,8 +326,7 @@ class ModelWorker(Worker):
         `memory/generation` (its weights) and `memory/kv_cache`; on CUDA allocated memory and its peak."""
         found = self.resident_bytes()
         if self.context.device.type == "cuda":
-            peak = max(self.context.peak, torch.cuda.max_memory_allocated())
-            found |= {"allocated": torch.cuda.memory_allocated(), "peak": peak}
+            found |= {"allocated": MAPPED.now(), "peak": max(self.context.peak, MAPPED.peak())}
         return {f"memory/{name}": size / (1 << 30) for name, size in found.items()}
 
     def forward_flops(self, tokens: Tensor) -> float:

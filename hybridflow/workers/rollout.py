@@ -111,9 +111,9 @@ class RolloutWorker(RowSession, Worker):
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Keeps the weights in device memory."""
-        if self._rests:
-            self.engine.memory().acquire()
         try:
+            if self._rests:
+                self.engine.memory().acquire()
             yield
         finally:
             self._rest()

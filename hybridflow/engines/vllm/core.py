@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from hybridflow.config import VLLM
 from hybridflow.engine3d.offloadable import Memory, Residency
+from hybridflow.engines.call_events import MAPPED
 from hybridflow.engines.vllm import isolation
 from hybridflow.engines.vllm.discovery import LayoutProbe
 from hybridflow.engines.vllm.eager import lighten
-from hybridflow.engines.vllm.requirements import architecture, max_length, resolved_dtype, runs_eagerly
+from hybridflow.engines.vllm.requirements import architecture, max_length, memory_error, resolved_dtype, runs_eagerly
+from hybridflow.errors import PlacementError
 from hybridflow.models.hf_spec import Decoder
 
 if TYPE_CHECKING:
@@ -27,6 +30,11 @@ if TYPE_CHECKING:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 _STEP_TOKENS = 8192
+_WRAPPERS: list[Any] = []
+"""Of allocators that tensors of closed engines may still lie in."""
+_POINTER = ctypes.c_void_p
+_FREE = ctypes.CFUNCTYPE(None, _POINTER, ctypes.c_ssize_t, ctypes.c_int, _POINTER)
+_CALLBACKS: list[Any] = []  # torch holds their addresses
 
 
 def start_core(
@@ -45,14 +53,24 @@ def start_core(
 
     from hybridflow.engines.vllm.sampler import PolicySampler
 
+    eager = runs_eagerly(strategy, device.type)
+    free, total = _free_memory(strategy, device, groups)
+    if not eager:
+        _prepare_allocator()
     with ExitStack() as undo:
         undo.callback(groups.remove)  # a failed start leaves nothing behind
         with groups.installing(), nullcontext() if probe is None else probe.installed():
             config = _config(strategy, spec, checkpoint, device)
-            core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)
+            try:
+                core = EngineCore(config, _executor(groups.rank, device.index or 0), log_stats=False)
+            except ValueError as error:
+                length = config.model_config.max_model_len
+                if (found := memory_error(strategy, length, free, total, str(error))) is None:
+                    raise
+                raise found from error
         runner = model_runner(core)
         runner.sampler = PolicySampler(runner)
-        if runs_eagerly(strategy, device.type):
+        if eager:
             lighten(runner.model)
         if strategy.pp > 1 and runner.intermediate_tensors is None:  # made during warm-up, which CPU has none of
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -76,15 +94,36 @@ def memory(
     """
     if eager:
         return Residency(tensors, model_runner(core).device, kept=shared)
-    executor, buffers = core.model_executor, {}
-    if tag == "weights":
-        buffers = dict(model_runner(core).model.named_buffers())
+    buffers = dict(model_runner(core).model.named_buffers()) if tag == "weights" else {}
+    return PooledMemory(tensors, buffers, lambda: _unmap(tag), lambda: _map_back(tag))
 
-    def map_back() -> None:
+
+def stop_core(core: EngineCore, groups: isolation.ReplicaGroups) -> None:
+    """vLLM's own shutdown would destroy the process's torch.distributed, so its parts are called one by one.
+
+    Once the caller has dropped `core`, `collect` frees what is left of it.
+    """
+    with isolation.uncollected(), ExitStack() as stack:
+        if groups.context.device.type == "cuda":  # `collect` does it, when nothing uses them
+            stack.enter_context(isolation.replaced(_allocator(), "release_pools", lambda: None))
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        core.structured_output_manager.clear_backend()
+        groups.remove()
+    gc.unfreeze()  # vLLM freezes the heap when it starts
+
+
+def collect(device: torch.device) -> None:
+    """Free the CUDA memory of a closed engine, which lies in reference cycles and in torch's cache."""
+    if device.type == "cuda":
+        gc.collect()
+        entries = [entry for entries in _allocator().allocator_and_pools.values() for entry in entries]
+        _WRAPPERS.extend(wrapper for _, wrapper in entries)
+        entries.clear()
         with isolation.uncollected():
-            executor.wake_up([tag])
-
-    return PooledMemory(tensors, buffers, lambda: executor.discard((tag,)), map_back)
+            _allocator().release_pools()
+        torch.cuda.empty_cache()
+        MAPPED.set_unmapped(0)
 
 
 def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.device) -> VllmConfig:
@@ -106,7 +145,7 @@ def _config(strategy: VLLM, spec: Decoder, checkpoint: Path, device: torch.devic
         disable_custom_all_reduce=True,  # it looks for its peers' devices, and a host sees its own only
         max_model_len=length,
         max_num_seqs=strategy.max_sequences,
-        max_num_batched_tokens=max(_STEP_TOKENS, length),
+        max_num_batched_tokens=max(_STEP_TOKENS, strategy.max_sequences),  # longer prompts take several steps
         gpu_memory_utilization=strategy.memory_fraction,
         kv_cache_memory_bytes=int(strategy.kv_cache_gb * 2**30) if cpu else None,
         enforce_eager=eager,
@@ -142,6 +181,87 @@ def _executor(rank: int, local_rank: int) -> type[ExecutorWithExternalLauncher]:
 
 
 # Memory
+
+
+def _free_memory(strategy: VLLM, device: torch.device, groups: isolation.ReplicaGroups) -> tuple[int, int]:
+    """Bytes free and in all on the replica's fullest device, before the start. Errors: DeviceMemoryError on all ranks
+    where that is less than the strategy asks for: a single rank's error would let its peers wait."""
+    if device.type != "cuda":
+        return 0, 0
+    torch.cuda.empty_cache()
+    free, total = min(groups.gather(torch.cuda.mem_get_info(device)))
+    if (error := memory_error(strategy, 0, free, total)) is not None:
+        raise error
+    return free, total
+
+
+def _allocator() -> Any:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance()
+
+
+def _prepare_allocator() -> None:
+    """Let vLLM's allocator free memory that is unmapped: its own `my_free` would unmap it once more, print the driver's
+    error and raise it at its next use. Errors: PlacementError."""
+    from vllm.device_allocator import cumem
+
+    allocator: Any = _allocator()
+    if used := allocator.get_current_usage():
+        raise PlacementError(
+            f"tensors of a closed vLLM engine still have {used} bytes in this process, and a second engine cannot "
+            "share its allocator. Drop all tensors of its storage() first."
+        )
+    if _CALLBACKS:
+        return
+    library, driver = ctypes.CDLL(cumem.lib_name), ctypes.CDLL("libcuda.so.1")
+    library.my_free.argtypes = _POINTER, ctypes.c_ssize_t, ctypes.c_int, _POINTER
+    driver.cuMemAddressFree.argtypes = _POINTER, ctypes.c_size_t
+
+    def free(address: int, size: int, device: int, stream: int | None) -> None:
+        if not allocator.pointer_to_data[address].is_asleep:
+            library.my_free(address, size, device, stream)
+        else:
+            allocator.python_free_callback(address)
+            driver.cuMemAddressFree(address, size)
+
+    def pluggable_allocator(malloc: Any, free: Any) -> Any:
+        cumem.init_module(malloc, free)
+        pair = (ctypes.cast(function, _POINTER).value or 0 for function in (library.my_malloc, _CALLBACKS[0]))
+        return torch.cuda.memory._CUDAAllocator(torch._C._cuda_customAllocator(*pair))
+
+    _CALLBACKS.append(_FREE(free))
+    cumem.get_pluggable_allocator = pluggable_allocator
+
+
+def _unmap(tag: str) -> None:
+    _allocator().discard(tag)
+    _count_unmapped()
+
+
+def _map_back(tag: str) -> None:
+    """Errors: OutOfMemoryError, and all of the tag is unmapped as before."""
+    allocator = _allocator()
+    try:
+        with isolation.uncollected():
+            allocator.wake_up([tag])
+    except RuntimeError as error:  # of any kind
+        allocator.discard(tag)
+        needed = sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.tag == tag)
+        free, _ = torch.cuda.mem_get_info()
+        if free >= needed:
+            raise
+        raise torch.OutOfMemoryError(f"vLLM's {tag} need {needed} bytes, {free} are free") from error
+    _count_unmapped()
+
+
+def _count_unmapped() -> None:
+    allocator, size = _allocator(), 0
+    for pool, _ in (entry for entries in allocator.allocator_and_pools.values() for entry in entries):
+        for segment in pool.snapshot():
+            data = allocator.pointer_to_data.get(segment["address"])
+            size += segment["allocated_size"] if data is not None and data.is_asleep else 0
+    MAPPED.set_unmapped(size)
 
 
 class PooledMemory:

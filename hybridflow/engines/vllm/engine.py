@@ -7,10 +7,9 @@ directly; its front end (text, streaming, statistics) is for servers.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from hybridflow.engine3d.transition import alike
 from hybridflow.engines.contract import Row, RowSource
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.vllm import isolation
-from hybridflow.engines.vllm.core import memory, model_runner, start_core, zero_pages
+from hybridflow.engines.vllm.core import collect, memory, model_runner, start_core, stop_core, zero_pages
 from hybridflow.engines.vllm.discovery import LayoutProbe, flat_storages, flattened
 from hybridflow.engines.vllm.engine_loop import MOMENT, EngineLoop
 from hybridflow.engines.vllm.layout import probed_layout, vllm_layout
@@ -70,25 +69,26 @@ class VLLMEngine:
         probe = None if isinstance(spec, ModelSpec) else LayoutProbe(spec.tensors(), spec.family)
         self._calls, self._generated, self._eager = 0, 0, runs_eagerly(strategy, context.device.type)
         isolation.prepare(self.device.type)
-        with isolation.fence(self.device):
-            if isolation.in_use():
-                raise PlacementError(
-                    f"{context.role}: this process already has a vLLM engine, and vLLM keeps its groups in globals, so "
-                    "one at a time is the limit. Close the other one, or place this group on other devices."
-                )
-            self._groups = isolation.ReplicaGroups(context, generation)
-            self._core: EngineCore | None = start_core(
-                strategy, spec, self.checkpoint, self.device, self._groups, probe
+        if isolation.in_use():
+            raise PlacementError(
+                f"{context.role}: this process already has a vLLM engine, and vLLM keeps its groups in globals, so one "
+                "at a time is the limit. Close the other one, or place this group on other devices."
             )
+        self._core: EngineCore | None = None
         try:
+            with isolation.fence(self.device):
+                self._groups = isolation.ReplicaGroups(context, generation)
+                self._core = start_core(strategy, spec, self.checkpoint, self.device, self._groups, probe)
             self._layout = self._layout_of(probe)
             self._flat = flat_storages(self._layout.regions(context.rank))
             caches = {f"layer {i}": cache for i, cache in enumerate(self._runner().kv_caches)}
             self._cache = memory(self._core, "kv_cache", caches, eager=self._eager)
             requests, keeps = RequestMaker(self.checkpoint), strategy.kv == "keep"
             self._loop = EngineLoop(self._core, requests, self._groups.of_first, self.max_length, keeps)
-        except BaseException:
-            self._shut_down(self._core)  # or no other engine could start in this process
+        except BaseException as error:
+            for one in (error, error.__context__):  # or memory stays as long as the error
+                clear_frames(None if one is None else one.__traceback__)
+            self._shut_down()  # or no other engine could start in this process
             raise
         self._shared: set[str] = set()
         self._weights: Memory | None = None  # made when it is asked for
@@ -367,32 +367,32 @@ class VLLMEngine:
         self._cache.release()
 
     def wake(self) -> None:
-        """Allocate the KV cache again, zero. Views of it, which vLLM holds in every layer, stay valid."""
+        """Allocate the KV cache again, zero. Views of it, which vLLM holds in every layer, stay valid.
+
+        After an error it sleeps as before.
+        """
         if not self._cache.resident_bytes:
-            self._cache.acquire()
-            for cache in self._runner().kv_caches:
-                zero_pages(cache.untyped_storage())  # a masked NaN is still a NaN
+            try:
+                self._cache.acquire()
+            except BaseException:
+                self._cache.release()
+                raise
+            storages = [cache.untyped_storage() for cache in self._runner().kv_caches]
+            for storage in {storage.data_ptr(): storage for storage in storages}.values():  # layers may share one
+                zero_pages(storage)  # a masked NaN is still a NaN
 
     def close(self) -> None:
-        """Shut vLLM down and remove its shared memory. May be called twice. Process groups stay with the context.
-
-        vLLM's own shutdown would destroy the process's torch.distributed, so its parts are called one by one. Its
-        allocator wants everything mapped when it goes: with captured graphs, drop what was bound to `storage()` first.
-        """
-        if (core := self._core) is None:
-            return
-        if self._eager:
+        """Shut vLLM down and free its memory, also shared memory. May be called twice. Process groups stay with the
+        context. Drop what was bound to `storage()` first."""
+        if self._core is not None:
             self._cache.release()
-        else:
-            self._cache.acquire()
-            self.memory().acquire()
-        self._shut_down(core)
+            self.memory().release()
+            self._weights = None
+            self._loop.close()
+            self._shut_down()
 
-    def _shut_down(self, core: EngineCore) -> None:
-        self._core = None
-        with isolation.uncollected() if self._eager else nullcontext():
-            core.model_executor.shutdown()
-            core.scheduler.shutdown()
-            core.structured_output_manager.clear_backend()
-            self._groups.remove()
-        gc.unfreeze()  # vLLM freezes the heap when it starts
+    def _shut_down(self) -> None:
+        if self._core is not None:
+            stop_core(self._core, self._groups)
+            self._core = None
+        collect(self.device)

@@ -155,6 +155,10 @@ class EngineLoop:
         done = self._core.reset_prefix_cache()
         assert done, "blocks of the KV cache belong to no row"
 
+    def close(self) -> None:
+        """Drop vLLM's engine core; the rows stay."""
+        del self._core, self._sampler, self._scheduler, self._held
+
     def _admit(self) -> None:
         """Hand the rows that vLLM does not have to its scheduler."""
         salt = f"{self._changes}" if self._keeps else None

@@ -12,10 +12,13 @@ import gc
 import logging
 import os
 import random
+import sys
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +83,11 @@ def fence(device: torch.device) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", category=FutureWarning)  # of attributes that vLLM looks at in every module
         stack.enter_context(replaced(torch, "set_num_threads", torch.set_num_threads))
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        stack.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         stack.enter_context(uncollected())
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_import).result()
         try:
             if device.type == "cpu":
                 _fence_cpu(stack)
@@ -88,6 +95,16 @@ def fence(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(random_state)
             np.random.set_state(numpy_state)
+
+
+def _import() -> None:
+    """Import what vLLM imports while it builds an engine: a constant of the last module would lie in its pool for good.
+
+    In a thread of its own: vLLM keeps the error of importing a package that is missing, and with its traceback all
+    frames below, which would keep the engine.
+    """
+    for name in ("v1.engine.core", "multimodal", "model_executor.layers.quantization.online.base"):
+        import_module(f"vllm.{name}")
 
 
 @contextmanager
@@ -273,6 +290,5 @@ class ReplicaGroups:
 
 def in_use() -> bool:
     """Whether a vLLM engine lives in this process."""
-    from vllm.distributed import parallel_state as vllm_state
-
-    return vllm_state._WORLD is not None or vllm_state._TP is not None
+    vllm_state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    return vllm_state is not None and (vllm_state._WORLD is not None or vllm_state._TP is not None)

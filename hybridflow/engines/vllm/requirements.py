@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridflow.config import VLLM, DType
 from hybridflow.engines.vllm.layout import check_sizes, padded_vocab
-from hybridflow.errors import ConfigError, ModelError
+from hybridflow.errors import ConfigError, DeviceMemoryError, ModelError
 from hybridflow.models.hf_spec import Decoder, TransformersSpec, hf_config
 from hybridflow.models.spec import ModelSpec
 
@@ -74,6 +74,27 @@ def check_response(spec: Decoder, strategy: VLLM, max_tokens: int | None) -> Non
             f"max_tokens={max_tokens} leaves no room for a prompt: {bound} is {length} tokens of prompt and response. "
             f"Use max_tokens below {length}{f', or max_length up to {spec.context}' if length < spec.context else ''}."
         )
+
+
+def memory_error(strategy: VLLM, length: int, free: int, total: int, said: str = "") -> DeviceMemoryError | None:
+    """The error of a start on a device with `free` of `total` bytes, whether foreseen or `said` by vLLM; None if it is
+    not about memory."""
+    asked = strategy.memory_fraction * total
+    text = (
+        f"VLLM(memory_fraction={strategy.memory_fraction:g}) asks for {asked / 2**30:.2f} GiB of the device's "
+        f"{total / 2**30:.2f}, of which {free / 2**30:.2f} are free"
+    )
+    if free < asked:
+        return DeviceMemoryError(
+            f"{text}. Use a lower memory_fraction, or offload= of the groups on this device, whose state then waits on "
+            f"the host."
+        )
+    if "memory utilization" not in said.replace("_", " "):
+        return None
+    return DeviceMemoryError(
+        f"{text}. That does not hold the weights, the activations of a step and the KV cache of one row of {length} "
+        f"tokens: {said.partition('. ')[0]}. Use a higher memory_fraction, a larger tp, or a smaller max_length."
+    )
 
 
 def _check_probed(spec: TransformersSpec, p: int, t: int, asked: str) -> None:
