@@ -1,7 +1,7 @@
 """`hybridflow doctor`: whether this machine can run hybridflow, and what to do where it cannot.
 
 The checks import neither torch nor ray, so that they also run where these do not load; what has to be imported is
-imported in a child process. The last one, `self_test`, trains a tiny model for two iterations.
+imported in a child process. The last one, `self_test`, trains a tiny model for three iterations.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from hybridflow.cluster.cuda_driver import cuda_problem
 from hybridflow.engines.host_memory import available, capacity
 
-_ANSWER_SECONDS, _IMPORT_SECONDS, _TEST_SECONDS = 5.0, 120.0, 240.0
+_ANSWER_SECONDS, _IMPORT_SECONDS, _TEST_SECONDS = 5.0, 120.0, 900.0  # vLLM compiles for minutes on new GPUs
 _STORE_SHARE, _STORE_BYTES = 0.3, 10e9  # Ray's object store: of the available memory; above this it takes what fits
 _LEAST_FREE = 0.25  # of the memory of the machine or of a device
 _IMPORTED = ("torch", "transformers", "megatron.core", "ray", "vllm")
@@ -40,7 +41,12 @@ for name in sys.argv[1:]:
         print(f"failed\\t{name}\\t{type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
 try:
     import torch
-    print(f"cuda\\t{torch.version.cuda or ''}\\t{torch.cuda.device_count()}", flush=True)
+    said = ""
+    try:
+        torch.cuda.init()
+    except BaseException as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+    print(f"cuda\\t{torch.__version__}\\t{torch.version.cuda or ''}\\t{said}", flush=True)
 except BaseException:
     pass
 """
@@ -119,7 +125,7 @@ def imports(names: tuple[str, ...] = (*_IMPORTED, *_OPTIONAL)) -> Finding:
     status, lines = _child([sys.executable, "-c", _TRY, *tried], _IMPORT_SECONDS, environment)
     rows = [line.split("\t") for line in lines]
     failed = {row[1]: row[2] for row in rows if row[0] == "failed" and len(row) == 3}
-    cuda = next((row[1:] for row in rows if row[0] == "cuda" and len(row) == 3), None)
+    cuda = next((row[1:] for row in rows if row[0] == "cuda" and len(row) == 4), None)
     cures = [
         f"{name} cannot be loaded ({why})."
         + (f" hybridflow does not need it: pip uninstall {name}." if name in _OPTIONAL else " Install it anew.")
@@ -127,9 +133,8 @@ def imports(names: tuple[str, ...] = (*_IMPORTED, *_OPTIONAL)) -> Finding:
     ]
     if status != 0 and not failed:
         cures.append(f"importing {', '.join(tried)} ended with status {status}: {' '.join(lines[-2:])}")
-    if cuda is not None and _gpus() and (not cuda[0] or cuda[1] == "0"):
-        build = f"built for CUDA {cuda[0]}" if cuda[0] else "a CPU build"
-        cures.append(f"nvidia-smi shows devices, and torch ({build}) sees none: install hybridflow[gpu], or a driver.")
+    if cuda is not None and cuda[2] and (gpus := _gpus()):
+        cures.append(cuda_problem(cuda[0], cuda[1], gpus[0][-1], cuda[2]))
     loaded = ", ".join(name for name in tried if name not in failed)
     return Finding("imports", f"{loaded} load" if not failed else f"{', '.join(failed)} fail", " ".join(cures))
 
@@ -144,17 +149,17 @@ def devices() -> Iterator[Finding]:
         yield Finding("devices", f"no GPU; {len(os.sched_getaffinity(0))} processor cores")
     used = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     holders = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
-    for uuid, index, name, total, free in gpus:
+    for uuid, index, name, total, free, driver in gpus:
         there = [(pid, Path(program).name, size) for device, pid, program, size in holders if device == uuid]
         own = [f"process {pid} ({program}) holds {size} MiB" for pid, program, size in there]
         cure = f"{'; '.join(own) or 'another process holds the memory'}: end it, or choose CUDA_VISIBLE_DEVICES."
         full = (index in used or uuid in used or not used) and _number(free) < _LEAST_FREE * _number(total)
-        found = f"{name}, {_gib(_number(free) * 2**20)} of {_gib(_number(total) * 2**20)} free"
+        found = f"{name}, driver {driver}, {_gib(_number(free) * 2**20)} of {_gib(_number(total) * 2**20)} free"
         yield Finding(f"device {index}", found, cure if full else "")
 
 
 def _gpus() -> list[list[str]]:
-    return _smi("--query-gpu=uuid,index,name,memory.total,memory.free")
+    return _smi("--query-gpu=uuid,index,name,memory.total,memory.free,driver_version")
 
 
 def _smi(query: str) -> list[list[str]]:
@@ -234,7 +239,8 @@ def ray_address(environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def self_test(seconds: float = _TEST_SECONDS) -> Finding:
-    """Trains a tiny model for two iterations with Ray, Megatron-core and vLLM, on two devices where there are two."""
+    """Trains a tiny model for three iterations with Ray, Megatron-core and vLLM, cut over two devices where there are
+    two; before the last one the engine is closed and a second one built."""
     start = time.monotonic()
     environment = {"RAY_ADDRESS": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     status, lines = _child([sys.executable, "-m", "hybridflow.self_test"], seconds, environment)
@@ -242,7 +248,7 @@ def self_test(seconds: float = _TEST_SECONDS) -> Finding:
     if status == 0 and lines:
         return Finding("self-test", f"{lines[-1]} in {took}")
     why = f"it did not end within {seconds:.0f} s" if status is None else f"it ended with status {status}"
-    return Finding("self-test", f"a run of two iterations failed after {took}", f"{why}: {' | '.join(lines[-6:])}")
+    return Finding("self-test", f"a run of three iterations failed after {took}", f"{why}: {' | '.join(lines[-6:])}")
 
 
 def _child(command: list[str], seconds: float, environment: Mapping[str, str]) -> tuple[int | None, list[str]]:

@@ -1,9 +1,10 @@
-"""The run of `hybridflow doctor`: GRPO on a tiny model for two iterations, as a program of its own."""
+"""The run of `hybridflow doctor`: GRPO on a tiny model for three iterations, as a program of its own."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,7 +14,7 @@ from hybridflow.batch.ragged import Ragged
 from hybridflow.cluster.batch_ref import BatchRef
 from hybridflow.cluster.pool import ResourcePool
 from hybridflow.config import VLLM, Adam, Megatron, Sampling
-from hybridflow.driver import compute_advantage, init, shutdown
+from hybridflow.driver import compute_advantage, init, reallocate, shutdown
 from hybridflow.workers.actor import ActorWorker
 
 _MOST = 0.1  # by which log-probabilities of vLLM and of training may differ
@@ -41,10 +42,12 @@ def main() -> str:
             model=directory,
             train=Megatron(tp=devices),
             optim=Adam(lr=1e-3),
-            generate=VLLM(sampling=Sampling(max_tokens=8, seed=1, ignore_eos=True), max_length=32),
+            generate=VLLM(tp=devices, sampling=Sampling(max_tokens=8, seed=1, ignore_eos=True), max_length=32),
         )
         prompts = Batch({"prompt_ids": Ragged.from_lengths(torch.arange(2, 34), [4] * 8)})
-        for _ in range(2):
+        for iteration in range(3):
+            if iteration == 2:  # builds a second engine, for which the first must be gone
+                reallocate(actor, generate=replace(actor.settings["generate"], max_length=40))
             batch = actor.generate_sequences(prompts, n=2)
             batch |= actor.compute_log_prob(batch)
             found = batch.get()
@@ -57,7 +60,8 @@ def main() -> str:
         shutdown()
     if not difference < _MOST:
         raise SystemExit(f"log-probabilities of vLLM and of training differ by {difference:.3g}")
-    return f"two iterations of GRPO on {devices} devices; log-probabilities agree to {difference:.1e}"
+    where = f"{devices} device{'s' if devices > 1 else ''}"
+    return f"three iterations of GRPO and two engines on {where}; log-probabilities agree to {difference:.1e}"
 
 
 if __name__ == "__main__":

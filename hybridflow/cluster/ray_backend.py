@@ -158,7 +158,9 @@ class RayBackend:
         if self.started_ray:  # one machine: else gloo listens at the host name's address, NCCL on its first interface
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             names |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        return names | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        if not self.has_cuda:
+            names |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        return names
 
     def stop_hosts(self, hosts: Sequence[HostProcess], reserved: PlacementGroup | None) -> None:
         self.monitor.forget(hosts)

@@ -18,13 +18,14 @@ from hybridflow.cluster.bound_settings import constructor_settings
 from hybridflow.cluster.group import CallSchedule, WorkerGroup
 from hybridflow.cluster.interactive import current_cell
 from hybridflow.cluster.pool import ResourcePool
-from hybridflow.config import VLLM, TrainStrategy
+from hybridflow.config import VLLM, TrainStrategy, is_strategy
 from hybridflow.engine3d.layout import Layout
 from hybridflow.engines.process_groups import RankContext
 from hybridflow.errors import ConfigError, PlacementError, nearest
 from hybridflow.models.spec import Cost
 from hybridflow.placement import CallPlacement, GroupPlacement, ranges
 from hybridflow.planner.cost.backends import Backend
+from hybridflow.planner.cost.resident_memory import PlacedGroup, check_resident
 from hybridflow.planner.describe.mesh import CallPlan, Mesh, Parallel
 from hybridflow.protocols import Operation, OperationKind, kind_of, operations
 from hybridflow.topology import RankGrid
@@ -165,13 +166,16 @@ def place(
         session.cells[role] = cell
     if session.traces:
         if session.backend.checks:
-            settings = dict(ranks_on(worker_class, pool, settings, role, grid).settings)
+            ranks = ranks_on(worker_class, pool, settings, role, grid)
+            session.backend.checked.append(_check_memory(pool, [ranks], session.backend.checked)[0])
+            settings = dict(ranks.settings)
         return WorkerGroup(session, session.backend.ranks(worker_class, settings, role))
     if planned_for is None and session.assignment is not None:
         planned_for = session.assignment.groups.get(role)
     if planned_for is not None:
         return _on_placement(worker_class, pool, planned_for, settings, role, grid)
-    return WorkerGroup(session, ranks_on(worker_class, pool, settings, role, grid))
+    (ranks,) = _check_memory(pool, [ranks_on(worker_class, pool, settings, role, grid)])
+    return WorkerGroup(session, ranks)
 
 
 def _on_placement(
@@ -187,7 +191,35 @@ def _on_placement(
     ranks = [ranks_on(worker_class, pool.part(where.devices), settings, name, grid)]
     for of_class, devices, own in others:
         ranks.append(ranks_on(of_class, pool.part(devices), own, name, beside=ranks))
+    _check_memory(pool, ranks)
     return WorkerGroup(pool.session, ranks[0], ranks[1:], schedule)
+
+
+def _check_memory(
+    pool: ResourcePool, new: Sequence[RankGroup], placed: Sequence[RankGroup] | None = None
+) -> Sequence[RankGroup]:
+    """`new`, if what it and the groups `placed` on its devices (default: the session's) keep there fits.
+
+    Errors: PlacementError, before a rank is built. Groups whose memory the planner does not know count as nothing.
+    """
+    if (memory := pool.device_memory()) is None:
+        return new
+    if placed is None:
+        groups = pool.session.groups.values()
+        asleep = {id(part) for group in groups for part in group.sleeping.values()}  # without memory
+        placed = [part for group in groups for part in group.all_ranks if id(part) not in asleep]
+    known = [(one, own) for one in (*placed, *new) if one.pool_name == pool.name and (own := _placed_group(one))]
+    for there in {tuple(n for n, (one, _) in enumerate(known) if device in one.members) for device in new[0].members}:
+        if why := check_resident([known[n][1] for n in there], memory):
+            raise PlacementError(f"{new[0].name} does not fit on its devices: {why}")
+    return new
+
+
+def _placed_group(ranks: RankGroup) -> PlacedGroup | None:
+    spec = getattr(ranks.worker_class, "model_spec", None)
+    if spec is None or ranks.settings.get("model") is None or not is_strategy(ranks.settings.get("train")):
+        return None
+    return PlacedGroup.of(ranks.name, spec(ranks.settings), ranks.settings, ranks.grid)
 
 
 def _as_worker(worker_class: type) -> type[Worker]:

@@ -1,4 +1,7 @@
-"""The start of a run on CUDA devices: which device and how many threads a host has. Each program is one of its own."""
+"""The start of a run on CUDA devices: what a host has of its node, and what a device cannot hold.
+
+Sessions are programs of their own, as those of users are.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.tiny_models import make_policy
 
 pytestmark = pytest.mark.gpu
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -22,7 +28,7 @@ class About:
     def about(self):
         here = torch.ones(4, device=self.context.device)
         seen = str(here.device), torch.cuda.current_device()
-        return [*seen, ray.get_gpu_ids(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]]
+        return [*seen, ray.get_gpu_ids(), torch.get_num_threads()]
 
 pool = hf.ResourcePool(DEVICES)
 group = hf.place(About, pool)
@@ -31,12 +37,12 @@ hf.shutdown()
 """
 
 
-def run(program: str, **environment: str) -> Any:
+def run(program: str, *arguments: str, **environment: str) -> Any:
     """The last line that the program prints, as JSON."""
     known = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RAY_ADDRESS")}
     paths = os.pathsep.join([*sys.path, os.getcwd()])
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         env={**known, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
@@ -60,7 +66,49 @@ def test_every_host_computes_on_the_device_that_it_was_given(shown: str):
 def test_a_host_has_its_share_of_the_cores():
     """Ray would give it one."""
     share, program = len(os.sched_getaffinity(0)), ABOUT.replace("DEVICES", "1")
-    ((*_, threads, variable),) = run(program, CUDA_VISIBLE_DEVICES="0")["ranks"]
-    assert (threads, variable) == (share, str(share))
-    ((*_, threads, variable),) = run(program, OMP_NUM_THREADS="3")["ranks"]
-    assert (threads, variable) == (3, "3")
+    assert run(program, CUDA_VISIBLE_DEVICES="0")["ranks"][0][-1] == share
+    for own in ("1", "3"):
+        assert run(program, OMP_NUM_THREADS=own)["ranks"][0][-1] == int(own)
+
+
+CROWDED = """
+import json, sys
+import hybridflow as hf
+
+pool = hf.ResourcePool(1)
+model, fraction = sys.argv[1], float(sys.argv[2])
+hf.ReferenceWorker.on(pool, model=model)
+try:
+    generate = hf.VLLM(memory_fraction=fraction, eager=True, max_length=64)
+    hf.ActorWorker.on(pool, model=model, optim=hf.Adam(lr=1e-3), generate=generate)
+    print(json.dumps("placed"))
+except hf.errors.PlacementError as error:
+    print(json.dumps(str(error)))
+hf.shutdown()
+"""
+
+
+def test_groups_that_the_device_cannot_hold_are_refused_when_they_are_placed(tmp_path: Path):
+    """Their own state needs the ten thousandth of the device that generation leaves."""
+    model = make_policy(tmp_path / "policy", hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
+    said = run(CROWDED, str(model), "0.9999")
+    assert "actor does not fit on its devices: while actor generates, a device of" in said
+    assert "actor optimizer" in said
+    assert "reference weights" in said
+    assert run(CROWDED, str(model), "0.2") == "placed"
+
+
+def test_the_self_test_of_doctor():
+    """Two engines that capture graphs, one after the other, cut over two devices where there are two."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridflow.self_test"],
+        env={**environment, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    devices = min(2, torch.cuda.device_count())
+    assert f"three iterations of GRPO and two engines on {devices} device" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import sys
@@ -95,15 +96,41 @@ def test_a_device_whose_memory_another_process_holds(tmp_path, monkeypatch):
         "import sys\n"
         "apps = 'compute-apps' in sys.argv[1]\n"
         "print('GPU-b, 4711, /usr/bin/python3, 70000' if apps else\n"
-        "      'GPU-a, 0, NVIDIA H100, 81559, 81000\\nGPU-b, 1, NVIDIA H100, 81559, 11000')\n"
+        "      'GPU-a, 0, NVIDIA H100, 81559, 81000, 570.124.06\\nGPU-b, 1, NVIDIA H100, 81559, 11000, 570.124.06')\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     free, full = doctor.devices()
     assert (free.check, free.cure) == ("device 0", "")
+    assert free.found == "NVIDIA H100, driver 570.124.06, 79.1 GiB of 79.6 GiB free"
     assert "process 4711 (python3) holds 70000 MiB" in full.cure
     program.write_text("#!/bin/sh\nexit 9\n")
     assert [found.check for found in doctor.devices()] == ["devices"]
+
+
+@pytest.mark.parametrize(
+    ("build", "said", "cure"),
+    [
+        ("13.0", "The NVIDIA driver on your system is too old", "driver 570.124.06 .*needs driver 580 or newer"),
+        ("", "Torch not compiled with CUDA enabled", "driver 570.124.06 .*is a CPU build. Install the CUDA build"),
+        ("13.0", "", ""),
+    ],
+)
+def test_a_driver_and_a_build_that_do_not_fit(build: str, said: str, cure: str, tmp_path: Path, monkeypatch):
+    """NVML, and with it torch's count of devices, works with any driver."""
+    monkeypatch.setattr(doctor, "_gpus", lambda: [["GPU-a", "0", "NVIDIA H100", "81559", "81000", "570.124.06"]])
+    init = f"raise RuntimeError({said!r})" if said else "pass"
+    (tmp_path / "torch.py").write_text(
+        "__version__ = '2.13.0'\n"
+        f"class version: cuda = {build!r} or None\n"
+        "class cuda:\n"
+        "    device_count = staticmethod(lambda: 8)\n"
+        "    @staticmethod\n"
+        f"    def init(): {init}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = doctor.imports(("json",)).cure
+    assert re.search(cure, found) if cure else found == ""
 
 
 def test_host_memory_that_another_process_holds(tmp_path, monkeypatch):

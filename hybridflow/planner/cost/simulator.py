@@ -165,7 +165,7 @@ class Simulator:
         """Bytes on the fullest device while the call runs, for this group alone. `home` is where its static bytes are
         laid out (default: as `plan`); generation uses all of `kv_budget` that its rows need."""
         own = self.graph.call(call)
-        least, still = self._least(call, plan, home), self._still(own.group, home or plan)
+        least, still = self._least(call, plan, home), self.still(own.group, home or plan)
         context, cache = self.context(own.group, plan, own.kind), least.kv_cache
         if context is not None and cache:
             kv_budget = self.kv_budget(call, plan) if kv_budget is None else kv_budget
@@ -176,7 +176,7 @@ class Simulator:
 
     def static(self, group: str, plan: CallPlan) -> float:
         """Bytes per device that stay between calls: parameters, and gradients and optimizer state if trained."""
-        return self._still(group, plan).static
+        return self.still(group, plan).static
 
     def active(self, call: str, plan: CallPlan, home: CallPlan | None = None, kv_budget: float | None = None) -> float:
         """The least bytes per device on top while the call runs: activations, logits, KV cache for a few rows; with
@@ -187,7 +187,8 @@ class Simulator:
         """
         return (self._least(call, plan, home) if kv_budget is None else self.memory(call, plan, kv_budget, home)).active
 
-    def _still(self, group: str, plan: CallPlan) -> DeviceMemory:
+    def still(self, group: str, plan: CallPlan) -> DeviceMemory:
+        """The parts of `static`."""
         context = self.context(group, plan)
         return DeviceMemory() if context is None else memory.static(context, group in self.graph.trained)
 

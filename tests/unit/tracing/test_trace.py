@@ -17,13 +17,15 @@ import hybridflow as hf
 from benchmarks.dataflows import grpo, ppo
 from hybridflow.batch.batch import Batch
 from hybridflow.cluster.session import Session
-from hybridflow.errors import CheckpointError, ConfigError, MissingColumnError
+from hybridflow.errors import CheckpointError, ConfigError, MissingColumnError, PlacementError
+from hybridflow.models.hf_spec import read_spec
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.describe.graph import Graph, GraphBuilder
 from hybridflow.protocols import THREE_D_PROTO, register
-from hybridflow.tracing.trace import PUBLISHED, Trace, model_spec, trace_driver
+from hybridflow.tracing.trace import PUBLISHED, Trace, check_driver, model_spec, trace_driver
 from recipes.arithmetic import Arithmetic
 from recipes.small_model import SmallModel
+from tests.tiny_models import make_policy
 
 ACTOR: dict[str, Any] = {"optim": hf.Adam(lr=1e-6), "generate": hf.VLLM(sampling=hf.Sampling(max_tokens=8))}
 TOKENS = "prompt_ids response_ids"
@@ -452,6 +454,32 @@ def test_a_loader_that_ends_and_what_comes_after(small: Path):
     graph = trace_driver(driver).graph
     assert list(kinds(graph)) == [GENERATE, OLD, UPDATE]
     assert versions(graph) == {(UPDATE, name, 1) for name in kinds(graph)}
+
+
+def test_groups_that_no_device_can_hold_are_refused_before_anything_starts(tmp_path: Path, monkeypatch):
+    """By the memory of this machine's devices, where the run will use them."""
+    model = make_policy(tmp_path / "policy")
+
+    def driver():
+        pool = hf.ResourcePool(2)
+        settings = {"model": model, "train": hf.Megatron(tp=2)}
+        generate = hf.VLLM(memory_fraction=0.6, max_length=16, sampling=hf.Sampling(max_tokens=4))
+        hf.ActorWorker.on(pool, **settings, optim=hf.Adam(lr=1.0), generate=generate)
+        hf.ReferenceWorker.on(pool[0:1], model=model, train=hf.FSDP())
+        hf.CriticWorker.on(pool, **settings, optim=hf.Adam(lr=1.0))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    parameters = read_spec(model, "lm", hf.Megatron()).num_parameters
+    monkeypatch.setattr("hybridflow.cluster.pool.device_memory", lambda: 36 * parameters)
+    check_driver(driver)  # without CUDA
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(PlacementError, match=r"critic does not fit on its devices: while actor gen.*reference we"):
+        check_driver(driver)
+    monkeypatch.setattr("hybridflow.cluster.pool.device_memory", lambda: 60 * parameters)
+    check_driver(driver)
+    monkeypatch.setattr("hybridflow.cluster.pool.device_memory", lambda: 1)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_driver(driver)  # the devices of that cluster are unknown
 
 
 def test_a_process_that_a_trace_does_not_have():

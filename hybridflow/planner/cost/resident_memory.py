@@ -1,0 +1,114 @@
+"""Resident memory: bytes that groups placed on one device have there in each phase of an iteration. Pure.
+
+Only what is certain is counted: the simulator's weights, gradients and optimizer state (Adam's moments from the first
+step on), and the share of the device that generation takes. Activations, message buffers and CUDA's own memory come on
+top, and depend on the batch: a driver that is refused for these figures cannot run, while one that passes may still
+run out of memory, which the call's error then explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.config import SGD, VLLM, DType
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.hf_spec import Decoder
+from hybridflow.models.spec import ModelSpec
+from hybridflow.placement import GIB
+from hybridflow.planner.cost.backends import Backend
+from hybridflow.planner.cost.device_memory import DeviceMemory
+from hybridflow.planner.cost.simulator import Simulator
+from hybridflow.planner.describe.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
+from hybridflow.planner.describe.graph import Graph
+from hybridflow.planner.describe.mesh import CallPlan, Mesh
+from hybridflow.planner.describe.workload import Workload
+from hybridflow.topology import RankGrid
+
+_DTYPES: dict[DType, float] = {"bfloat16": 1.0, "float16": 1.0, "float32": 1.0}
+
+
+@dataclass(frozen=True)
+class PlacedGroup:
+    """A group's settings (`optim`, `generate`, `offload`), its `backend`, and what it keeps on its fullest device."""
+
+    name: str
+    settings: Mapping[str, Any]
+    backend: Backend
+    still: DeviceMemory
+
+    @classmethod
+    def of(cls, name: str, model: Decoder, settings: Mapping[str, Any], grid: RankGrid) -> PlacedGroup | None:
+        """None for models, strategies and sizes that the planner does not know."""
+        if not isinstance(model, ModelSpec):
+            return None
+        node = NodeSpec(DeviceSpec("device", 1.0, _DTYPES, 1.0), grid.size, 1.0)
+        trained = frozenset() if settings.get("optim") is None else frozenset((name,))
+        graph = Graph((), (), {name: model}, trained, {name: settings["train"]})
+        try:
+            simulator = Simulator(ClusterSpec((node,), 1.0), graph, Workload(rows=1, prompt=1, response=1))
+            backend = simulator.backends[name]
+            parallel = backend.parallel(grid.p, grid.t, grid.d)
+            plan = None if parallel is None else CallPlan(Mesh.of(0, grid.size), parallel)
+            return plan and cls(name, settings, backend, simulator.still(name, plan))
+        except (ConfigError, ModelError):
+            return None
+
+    @property
+    def phases(self) -> list[str]:
+        """What its calls do on the device."""
+        updates = "computes" if self.settings.get("optim") is None else "updates"
+        return [updates, *(["generates"] if isinstance(self.settings.get("generate"), VLLM) else [])]
+
+    def resident(self, phase: str, device: float) -> dict[str, float]:
+        """Bytes by kind on a device of `device` bytes in one of its `phases`, or between its calls ("")."""
+        offload: Any = self.settings.get("offload", False)
+        generate: VLLM | None = self.settings.get("generate")
+        if offload is True and not phase:
+            return {}
+        still, known = self.still, not isinstance(self.settings.get("optim"), SGD)  # SGD's state is less than Adam's
+        found = {"weights": still.parameters, "gradients": still.gradients, "optimizer": still.optimizer * known}
+        if self.backend.sharded and phase != "updates":
+            found["gradients"] = 0.0  # every step frees them
+        if phase == "generates" and generate is not None:
+            # the transition frees what it can restore; sharded weights stay where generation's are narrower
+            if not self.backend.sharded or generate.dtype == "float32":
+                found["weights"] = 0.0
+            found |= dict.fromkeys(() if offload is True else offload or (), 0.0)
+            found[f"VLLM(memory_fraction={generate.memory_fraction:g})"] = generate.memory_fraction * device
+        return {kind: size for kind, size in found.items() if size}
+
+
+def check_resident(groups: Sequence[PlacedGroup], device: float) -> str:
+    """Why the groups, all on one device of `device` bytes, do not fit, and what to change; "" where they may."""
+    phases = [
+        (f"{group.name} {phase}", {one.name: one.resident(phase * (one is group), device) for one in groups})
+        for group in groups
+        for phase in group.phases
+    ]
+    phase, most = max(phases, key=lambda found: _total(found[1]), default=("", {}))
+    if (total := _total(most)) <= device:
+        return ""
+    parts = [f"{name} {kind} {size / GIB:.1f} GiB" for name, own in most.items() for kind, size in own.items()]
+    return (
+        f"while {phase}, a device of {device / GIB:.1f} GiB would have {total / GIB:.1f} GiB, activations not counted: "
+        f"{', '.join(parts)}. Change one of: {'; '.join(_cures(groups, phase, total, device))}."
+    )
+
+
+def _cures(groups: Sequence[PlacedGroup], phase: str, total: float, device: float) -> list[str]:
+    found = list[str]()
+    for group in groups:
+        generate: VLLM | None = group.settings.get("generate")
+        if generate is not None and phase == f"{group.name} generates":
+            fits = int(100 * (generate.memory_fraction - (total - device) / device)) / 100
+            found += [f"{group.name} VLLM(memory_fraction={fits:g}) or less"] if fits > 0 else []
+            found += [f'{group.name} offload=("optimizer", "gradients")'] if "updates" in group.phases else []
+        elif group.settings.get("offload") is False:
+            found.append(f"{group.name} offload=True")
+    return [*found, "larger tp or pp, FSDP() or ZeRO(stage=3)", "more devices"]
+
+
+def _total(groups: Mapping[str, Mapping[str, float]]) -> float:
+    return sum(sum(own.values()) for own in groups.values())
