@@ -33,18 +33,64 @@ void host_knows(const Clock& clock) {
   lates = std::move(waiting);
 }
 
-static std::string bytes_at(const void* pointer, size_t size) { return std::string((const char*)pointer, size); }
+static bool overlap(const Late& late, const void* pointer, size_t size) {
+  return late.host < (char*)pointer + size && (char*)pointer < late.host + late.bytes.size();
+}
+
+// What a stream finds: in pinned memory also what copies before it have brought, though the host does not know of them.
+static std::string bytes_at(const void* pointer, size_t size, int stream) {
+  std::string bytes((const char*)pointer, size);
+  char* start = (char*)pointer;
+  for (auto& late : lates) {
+    if (!late.arrives || !overlap(late, pointer, size)) continue;
+    if (clock_of(stream)[late.stream] < late.launch) {
+      tell("race", "a copy reads pinned memory that another stream is copying to");
+      continue;
+    }
+    char *from = std::max(start, late.host), *to = std::min(start + size, late.host + late.bytes.size());
+    memcpy(&bytes[from - start], &late.bytes[from - late.host], to - from);
+  }
+  return bytes;
+}
+
+// A copy to pinned memory comes: those before it in the order of streams have read what they wanted.
+static void have_read(const void* pointer, size_t size, int stream) {
+  std::vector<Late> others;
+  for (auto& late : lates) {
+    if (late.arrives || !overlap(late, pointer, size) || clock_of(stream)[late.stream] < late.launch) {
+      others.push_back(late);
+    } else if (bytes_at(late.host, late.bytes.size(), stream) != late.bytes) {
+      tell("race", "the host changed " + std::to_string(late.bytes.size()) + " pinned bytes that a copy was reading");
+    }
+  }
+  lates = std::move(others);
+}
+
+static auto& coming = *new std::multimap<const void*, size_t>;  // copies to pinned memory that are queued
+
+static bool is_coming(const void* pointer, size_t size) {
+  for (auto& [to, count] : coming)
+    if ((char*)to < (char*)pointer + size && (char*)pointer < (char*)to + count) return true;
+  return false;
+}
 
 // A copy that does not block the host. `arrives`: in pinned memory; `reads`: from pinned memory.
 static void copy_later(void* to, const void* from, size_t size, int stream, long count, bool arrives, bool reads) {
   bool recorded = capturing(stream);  // runs again, in replays, on their streams; only those reach the host's memory
-  if (reads && !recorded) lates.push_back({(char*)from, bytes_at(from, size), stream, count, false});
-  if (arrives && !recorded) memset(to, 0xA5, size);
+  bool later = recorded || is_coming(from, size);  // what it reads is not there yet
+  if (reads && !later) lates.push_back({(char*)from, bytes_at(from, size, stream), stream, count, false});
+  if (arrives && !recorded) {
+    have_read(to, size, stream);
+    memset(to, 0xA5, size);
+    coming.insert({to, size});
+  }
   submit(stream, [=](int on) {
     long now = recorded ? clock_of(on)[on] : count;
-    if (!arrives) memmove(to, from, size);
-    if (recorded && !capturing(on) && reads) lates.push_back({(char*)from, bytes_at(from, size), on, now, false});
-    if (arrives && !capturing(on)) lates.push_back({(char*)to, bytes_at(from, size), on, now, true});
+    std::string bytes = reads || arrives ? bytes_at(from, size, on) : std::string();
+    if (!arrives) memmove(to, reads ? bytes.data() : from, size);
+    if (arrives && !recorded) coming.erase(coming.find(to));
+    if (later && !capturing(on) && reads) lates.push_back({(char*)from, bytes, on, now, false});
+    if (arrives && !capturing(on)) lates.push_back({(char*)to, bytes, on, now, true});
   });
 }
 
