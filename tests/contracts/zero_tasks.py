@@ -69,7 +69,8 @@ class Trained:
             if rows.rows:
                 scalar, _ = loss(reference(self.model, self.head, rows), rows, totals_of(batch))
             else:
-                scalar = self.model.model(torch.zeros(1, 1, dtype=torch.int64, device=device)).last_hidden_state[:0].sum()
+                token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+                scalar = self.model.model(token).last_hidden_state[:0].sum()
             self.optimizer.scale_loss(scalar.float() * scale).backward()
         self.shards.after_pass()
         self.shards.reduce()
