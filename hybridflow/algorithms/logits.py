@@ -107,9 +107,10 @@ class Logits:
 
         def picked_and_rest(log_p_nC: Tensor, ids_nk: Tensor) -> Tensor:
             local, inside = self._local(ids_nk)
-            kept = torch.ones_like(log_p_nC, dtype=torch.bool)
-            kept[inside.nonzero()[:, 0], local[inside]] = False
-            rest = torch.where(kept, log_p_nC, -torch.inf).exp().sum(-1, keepdim=True)
+            rows, columns = log_p_nC.shape
+            kept = torch.ones(rows, columns + 1, dtype=torch.bool, device=local.device)  # one more, for ids elsewhere
+            kept.scatter_(1, torch.where(inside, local, columns), False)
+            rest = torch.where(kept[:, :columns], log_p_nC, -torch.inf).exp().sum(-1, keepdim=True)
             return torch.cat([self._picked(log_p_nC, ids_nk), rest], -1)
 
         found = self.sum(picked_and_rest, self._checked(ids), mask=mask)

@@ -15,6 +15,7 @@ from hybridflow.algorithms.losses.pretrain import negative_log_likelihood
 from hybridflow.algorithms.masked import response_mask
 from hybridflow.algorithms.registry import policy_loss
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.pinned import to_device
 from hybridflow.cluster.backend import RankGroup
 from hybridflow.config import VLLM, Megatron, Optimizer, TrainStrategy
 from hybridflow.engine3d.hybrid_engine import HybridEngine, Offloaded, TransitionReport, check_offload
@@ -281,7 +282,7 @@ class ActorWorker(RowSession, ModelWorker):
             return {}
         mask = response_mask(batch).values
         total = negative_log_likelihood(out["log_probs"].values.double(), mask).sum()
-        sums = torch.stack([total, mask.sum().double()]).to(self.context.device)
+        (sums,) = to_device([torch.stack([total, mask.sum().double()])], self.context.device)
         peers = self.context.grid.group(self.context.rank, "d")
         dist.all_reduce(sums, group=self.context.groups.of(peers))
         return {"actor/pretrain_loss": float(sums[0] / sums[1].clamp(min=1))}

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
+from hybridflow.batch.pinned import to_device
 from hybridflow.engines.attention import causal_attention, packed_attention
 from hybridflow.engines.micro_batches import Sequences
 from hybridflow.models.spec import ModelSpec
@@ -219,7 +220,8 @@ class Rotary:
         self.packed = lru_cache(maxsize=4)(self._packed)  # all layers ask for the same row, one after the other
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angle_SE = torch.outer(torch.arange(length, device=device).float(), self.inverse_E.to(device))
+        (inverse_E,) = to_device([self.inverse_E], device)
+        angle_SE = torch.outer(torch.arange(length, device=device).float(), inverse_E)
         return angle_SE.cos().to(dtype), angle_SE.sin().to(dtype)
 
     def _packed(self, sequences: Sequences, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

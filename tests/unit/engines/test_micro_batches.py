@@ -80,6 +80,18 @@ def test_every_response_token_is_read_once(lengths, budget, multiple, at_least, 
     assert read.equal(responses)
 
 
+SIZES = {"vocab_size": 50, "max_position_embeddings": 8, "hidden_size": 16, "num_attention_heads": 2}
+SIZES |= {"num_hidden_layers": 1, "ffn_dim": 16, "intermediate_size": 16}
+SPEC = TransformersSpec.of({"model_type": "llama", **SIZES})
+
+
+def of_tokens() -> None:
+    """A loss without a term of a sequence."""
+
+
+of_tokens.by_sequence = False  # type: ignore[attr-defined]
+
+
 @settings(max_examples=100, deadline=None)
 @given(rows_of_tokens.filter(len), st.integers(1, 60), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.data())
 def test_units_stay_together(lengths, budget, multiple, at_least, packed, data):
@@ -96,6 +108,32 @@ def test_units_stay_together(lengths, budget, multiple, at_least, packed, data):
         assert torch.cat([units[unit] for unit in inside]).equal(rows)
         count, width = (1, int(tokens[rows].sum())) if packed else (len(rows), int(tokens[rows].max()))
         assert count * -(-width // multiple) * multiple <= budget or len(inside) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_of_tokens.filter(len), st.integers(1, 60), st.booleans(), st.data())
+def test_a_loss_of_sequences_gets_its_trajectories_as_rows(lengths, budget, packed, data):
+    """In the order of the model's outputs; the mask in bools."""
+    prompts, responses = counting(lengths)
+    named = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths))))
+    order = torch.tensor(data.draw(st.permutations(range(len(lengths)))))
+    columns = {"prompt_ids": prompts, "response_ids": responses, "trajectory_id": named, "row_id": order}
+    batch = Batch(columns | {"response_mask": responses.map(torch.ones_like)})
+    tokens = TokenOutputs("actor", SPEC, Split(budget, packed=packed), (0, 50), cast(dist.ProcessGroup, None))
+    for loss in (lambda: None, of_tokens):
+        seen = []
+        for micro in tokens.micro_batches(batch, loss=loss):
+            whole, rows = tokens.with_columns(micro, batch, loss), micro.rows
+            assert whole.columns is not None
+            assert whole.columns["response_ids"].values.equal(responses.index(rows).values)
+            assert whole.columns["response_ids"].offsets.diff().equal(whole.lengths)
+            assert whole.columns["response_mask"].dtype == torch.bool
+            assert int(whole.lengths.sum()) == micro.selected
+            inside = named[rows].unique_consecutive() if loss is not of_tokens else named[rows]
+            assert whole.columns["trajectory_id"].equal(inside)
+            seen.append(inside)
+        if loss is not of_tokens:
+            assert torch.cat(seen).unique().shape == torch.cat(seen).shape
 
 
 def test_a_model_that_computes_rows_alone_has_no_whole_trajectories():
@@ -162,9 +200,7 @@ def test_token_ids_are_in_the_vocabulary(wrong):
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
 def test_rows_longer_than_the_positions_that_a_model_has_learned(family: str):
-    sizes = {"vocab_size": 50, "max_position_embeddings": 8, "hidden_size": 16, "num_attention_heads": 2}
-    sizes |= {"num_hidden_layers": 1, "ffn_dim": 16, "intermediate_size": 16}
-    spec = TransformersSpec.of({"model_type": family, **sizes})
+    spec = TransformersSpec.of({"model_type": family, **SIZES})
     tokens = TokenOutputs("actor", spec, Split(64), (0, 50), cast(dist.ProcessGroup, None))
     for length in (8, 9):
         lengths = [(2, 1), (3, length - 3)]
