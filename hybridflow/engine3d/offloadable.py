@@ -85,15 +85,22 @@ class Residency:
 
     def acquire(self, names: Iterable[str] | None = None) -> set[str]:
         """Returns all names with undefined content, including those that share a storage with `names`."""
-        fresh: set[str] = set()
-        for storage, key, name in self._found(names):
-            if not self._held[key]:
+        found, fresh = self._found(names), set[str]()
+        absent = {key: storage for storage, key, _ in found if not self._held[key]}
+        try:
+            for key, storage in absent.items():
                 storage.resize_(self._sizes[key])
-                self.resident_bytes += self._sizes[key]
-                if (host := self._host.pop(key, None)) is not None:
-                    _bytes(storage).copy_(host)
-                else:
-                    fresh |= self._names[key]
+        except Exception:  # all or nothing
+            for storage in absent.values():
+                storage.resize_(0)
+            raise
+        for key, storage in absent.items():
+            self.resident_bytes += self._sizes[key]
+            if (host := self._host.pop(key, None)) is not None:
+                _bytes(storage).copy_(host)
+            else:
+                fresh |= self._names[key]
+        for _, key, name in found:
             self._held[key].add(name)
             self._away[key].discard(name)
         return fresh
@@ -105,24 +112,30 @@ class Residency:
 
     def offload(self, names: Iterable[str] | None = None) -> None:
         """Host memory is pinned on CUDA systems. A storage is freed with its last name, offloaded or released."""
-        for storage, key, name in self._found(names):
-            if name in self._held[key]:
-                self._away[key].add(name)
-                self._drop(storage, key, name)
+        found = [each for each in self._found(names) if each[2] in self._held[each[1]]]
+        going = {name for *_, name in found}
+        last = {key: storage for storage, key, _ in found if self._held[key] <= going}
+        self._host.update({key: self._copy(storage) for key, storage in last.items()})  # all or nothing
+        for storage, key, name in found:
+            self._away[key].add(name)
+            self._drop(storage, key, name)
 
     def _drop(self, storage: torch.UntypedStorage, key: int, name: str) -> None:
         held, wanted = self._held[key], self._away[key]
-        if name in held:
-            held.discard(name)
-            if not held:
-                if wanted:
-                    pin = storage.device.type == "cuda"
-                    host = torch.empty(self._sizes[key], dtype=torch.uint8, device="cpu", pin_memory=pin)
-                    self._host[key] = host.copy_(_bytes(storage))
-                storage.resize_(0)
-                self.resident_bytes -= self._sizes[key]
-        elif not wanted:
+        if held == {name}:
+            if wanted and key not in self._host:
+                self._host[key] = self._copy(storage)
+            storage.resize_(0)
+            self.resident_bytes -= self._sizes[key]
+        elif name not in held and not wanted:
             self._host.pop(key, None)
+        held.discard(name)
+
+    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
+        """Its bytes on the host."""
+        pin = storage.device.type == "cuda"
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pin)
+        return host.copy_(_bytes(storage))
 
     def _found(self, names: Iterable[str] | None) -> list[tuple[torch.UntypedStorage, int, str]]:
         wanted = self._storages if names is None else [name for name in names if name in self._storages]

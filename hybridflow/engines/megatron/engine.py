@@ -9,22 +9,20 @@ from __future__ import annotations
 import importlib
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridflow import config
 from hybridflow.engine3d.offloadable import Residency
+from hybridflow.engines.agreement import FAIL_SECONDS
 from hybridflow.engines.flat_shards import FlatShards
 from hybridflow.engines.megatron.layers import PackedRow, SelectedPositions
 from hybridflow.engines.megatron.layout import (
@@ -45,10 +43,9 @@ from hybridflow.engines.process_groups import RankContext
 from hybridflow.engines.sharded_model import ShardedModel, compute_dtype
 from hybridflow.engines.token_outputs import TokenOutputs
 from hybridflow.engines.units import Unit, step_groups
+from hybridflow.errors import WaitTimeoutError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.planner.pipeline.schedule import Work, one_f_one_b
-
-_FAIL_SECONDS = 10.0  # in which tensor parallel ranks meet the same error
+from hybridflow.planner.pipeline.schedule import Instruction, Work, one_f_one_b, scheduled
 
 
 def build_model(
@@ -77,7 +74,7 @@ def build_model(
     parts = step_groups(spec.tensors(), of_stages)
     return ShardedModel(
         shards=shards,
-        loop=PipelineLoop(context, model, selection, groups),
+        loop=PipelineLoop(context, model, selection),
         tokens=TokenOutputs(context.role, spec, micro_batches, vocabulary_rows(spec.vocab, grid.t, at.t), groups.tp),
         layout=weights_layout(strategy, spec, grid),
         optimizer_layout=state_layout(strategy, spec, grid) if optimizer else None,
@@ -191,20 +188,29 @@ class PipelineLoop:
 
     turn: PipelineTurn | None
 
-    def __init__(
-        self, context: RankContext, model: GPTModel, selection: SelectedPositions, groups: ProcessGroupCollection
-    ) -> None:
-        self.model, self.selection, self.groups, self.device = model, selection, groups, context.device
+    lockstep = False  # stages get zeros in place of what a failed computation would have sent
+
+    def __init__(self, context: RankContext, model: GPTModel, selection: SelectedPositions) -> None:
+        self.model, self.selection, self.device = model, selection, context.device
         self.at, self.stages, self.turn = context.coords.p, context.grid.p, None
         self.last_stage = self.at == self.stages - 1
         self._messages, self._context, self._passes = StageMessages(context), context, 0
 
     def infer(
-        self, micro_batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Any], hidden: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        read: Callable[[MicroBatch, Tensor], Any],
+        failed: Callable[[Exception], None],
+        hidden: bool = False,
     ) -> list[Any]:
-        """Without gradients, by the same schedule with `forward_only`."""
+        self.model.eval()
+        found: list[Any] = []
+        forwards = [Instruction("forward", micro=i) for i in range(len(micro_batches))]
+        works = (Work(micro_batches=(len(micro_batches),)),)
+        mine = self._pass(micro_batches, lambda micro, out: found.append(read(micro, out)), failed, trains=False)
         with without_output_layer(self.model) if hidden and self.last_stage else nullcontext():
-            return self._run(micro_batches, lambda micro, out, **_: read(micro, out[0]), forward_only=True)
+            mine.run_all(scheduled(works, [forwards] * self.stages).stages[self.at])
+        return found
 
     def train(
         self,
@@ -213,25 +219,31 @@ class PipelineLoop:
         failed: Callable[[Exception], None],
     ) -> None:
         self.model.train()
-        self._passes += 1
-        own = loss if self.last_stage else None
-
-        def continues(error: Exception) -> bool:
-            failed(error)
-            return self._all_failed()
-
-        mine = StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own, continues)
+        mine = self._pass(micro_batches, loss, failed, trains=True)
         if self.turn is not None:
             self.turn.take(mine)
         else:
             mine.run_all(one_f_one_b(self.stages, Work(micro_batches=(len(micro_batches),))).stages[self.at])
+
+    def _pass(
+        self, micro_batches: Sequence[MicroBatch], read: Callable, failed: Callable[[Exception], None], trains: bool
+    ) -> StagePass:
+        self._passes += 1
+
+        def continues(error: Exception) -> None:
+            failed(error)
+            if not self._all_failed():
+                raise error from WaitTimeoutError("the tensor parallel ranks of this stage did not fail as well.")
+
+        own = read if self.last_stage else None
+        return StagePass(self.model, self._messages, micro_batches, self.device, self._forward, own, continues, trains)
 
     def _all_failed(self) -> bool:
         """Whether the tensor parallel ranks of this stage have all failed in this pass, as for an error in their data;
         if not, the others are in a collective that this rank cannot continue."""
         at, groups, size = self._context.coords, self._context.groups, self._context.grid.t
         key = f"{groups.name}/failed/{self._passes}/{at.p}-{at.d}"
-        end, found = time.monotonic() + _FAIL_SECONDS, groups.store.add(key, 1)
+        end, found = time.monotonic() + FAIL_SECONDS, groups.store.add(key, 1)
         while found < size and time.monotonic() < end:
             time.sleep(0.02)
             found = groups.store.add(key, 0)
@@ -242,32 +254,6 @@ class PipelineLoop:
         packed = PackedRow(sequences=micro.sequences) if micro.sequences is not None else None
         return self.model(input_ids=micro.ids, position_ids=None, attention_mask=None, packed_seq_params=packed)  # type: ignore[arg-type]
 
-    def _run(self, micro_batches: Sequence[MicroBatch], read: Callable, forward_only: bool) -> list[Any]:
-        """`read(micro-batch, model output [1, N, C])` of each on the last stage; on others nothing of use."""
-
-        def forward_step(batches: Iterator[MicroBatch], model: GPTModel):
-            micro = next(batches).to(self.device)
-            return self._forward(micro), partial(read, micro)
-
-        self.model.train(not forward_only)
-        extra: dict[str, Any] = {}
-        if self.stages > 1:
-            extra["p2p_communicator"] = P2PCommunicator(self.groups.pp, self.model.config)
-        rows, length = micro_batches[0].ids.shape
-        with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func(pp_size=self.stages, vp_size=None)(
-                forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
-                model=[self.model],
-                num_microbatches=len(micro_batches),
-                seq_length=length,  # of the first: stages exchange the shapes
-                micro_batch_size=rows,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-                pg_collection=self.groups,
-                **extra,
-            )
-
 
 # Running Megatron-core where there is no CUDA: inert when the device is a CUDA one. Megatron writes `device="cuda"` and
 # `torch.cuda.current_device()` into its code. On a CPU its modules are given a namespace of their own in the place of
@@ -275,8 +261,6 @@ class PipelineLoop:
 
 _MODULES = (
     "models.gpt.gpt_model",
-    "pipeline_parallel.p2p_communication",
-    "pipeline_parallel.schedules",
     "tensor_parallel.layers",
     "tensor_parallel.mappings",
     "tensor_parallel.random",
